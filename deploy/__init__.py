@@ -1,1 +1,1 @@
-"""Images, compose file, and the check that what they say works."""
+"""Images, the compose file, and checks that they work."""

@@ -1,7 +1,7 @@
-"""Reads a compose file, as far as this project uses the format, and says what each replica runs on one machine.
+"""Reads the parts of the compose format used by this project, and determines what each replica runs on one machine.
 
-On one machine all replicas share the loopback, so ports are exchanged for free ones, names of services for 127.0.0.1,
-and paths inside containers for folders. Commands and environment are otherwise what the file says.
+On one machine all replicas share the loopback, so ports are replaced by free ones, service names by 127.0.0.1, and
+paths in containers by folders. Commands and environment are otherwise unchanged.
 """
 
 import re
@@ -21,7 +21,7 @@ _LOCAL_PORT = re.compile(r"\b(?:127\.0\.0\.1|localhost):(\d+)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """One service of the file, with its variables filled in."""
+    """A service of the file, with its variables substituted."""
 
     name: str
     command: tuple[str, ...]
@@ -30,11 +30,11 @@ class ServiceSpec:
     depends_on: Mapping[str, str]  # service -> condition
     health_command: tuple[str, ...] | None
     published: tuple[str, ...] = ()
-    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])  # Any: whatever else the file says
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])  # Any: all other keys
 
     @property
     def own_ports(self) -> list[int]:
-        """Ports that it listens on, as its environment and its health check name them."""
+        """Ports on which it listens, according to its environment and its health check."""
         named = [int(value) for key, value in self.environment.items() if key.endswith("PORT") and int(value)]
         asked = [int(port) for part in self.health_command or () for port in _LOCAL_PORT.findall(part)]
         return sorted({*named, *asked})
@@ -42,10 +42,10 @@ class ServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one replica finds what the file's names mean."""
+    """Replacements for the names in a replica's configuration."""
 
-    ports: Mapping[int, int]  # its own: in the container -> on this machine
-    peers: Mapping[str, str]  # "service:port" -> "127.0.0.1:port", of each of its replicas, with commas
+    ports: Mapping[int, int]  # its own ports: in the container -> on this machine
+    peers: Mapping[str, str]  # "service:port" -> "127.0.0.1:port" of each replica, comma-separated
     paths: Mapping[str, str]  # in the container -> on this machine
 
     def text(self, text: str) -> str:
@@ -72,10 +72,10 @@ class Placement:
 
 
 def read_compose(path: Path, environ: Mapping[str, str], profiles: Collection[str] = ()) -> dict[str, ServiceSpec]:
-    """The services of the file that `docker compose up` starts: those without a profile, and those of `profiles`.
+    """The services that `docker compose up` starts: those without a profile, and those of `profiles`.
 
     Raises:
-        ConfigError: the file is not what this reader understands; says where.
+        ConfigError: the file uses something that this reader does not support; the message says where.
     """
     try:
         content = yaml.safe_load(path.read_text())
@@ -88,10 +88,10 @@ def read_compose(path: Path, environ: Mapping[str, str], profiles: Collection[st
 
 
 def start_order(services: Mapping[str, ServiceSpec]) -> list[ServiceSpec]:
-    """Every service behind those it depends on.
+    """All services, each after its dependencies.
 
     Raises:
-        ConfigError: they depend on each other in a circle, or on one that is not there.
+        ConfigError: a dependency is circular or missing.
     """
     order: list[ServiceSpec] = []
     left = dict(sorted(services.items()))
@@ -131,7 +131,7 @@ def _exec_form(test: object, name: str) -> tuple[str, ...]:
 
 
 def _fill(value: object, environ: Mapping[str, str]) -> object:
-    """${NAME}, ${NAME:-default} and $$ in every text."""
+    """Substitute ${NAME}, ${NAME:-default} and $$ in every string."""
     if isinstance(value, str):
 
         def replace(found: re.Match[str]) -> str:

@@ -1,7 +1,7 @@
-"""`make install-check`: what people install, in empty environments, on every Python that is declared.
+"""`make install-check`: installs the wheels into empty environments, for every supported Python.
 
-For each interpreter: the SDK's wheel alone (size, time of its import, nothing of a cluster beside it), the tests of SDK
-and command against the installed wheels with no sources in reach, and `ballast up` with a request through SDK and HTTP.
+For each interpreter: the SDK's wheel alone (size, import time, no cluster packages), the tests of SDK and command
+against the installed wheels without access to the sources, and `ballast up` with a request through SDK and HTTP.
 """
 
 import argparse
@@ -34,7 +34,7 @@ with Client(ADDRESS) as client:
 
 
 class CheckFailed(Exception):
-    """Something is not as it should be; says what."""
+    """A check failed; the message says which."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Measured:
 
 
 class Environment:
-    """An empty virtual environment, and commands in it that see neither sources nor settings of this shell."""
+    """An empty virtual environment. Commands in it see neither the sources nor this shell's settings."""
 
     def __init__(self, interpreter: str, folder: Path) -> None:
         run([interpreter, "-m", "venv", str(folder)])
@@ -86,7 +86,7 @@ def run(
 
 
 def build_wheels(interpreter: str, folder: Path) -> tuple[Path, Path]:
-    """The SDK's and the cluster's."""
+    """Build the wheels of the SDK and of the cluster."""
     for root in _FOLDERS:
         run([interpreter, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder), str(root)])
     [sdk], [cluster] = folder.glob("ballast_serve-*.whl"), folder.glob("ballast_serve_cluster-*.whl")
@@ -94,9 +94,9 @@ def build_wheels(interpreter: str, folder: Path) -> tuple[Path, Path]:
 
 
 def check_sdk(environment: Environment, wheel: Path) -> tuple[float, float]:
-    """Its size with all that it brings, in MB, and the seconds that its import takes.
+    """(size in MB, including dependencies; import time in seconds) of the SDK.
 
-    The environment has pip in it, which is not counted, and no compiled bytecode, as after a first import.
+    Without pip and compiled bytecode; the import time is that of later imports.
     """
     environment.install(str(wheel))
     site = environment.site_packages
@@ -113,12 +113,12 @@ def check_sdk(environment: Environment, wheel: Path) -> tuple[float, float]:
 def import_s(environment: Environment) -> float:
     told = environment.run("python", "-X", "importtime", "-c", "import ballast.client")
     lines = re.findall(r"\|\s*(\d+) \|( *)(\S+)", told)
-    # What stands at the margin was imported by nobody else: parents such as `ballast` come before their children.
+    # Unindented lines are imports by no other module; parents such as `ballast` precede their children.
     return sum(int(us) for us, _, name in lines if name in ("ballast", "ballast.client")) / 1e6
 
 
 def check_tests(environment: Environment, folder: Path) -> str:
-    """Tests of SDK and command, copied away from the sources. Returns pytest's last line."""
+    """Run the tests of SDK and command from a copy outside the sources. Returns pytest's last line."""
     for name in ("tests", "docs", "examples"):
         if (_ROOT / name).is_dir():
             shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -130,7 +130,7 @@ def check_tests(environment: Environment, folder: Path) -> str:
 
 
 def check_up(environment: Environment, folder: Path, engine: str) -> str:
-    """A cluster, a request through SDK and HTTP, and its end as it was asked for."""
+    """Start a cluster, send a request through SDK and HTTP, and stop it."""
     command = [environment.command("ballast"), "up", "--workers", "2", "--port", "0", "--http-port", "0"]
     if engine == "emulated":
         command += ["--engine", "emulated", "--profile", "A100-40G", "--model", "Qwen2.5-14B"]
@@ -159,7 +159,7 @@ def check_up(environment: Environment, folder: Path, engine: str) -> str:
 
 
 def wait_ready(up: "subprocess.Popen[bytes]", log: Path) -> tuple[str, str]:
-    """The dispatcher's address and the gateway's URL."""
+    """Addresses of the dispatcher and the gateway."""
     give_up_at_s = time.monotonic() + _READY_WITHIN_S
     while time.monotonic() < give_up_at_s and up.poll() is None:
         text = log.read_text()

@@ -1,1 +1,1 @@
-"""Discrete-event cluster around the real cores."""
+"""Discrete-event simulation of a cluster, with the real cores."""

@@ -1,4 +1,4 @@
-"""Clients of a simulation, with their requests' records. Checks that no token is lost, repeated or skipped (I6)."""
+"""Clients of a simulation, and records of their requests. Checks that no token is lost, repeated or skipped (I6)."""
 
 from array import array
 from collections.abc import Callable, Iterable, Sequence, Set
@@ -14,12 +14,12 @@ from sim.offline import OfflineClients
 from sim.results import Outcome, RequestRecord
 
 _DISTINCT = 1000
-_MARGIN_S = 1e-9  # rounding of sums of the same instants
+_MARGIN_S = 1e-9  # rounding error of sums of the same instants
 
 Submit = Callable[[Request], None]
 
 
-# Shared objects for equal values: with thousands of instances memory access takes the time.
+# Equal values share one object: with thousands of instances, memory access dominates the run time.
 
 
 @lru_cache(maxsize=1 << 14)
@@ -28,7 +28,9 @@ def _prompt(token_count: int, token_id: int) -> tuple[int, ...]:
 
 
 def _prompt_of(token_count: int, hash_ids: tuple[int, ...], hash_tokens: int) -> tuple[int, ...]:
-    """Two prompts share as many tokens as their `hash_ids` share, each of which stands for `hash_tokens` tokens."""
+    """The prompt's tokens. Two prompts share as many tokens as their `hash_ids` have in common, `hash_tokens` tokens
+    per id.
+    """
     token_ids: list[int] = []
     hash_tokens = min(hash_tokens, token_count)
     for hash_id in hash_ids[: -(-token_count // hash_tokens)]:
@@ -48,7 +50,7 @@ class Arrival(NamedTuple):
     input_tokens: int
     output_tokens: int
     caller: str = ""
-    hash_ids: tuple[int, ...] = ()  # of its prompt, in order; empty: it shares nothing, or all prompts are alike
+    hash_ids: tuple[int, ...] = ()  # of its prompt, in order; empty: no shared prefix, unless all prompts are alike
     hash_tokens: int = 512  # tokens per hash id
 
 
@@ -65,10 +67,10 @@ class Clients:
         classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,),
         offline: OfflineClients | None = None,
     ) -> None:
-        """`zero_s`: of the clock, when the trace begins. `distinct`: no two prompts share tokens, except by `hash_ids`.
+        """`zero_s`: time at which the trace begins. `distinct`: prompts share no tokens, except through `hash_ids`.
         `classes`: assigned to requests in turn. `offline`: load beside the trace.
 
-        Requests set no max_tokens: the answer's length is known to the model only.
+        Requests set no max_tokens: only the model knows the length of an answer.
         """
         self._distinct = distinct
         self._classes = classes
@@ -84,13 +86,13 @@ class Clients:
         self._callers = [arrival.caller for arrival in arrivals]
         self._hash_ids = [(arrival.hash_ids, arrival.hash_tokens) for arrival in arrivals]
         self._next_index = 0
-        self._by_id: dict[RequestId, RequestRecord] = {}  # submitted, not ended
+        self._by_id: dict[RequestId, RequestRecord] = {}  # submitted and not ended
         self._submits: Sequence[Submit] = ()
         self.ended_count = 0
-        self.stopped = not self.records  # everything has ended, or was stopped
+        self.stopped = not self.records  # everything has ended or was stopped
 
     def begin(self, submits: Sequence[Submit]) -> None:
-        """Requests go to the dispatchers round robin."""
+        """Submit the requests, to the dispatchers in turn."""
         self._submits = submits
         if self.offline is not None:
             self.offline.begin(submits)
@@ -130,11 +132,11 @@ class Clients:
         self._clock.halt()
 
     def as_sampled(self, request: Request) -> SamplingParams:
-        """The request's sampling: its answer ends at the length in the trace."""
+        """Sampling parameters of the request, whose answer ends at the trace's length."""
         if self.offline is not None and self.offline.owns(request.request_id):
             return self.offline.as_sampled(request)
         record = self._by_id.get(request.request_id)
-        return _sampling(1 if record is None else record.wanted_tokens)  # None: it has ended, and its abort follows
+        return _sampling(1 if record is None else record.wanted_tokens)  # None: it has ended, and will be aborted
 
     def deliver(self, command: Deliver, at_s: float) -> None:
         if self.offline is not None and self.offline.owns(command[0]):
@@ -153,7 +155,7 @@ class Clients:
             times_s.append(at_s)
 
     def deliver_steps(self, commands: Iterable[Deliver], instants_s: "array[float]") -> None:
-        """One token for each of them at each of these instants."""
+        """Deliver one token to each request at each of the instants."""
         since_s = array("d", [at_s - self._zero_s for at_s in instants_s])
         count = len(since_s)
         for command in commands:
@@ -173,7 +175,7 @@ class Clients:
             raise InvariantViolation(f"{command.request_id} ends twice")
         self.ended_count += 1
         record.end_s = at_s - self._zero_s
-        record.token_times_s = record.token_times_s[:]  # trims the spare capacity of a grown array
+        record.token_times_s = record.token_times_s[:]  # trims the spare capacity of the grown array
         if self.ended_count == len(self.records):
             self.stop()
         if isinstance(command, Finish):
@@ -190,7 +192,7 @@ class Clients:
             record.outcome = Outcome.FAILED
 
     def check(self, known: Set[RequestId]) -> None:
-        """Raise InvariantViolation unless exactly the requests that have not ended are with a dispatcher."""
+        """Raise InvariantViolation unless dispatchers have exactly the requests that have not ended."""
         mine = set(self._by_id)
         if self.offline is not None:
             mine |= self.offline.open_ids

@@ -1,4 +1,4 @@
-"""The longest context that instances of a model hold alone and together, by the catalogue."""
+"""The longest context that instances of a model can hold alone and together, from the catalogue."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from sim.memory import Geometry
 
 COUNTS = (1, 2, 3, 4, 8)  # instances per group
 _BLOCK_TOKENS = 64  # as on GPU workers
-# Model, GPU, and GPUs per instance, such that one instance holds less than the model allows, with a few exceptions.
+# (model, GPU, GPUs per instance): with few exceptions one instance holds less than the model permits.
 PAIRS = (
     ("Llama-3.1-8B", "L4", 1),
     ("Llama-3.1-8B", "L40S", 1),
@@ -30,7 +30,7 @@ class LongestContext:
 
 
 def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> LongestContext:
-    """`gpu_count`: of an instance; 0: the catalogue's."""
+    """`gpu_count`: GPUs per instance; 0: the catalogue's number."""
     count = gpu_count or model.gpus_per_instance
     budget_bytes = int(gpu.memory_bytes * timings().memory_fraction) * count
     block_bytes = model.kv_elements_per_token_layer * ELEMENT_BYTES * _BLOCK_TOKENS
@@ -59,7 +59,7 @@ def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> LongestContext
 
 
 def table(contexts: list[LongestContext]) -> list[str]:
-    """Markdown."""
+    """Table in Markdown."""
     counts = " | ".join(map(str, COUNTS))
     lines = [f"| model, instance | {counts} | the model's own |", f"|---|{'---|' * len(COUNTS)}---|"]
     for one in contexts:

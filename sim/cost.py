@@ -1,8 +1,8 @@
 """Duration of a batch on a stage.
 
 `SimRoofline` derives the coefficients of `services.worker.policy.roofline` from a data sheet. Equation 1 of KunServe
-has one coefficient for attention of chunks and of decodes, which fits chunks and makes decodes of long sequences far
-too cheap (reading one token of KV takes as long as computing 20 pairs of a prompt on an A800).
+has a single coefficient for attention in chunks and in decodes. It fits chunks, but makes decodes of long sequences far
+too cheap: reading the KV of one token takes as long as computing 20 token pairs of a prompt on an A800.
 """
 
 from typing import Protocol
@@ -19,7 +19,7 @@ _PREFIXES = (0, 512, 2048, 8192)
 _COUNTS = (16, 64, 256, 1024, 2048)
 _DECODES = (1, 8, 32, 128, 256)
 _MANY = 5  # index of the term for matrix products on CPUs
-_DIGITS = 6  # of coefficients: rounds away differences of linear algebra libraries
+_DIGITS = 6  # of coefficients; hides differences between linear algebra libraries
 
 
 class ExecutionModel(Protocol):
@@ -38,7 +38,7 @@ class SimRoofline:
         bytes_per_s = gpu.memory_bytes_per_s * timings.bandwidth_fraction * gpus
         active = (model.active_parameter_count or model.parameter_count) - model.other_parameter_count
         experts_bytes = model.expert_parameter_count * ELEMENT_BYTES / layers
-        head_count = model.other_parameter_count / 2  # the other half is the embedding, which is a lookup
+        head_count = model.other_parameter_count / 2  # the other half is the embedding, a lookup
         fixed_s = _measured(gpu.layer_floor_s, timings.layer_floor_s)
         row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # on every GPU
         if gpus > 1:
@@ -70,9 +70,9 @@ def _measured(figure: float | None, otherwise: float) -> float:
 
 
 def fitted(execution: ExecutionModel, layer_count: int) -> CostModel:
-    """The cost model that profiling a whole instance would fit; used for microbatches.
+    """The cost model that profiling an instance with all layers would fit; used for microbatches.
 
-    Balancing needs ratios only, so it also serves for stages.
+    Balancing needs only ratios, so it also serves for stages.
     """
     shares = [((prefix, count),) for prefix in _PREFIXES for count in _COUNTS]
     shares += [((prefix, 1),) * count for prefix in _PREFIXES for count in _DECODES]

@@ -1,4 +1,4 @@
-"""An engine in virtual time: execution, checksums and loading take as long as a cost model says."""
+"""An engine in virtual time: execution, checksums and loading take the time given by a cost model."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def no_texts(count: int) -> tuple[str, ...]:
 
 
 def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> StepResult:
-    """A token is its own position, so that clients detect gaps."""
+    """Results of a step. A token's id is its position, so that clients detect gaps."""
     token_ids = tuple([first + len(ids) for _, first, ids, samples in batch.slices if samples])
     count = len(token_ids)
     if count not in _NO_LOGPROBS:
@@ -50,24 +50,24 @@ def result_of(batch: Batch, execute_s: float = 0.0, copy_s: float = 0.0) -> Step
 
 
 class Busy(Protocol):
-    """The owner of the engine."""
+    """Tracks the time for which an engine is busy."""
 
     def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
-        """Seconds that its stage of so many layers takes for that work; the last layers sample so many tokens."""
+        """Seconds that a stage with `layer_count` layers takes for the work. The last stage also samples tokens."""
         ...
 
     def spend(self, seconds: float) -> None:
-        """Keep the engine busy for that long."""
+        """Keep the engine busy for a duration."""
         ...
 
 
 class SimEngine:
-    """A `StageEngine`."""
+    """A `StageEngine` in virtual time."""
 
     def __init__(
         self, busy: Busy, execution: ExecutionModel, layer_count: int, token_bytes: int, marks: Marks | None = None
     ) -> None:
-        """`token_bytes`: of activations, per token. With `marks`, reading wrong KV or wrong layers is detected."""
+        """`token_bytes`: size of a token's activations. With `marks`, reading wrong KV or wrong layers is detected."""
         self._busy = busy
         self._execution = execution
         self._layer_count = layer_count
@@ -84,7 +84,7 @@ class SimEngine:
         last_layer: int,
         preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
-        """A stage runs to its end in no virtual time here: `preempted` is not called."""
+        """Execute a stage. It is instantaneous here, so `preempted` is never called."""
         if self._marks is not None:
             self._look(self._marks, batch, block_tables, range(first_layer, last_layer))
         if not batch.slices:
@@ -116,13 +116,13 @@ class SimEngine:
 
 
 class SimCopier:
-    """A `BlockCopier`: concurrent with the engine, both directions at once. Copies marks, too."""
+    """A `BlockCopier` that runs concurrently with the engine, in both directions at once. Also copies marks."""
 
     def __init__(
         self, memory: SimMemory | None, block_s: float, now: Callable[[], float], busy: Callable[[float], None]
     ) -> None:
-        """`memory`: with marks, or None. `block_s`: for a block's KV in one layer, one way. `busy` gets the time for
-        which the engine waits.
+        """`memory`: contains marks; None: no marks. `block_s`: time for a block's KV of one layer in one direction.
+        `busy` gets the time for which the engine waits.
         """
         self._memory = memory
         self._block_s = block_s
@@ -132,7 +132,7 @@ class SimCopier:
         self._began_s = self._took_s = 0.0
 
     def copy(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> float:
-        """Returns the duration."""
+        """Copy blocks. Returns the duration."""
         if self._memory is not None:
             for copy in copies:
                 for layer in layers:
@@ -147,11 +147,11 @@ class SimCopier:
         return self._took_s
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 class SimBackground:
-    """See `services.worker.pipeline.context.Background`. Initial checksums took no time."""
+    """Virtual-time version of `services.worker.pipeline.context.Background`. Initial checksums take no time."""
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class SimBackground:
         checksum_bytes_per_s: float,
         host_bytes_per_s: float,
     ) -> None:
-        """`checksum_bytes_per_s`: 0: no time. `host_bytes_per_s`: to and from host memory."""
+        """`checksum_bytes_per_s`: 0: instantaneous. `host_bytes_per_s`: to and from host memory."""
         self._host_bytes_per_s = host_bytes_per_s
         self._host_free_at_s = 0.0
         self._kept: set[int] = set()  # layers in host memory
@@ -174,7 +174,7 @@ class SimBackground:
         self._label = f"{me} beside".encode()
 
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]:
-        """The job ends when all the bytes that it reads have been read."""
+        """Start a job, which ends when all bytes that it needs were read."""
         done: Future[_Result] = Future()
         done.set_running_or_notify_cancel()
         read_bytes = self._memory.read_bytes
@@ -204,7 +204,7 @@ class SimBackground:
         return done
 
     def keep(self, layer: int) -> Future[None]:
-        """What never changes is copied once."""
+        """Copy a layer to host memory once: parameters never change."""
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()
         if layer in self._kept:
@@ -215,12 +215,12 @@ class SimBackground:
         return done
 
     def _copy(self, size_bytes: int, done: Callable[[], None]) -> None:
-        """Copies run one after the other."""
+        """Copy bytes; copies run one after the other."""
         self._host_free_at_s = max(self._clock.now_s, self._host_free_at_s) + size_bytes / self._host_bytes_per_s
         self._clock.at(self._host_free_at_s, self._label, done)
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> None:
-        """Jobs without urgency take no time."""
+        """Jobs without urgency take no time here."""
 
     def shutdown(self) -> None:
-        """Nothing to stop."""
+        """No-op."""

@@ -8,7 +8,7 @@ from ballast.common.errors import ConfigError
 
 class FaultKind(StrEnum):
     CRASH = "crash"  # the worker's process ends; after a time it may restart as a new incarnation
-    PAUSE = "pause"  # the process is stopped for a time, and continues
+    PAUSE = "pause"  # the process is stopped for a time, then continues
     SLOW = "slow"  # all execution takes `factor` times as long
 
 
@@ -17,12 +17,14 @@ class Fault:
     at_s: float  # in the trace's time
     kind: FaultKind
     worker: int  # index, from 0
-    duration_s: float | None = None  # of PAUSE and SLOW, or until the restart; None: until the end
+    duration_s: float | None = None  # of PAUSE and SLOW, or until the restart; None: for the rest of the run
     factor: float = 1.0  # of SLOW
 
     def check(self, worker_count: int) -> None:
-        """Raises:
-        ConfigError: there is no such worker, or the times are invalid.
+        """Validate the faults.
+
+        Raises:
+            ConfigError: a worker does not exist, or times are invalid.
         """
         where = f"faults: {self.kind.value} at {self.at_s} s"
         if not 0 <= self.worker < worker_count:

@@ -1,6 +1,6 @@
-"""Request placement on instances that start on demand and stop when empty, over the cost model.
+"""Placement of requests on instances that start on demand and stop when empty, computed with the cost model.
 
-Steps are taken together in ticks, so an hour of twenty instances takes seconds. No service cores and no delays: it
+Steps are combined into ticks, so an hour of twenty instances takes seconds. Without service cores and delays: it
 compares placements and the number of instances. `ballast sim` runs the cores.
 """
 
@@ -19,10 +19,10 @@ from sim.hardware import Cluster, ModelSpec, Timings
 from sim.jobs.settled import capacity_tokens, prompt_s
 
 _TICK_S = 0.25
-_LOOK_TICKS = 2  # between two rebalancing rounds of a placement: its epoch
+_LOOK_TICKS = 2  # ticks between two rebalancing rounds of a placement: its epoch
 _MARGIN_TOKENS = 24  # per request, for the growth until the next round
 _MOST_RUNNING = 256
-_UNEVEN = 0.2  # difference of memory between the fullest and the emptiest that triggers balancing
+_UNEVEN = 0.2  # difference in memory use between the fullest and the emptiest instance that triggers balancing
 _SETTLED = 0.2  # fraction of the time before means are taken
 
 
@@ -63,7 +63,7 @@ class FleetPlacement(Protocol):
     def ended(self, job: Job) -> None: ...
 
     def look(self) -> list[tuple[Job, Node]]:
-        """The moves wanted now."""
+        """Moves to make now."""
         ...
 
 
@@ -109,7 +109,7 @@ class SimFleet:
     # ------------------------------------------------------------ running
 
     def run(self, jobs: Sequence[Job]) -> FleetOutcome:
-        """Until the last request has arrived."""
+        """Run until the last request has arrived."""
         coming, waiting, over = deque(jobs), deque[Job](), list[Job]()
         series: list[tuple[float, int]] = []
         used: list[float] = []
@@ -154,7 +154,7 @@ class SimFleet:
         node.prompts.append([job.number, prompt_s(self._costs, self._model.layer_count, job.tokens)])
 
     def _advance(self, node: Node, now_s: float) -> list[Job]:
-        """Prompts first, then steps of all others in the rest of the tick. Returns ended jobs."""
+        """Advance a tick: prompts first, then steps of all others in the remaining time. Returns ended jobs."""
         left_s, computed = _TICK_S, {int(number) for number, _ in node.prompts}
         while node.prompts and left_s > 0.0:
             number, needed_s = node.prompts[0]
@@ -180,7 +180,7 @@ class SimFleet:
         return ended
 
     def _overflowing(self, node: Node) -> list[Job]:
-        """The newest are preempted for recomputation until the rest fits."""
+        """Preempt the newest jobs for recomputation until the rest fits."""
         out: list[Job] = []
         while node.used > self.capacity and len(node.jobs) > 1:
             job = max(node.jobs.values(), key=lambda job: (job.at_s, job.number))
@@ -196,7 +196,7 @@ class SimFleet:
         node.prompts = deque(prompt for prompt in node.prompts if int(prompt[0]) != job.number)
 
     def _move(self, job: Job, target: Node, now_s: float) -> None:
-        """With its KV or by recomputation, whichever is faster; it stands still meanwhile."""
+        """Move a job with its KV or by recomputation, whichever is faster. It makes no progress meanwhile."""
         source = next((node for node in self.nodes.values() if job.number in node.jobs), None)
         if source is None or source is target:
             return
@@ -219,7 +219,7 @@ class SimFleet:
 
 
 class Fit:
-    """Best or worst fit; with `whole`, room is reserved for the whole answer, assumed to be known."""
+    """Best or worst fit. `whole`: reserve memory for the whole answer, whose length is taken as known."""
 
     def __init__(self, fleet: SimFleet, *, best: bool, whole: bool = False, balances: bool = False) -> None:
         self._fleet, self._best, self._whole, self._balances = fleet, best, whole, balances
@@ -240,7 +240,7 @@ class Fit:
         pass
 
     def look(self) -> list[tuple[Job, Node]]:
-        """Balancing as in Llumnix: the fullest gives one to the emptiest."""
+        """Balance as in Llumnix: the fullest instance gives one job to the emptiest."""
         fleet = self._fleet
         if not self._balances or len(fleet.nodes) < 2:
             return []
@@ -253,7 +253,7 @@ class Fit:
 
 
 class Freeness:
-    """As dispatchers place: most free memory per request, the new one included."""
+    """The dispatchers' rule: most free memory per request, the new one included."""
 
     def __init__(self, fleet: SimFleet) -> None:
         self._fleet = fleet
@@ -304,7 +304,7 @@ class Lean:
 
 
 class Mell:
-    """`batched`: an epoch's moves are merged; otherwise those of each operation are executed."""
+    """`batched`: the moves of an epoch are merged; otherwise every operation's moves are executed."""
 
     def __init__(self, fleet: SimFleet, *, repaired: bool, batched: bool = True) -> None:
         self._fleet, self._batched = fleet, batched
@@ -365,7 +365,7 @@ PLACEMENTS: Mapping[str, Callable[[SimFleet], FleetPlacement]] = {
 
 
 def jobs_of(arrivals_s: Sequence[float], lengths: Callable[[], tuple[int, int]], capacity: int) -> list[Job]:
-    """No job is larger than most of an instance: longer prompts are truncated."""
+    """Jobs of a trace. Longer prompts are truncated, so that no job takes more than most of an instance."""
     jobs: list[Job] = []
     for number, at_s in enumerate(arrivals_s):
         prompt, answer = lengths()

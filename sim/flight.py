@@ -1,19 +1,19 @@
-"""Stand-in for activations: accompanies a batch through the stages of a pipeline."""
+"""Stand-in for activations, passed with a batch through the stages of a pipeline."""
 
 from typing import NamedTuple
 
 from services.worker.core.batch import Batch
 from sim.cost import BatchCost
 
-BATCH_BYTES = 64  # of a message, per sequence
+BATCH_BYTES = 64  # message size per sequence
 
 
 class Flight(NamedTuple):
     work: BatchCost
-    size_bytes: int  # of its message
+    size_bytes: int  # size of its message
 
 
 def flight_of(batch: Batch, work: BatchCost, *, token_bytes: int) -> Flight:
-    """`token_bytes`: of activations, per token."""
+    """`token_bytes`: activations per token."""
     token_count = sum([len(part.token_ids) for part in batch.slices])
     return Flight(work, BATCH_BYTES * (1 + len(batch.slices)) + token_count * token_bytes)

@@ -1,4 +1,4 @@
-"""GPUs, models and timings, read from `catalogue/`, which has the source of each figure."""
+"""GPUs, models and timings, read from `catalogue/`, which documents the source of each figure."""
 
 import re
 from collections.abc import Mapping
@@ -28,7 +28,7 @@ class Gpu(_CatalogueEntry):
     nic_bytes_per_s: float = Field(gt=0)  # both directions together
     host_bytes_per_s: float = Field(gt=0)  # from host memory
     gpus_per_host: int = Field(ge=1)
-    # Measured, if known; None: as in timings.yaml
+    # Measured values, where known; None: those of timings.yaml
     layer_floor_s: float | None = Field(None, ge=0)
     collective_latency_s: float | None = Field(None, ge=0)
     collective_fraction: float | None = Field(None, gt=0, le=1)
@@ -69,7 +69,7 @@ class ModelSpec(_CatalogueEntry):
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """Over all layers."""
+        """KV bytes of a token over all layers."""
         return self.kv_elements_per_token_layer * ELEMENT_BYTES * self.layer_count
 
 
@@ -79,7 +79,7 @@ class Figure(_CatalogueEntry):
 
 
 class Timings(_CatalogueEntry):
-    """See catalogue/timings.yaml."""
+    """Timing constants, documented in catalogue/timings.yaml."""
 
     compute_fraction: float
     attention_fraction: float
@@ -99,7 +99,7 @@ class Timings(_CatalogueEntry):
     remap_s: float
     rpc_s: float
     state_s: float
-    checksum_bytes_per_s: float  # 0: no time
+    checksum_bytes_per_s: float  # 0: instantaneous
     disk_bytes_per_s: float
 
 
@@ -117,8 +117,10 @@ class Cluster(_CatalogueEntry):
         return sum(kind.gpu_count // model.gpus_per_instance for kind in self.kinds)
 
     def require_one_kind(self, what: str) -> None:
-        """Raises:
-        ConfigError: the cluster has several kinds of GPUs, and `what` requires one.
+        """Raise an error for clusters of several kinds of GPUs.
+
+        Raises:
+            ConfigError: there are several; the message names `what` as requiring one kind.
         """
         if self.others:
             raise ConfigError("cluster", f"{what} takes GPUs of one kind, got {self.gpu_name}")
@@ -128,7 +130,7 @@ class Cluster(_CatalogueEntry):
         return " + ".join(kind.gpu.name for kind in self.kinds)
 
 
-def _read(name: str) -> Any:  # Any: as YAML has it; validated by the caller
+def _read(name: str) -> Any:  # Any: YAML; validated by the caller
     return yaml.safe_load((resources.files("sim") / "catalogue" / name).read_text(encoding="utf-8"))
 
 
@@ -149,10 +151,10 @@ def timings() -> Timings:
 
 
 def find_model(name: str) -> ModelSpec:
-    """Ignores spelling differences: qwen2.5-14b and Qwen-2.5-14B are the same.
+    """Find a model, ignoring differences in spelling: qwen2.5-14b and Qwen-2.5-14B are the same.
 
     Raises:
-        ConfigError: names the known models.
+        ConfigError: it is unknown; the message lists the known models.
     """
     return _find(models(), "model", name)
 
@@ -161,7 +163,8 @@ def find_gpu(name: str, what: str) -> Gpu:
     """The GPU of that name in the catalogue, or in a user's file (`is_gpu_file`).
 
     Raises:
-        ConfigError: of `what` (a flag or field), names the known GPUs; or of the file.
+        ConfigError: it is unknown; the message names `what` (a flag or field) and the known GPUs. Or the file is
+            invalid.
     """
     if is_gpu_file(name):
         return read_gpu(Path(name))
@@ -173,10 +176,10 @@ def is_gpu_file(name: str) -> bool:
 
 
 def read_gpu(path: Path) -> Gpu:
-    """One entry in the catalogue's format. The default `name` is the file's name.
+    """Read one entry in the catalogue's format. `name` defaults to the file's name.
 
     Raises:
-        ConfigError: names the file and the first missing or wrong figure; misspelt ones first.
+        ConfigError: a figure is misspelt, missing or invalid; the message names the file and the first one.
     """
     try:
         content: object = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -195,11 +198,11 @@ def read_gpu(path: Path) -> Gpu:
 
 
 def find_cluster(text: str) -> Cluster:
-    """`8xA800`: eight GPUs; `2x8xH800`: two hosts with eight each; `8xmine.yaml`: of a file; `4xA100-40G+2xH100-80G`:
-    of several kinds.
+    """Parse a cluster. `8xA800`: eight GPUs; `2x8xH800`: two hosts with eight each; `8xmine.yaml`: GPUs described by a
+    file; `4xA100-40G+2xH100-80G`: several kinds.
 
     Raises:
-        ConfigError: names the known GPUs.
+        ConfigError: a GPU is unknown; the message lists the known ones.
     """
     first, *others = [_kind_of_gpus(part) for part in text.split("+")]
     return first.model_copy(update={"others": tuple(others)})

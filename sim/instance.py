@@ -1,6 +1,6 @@
 """One worker in virtual time: the turns of `services.worker.core.turns` around the real core and member.
 
-The engine does one thing at a time. Events wait in the inbox until the step boundary, and the core's output goes to
+The engine does one thing at a time. Events are queued until the step boundary, and the core's output is sent to
 dispatchers at the end of a turn.
 """
 
@@ -35,14 +35,14 @@ from sim.processors import Processors
 from sim.streams import Listener, SimStream
 
 _MAX_FRUITLESS = 4
-_MIN_CRUISE = 2  # steps: a single one is as cheap without
+_MIN_CRUISE = 2  # minimum number of steps: a single one is as cheap without
 _LOOK_S = 1.0  # polling interval of an idle engine whose member waits, as in the shell
 
-Times = Generator[float, None, None]  # seconds that the engine is busy; below 0: until an event
+Times = Generator[float, None, None]  # seconds for which the engine is busy; negative: until an event
 
 
 class SimInstance(Turns):
-    # Slots, as there may be thousands of instances.
+    # Slots save memory: there may be thousands of instances.
     __slots__ = (
         "_acts",
         "_alarm_at_s",
@@ -94,7 +94,7 @@ class SimInstance(Turns):
         fast_forwards: bool,
         processors: Processors | None,
     ) -> None:
-        """`processors`: shared with other engines, if any. `fast_forwards`: take decode-only steps together; changes
+        """`processors`: shared with other engines, if any. `fast_forwards`: combine decode-only steps, which changes
         the run time only.
         """
         super().__init__(core, lambda: clock.now_s)
@@ -102,23 +102,23 @@ class SimInstance(Turns):
         self.incarnation = incarnation
         self.fence = Fence()
         self.crashed = False
-        self.paused = False  # its process is stopped
-        self._owes_turn = False  # a turn was due meanwhile
+        self.paused = False  # the process is stopped
+        self._owes_turn = False  # a turn was due while it was stopped
         self._through_member = False
-        self.ahead_s = 0.0  # remaining busy time of the present activity
+        self.ahead_s = 0.0  # remaining time of the current activity
         self.slowness = 1.0  # factor on all execution times
         self.touched = True  # an event was handled since this was reset
         self.busy_s = 0.0  # executing batches
-        self.pipelined_busy_s = 0.0  # executing batches as a pipeline stage
-        self.pipelined_s = 0.0  # leader: stages times the time with batches in flight
+        self.pipelined_busy_s = 0.0  # time executing batches as a pipeline stage
+        self.pipelined_s = 0.0  # on the leader: number of stages times the time with batches in flight
         self._clock = clock
         self._execution = execution
         self._costs = execution.costs if fast_forwards and isinstance(execution, SimRoofline) else None
         self._processors = processors
         self._fast_forward: FastForward | None = None
-        self._acts: list[Callable[[], None]] = []  # executed at the end of the present activity
-        self._sliced: tuple[float, float, int] | None = None  # the batch about to run: see `_run_slices`
-        self._preempted = False  # it was preempted
+        self._acts: list[Callable[[], None]] = []  # executed at the end of the current activity
+        self._sliced: tuple[float, float, int] | None = None  # the next batch: see `_run_slices`
+        self._preempted = False  # whether it was preempted
         self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, SimStream] = {}
         self._next_stream_id = 1
@@ -137,8 +137,8 @@ class SimInstance(Turns):
         *,
         through_member: bool,
     ) -> None:
-        """Once, before all else. `crash_links`: ends them with the process. `through_member`: the member runs a lone
-        instance's batches, too.
+        """Set up the instance; call it first. `crash_links`: ends the links with the process. `through_member`: the
+        member also runs the batches of an instance on its own.
         """
         self._through_member = through_member
         self._copier = copier
@@ -176,7 +176,7 @@ class SimInstance(Turns):
             self.post(StreamClosed(self._clock.now_s, stream_id))
 
     def crash(self) -> None:
-        """The process ends."""
+        """End the process."""
         self.catch_up()
         self.crashed = True
         self._engine.close()
@@ -202,24 +202,22 @@ class SimInstance(Turns):
         return self._report if self._fast_forward is None else self._fast_forward.load(self._clock.now_s)
 
     def now(self) -> float:
-        """Present time of the engine."""
+        """Current time of the engine."""
         return self._clock.now_s + self.ahead_s
 
     def spend(self, seconds: float) -> None:
-        """Extend the present activity."""
+        """Extend the current activity."""
         self.ahead_s += seconds
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        """Execute at the end of the present activity; at once if idle."""
+        """Execute at the end of the current activity; at once if idle."""
         if self.ahead_s:
             self._acts.append(act)
         else:
             act()
 
     def catch_up(self) -> None:
-        """Apply the completed steps of a fast-forward. Only if nothing else happens at that instant: the fast-forward
-        ends.
-        """
+        """Apply the completed steps of a fast-forward, and end it, unless nothing else happens at this instant."""
         if self._fast_forward is not None:
             self._end_fast_forward(self._fast_forward)
 
@@ -290,7 +288,7 @@ class SimInstance(Turns):
         return False
 
     def _lapse(self, turn: Iterator[None]) -> Times:
-        """Let the time of a turn's parts pass."""
+        """Let the time of each part of a turn pass."""
         for _ in turn:
             if self._sliced is not None:
                 sliced, self._sliced = self._sliced, None
@@ -299,7 +297,7 @@ class SimInstance(Turns):
                 yield from self._be_busy()
 
     def _run_slices(self, seconds: float, copy_s: float, count: int) -> Generator[float, None, bool]:
-        """Run a batch in slices, with its copies. True: it was preempted by online work."""
+        """Run a batch in slices, with its copies. Returns True if online work preempted it."""
         for done in range(1, count):
             yield seconds / count
             if any(isinstance(event, Submitted) and not event.priority.offline for event in self._inbox):
@@ -311,7 +309,7 @@ class SimInstance(Turns):
         return False
 
     def _be_busy(self) -> Times:
-        """The engine is busy for the accumulated time; then the consequences take effect."""
+        """Keep the engine busy for the accumulated time, then execute the queued actions."""
         acts, self._acts = self._acts, []
         seconds, self.ahead_s = self.ahead_s, 0.0
         yield seconds
@@ -334,7 +332,7 @@ class SimInstance(Turns):
         return () if outcome.result is None else no_texts(len(outcome.result.token_ids))
 
     def _fast_forward_ahead(self) -> FastForward | None:
-        """Fast-forward if the next steps are decode-only, and each dispatcher has tokens in each."""
+        """Fast-forward if the next steps are decode-only and contain tokens for each dispatcher."""
         if self._costs is None or self.member.role.stages or self.commands or not self.member.at_rest:
             return None
         plain = self.core.plain_steps()
@@ -354,10 +352,10 @@ class SimInstance(Turns):
     def _step_fast_forward(self, fast_forward: FastForward) -> Times:
         """Fast-forward decode-only steps until an event arrives or the batch changes."""
         assert self._costs is not None, "asked before"
-        # Local variables for all that a step needs: with thousands of instances nothing stays in the cache.
+        # Local variables for everything that a step needs: with thousands of instances nothing stays in the cache.
         plain, inbox, growth = fast_forward.plain, self._inbox, fast_forward.plain.growth
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
-        # Only reading KV differs between steps: `RooflineCosts.decodes(count, context).on(layer_count)`.
+        # Only the cost of reading KV differs between steps: `RooflineCosts.decodes(count, context).on(layer_count)`.
         layer_s, head_s, stage_s = self._costs.decodes(count, 0)
         context_s, layer_count = self._costs.context_s, len(self.member.role.layers)
         hearers = [(self._streams[stream_id], share) for stream_id, share in fast_forward.shares.items()]
@@ -399,18 +397,18 @@ class SimInstance(Turns):
         return self.core.load(self._clock.now_s, member.memory.report(), member.newest_epoch, member.parks)
 
     def _token_count(self, batch: Batch) -> int:
-        """Tokens that the batch samples; 0 without shared processors, for which alone they matter."""
+        """Tokens sampled by the batch; 0 without shared processors, as only these need it."""
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
     def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
-        """Seconds of a batch that begins now, in so many layers, sampling so many tokens in the last ones."""
+        """Seconds for a batch that begins now in `layer_count` layers; the last ones also sample tokens."""
         seconds = self._busy(work.on(layer_count, is_last=is_last), token_count if is_last else 0)
         if layer_count < self.member.role.layer_count:
             self.pipelined_busy_s += seconds
         return seconds
 
     def _busy(self, seconds: float, token_count: int) -> float:
-        """Seconds including slowdown by a fault and by shared processors."""
+        """Seconds, including slowdowns by a fault and by shared processors."""
         seconds *= self.slowness
         if self._processors is not None:
             seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)

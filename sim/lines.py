@@ -1,4 +1,4 @@
-"""Connectivity of processes: directed lines that may be cut or slow for a time.
+"""Connectivity between processes: directed lines that can be cut or slow for a time.
 
 Messages over a cut line arrive when it is restored, in order, as with TCP, unless the receiver has closed the
 connection. Processes are identified by name: workers, dispatchers, monitors, planners.
@@ -15,8 +15,8 @@ _LATE = b"late"
 class Lines:
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self.troubled = False  # some line is, or was recently, cut or slow
-        self.forgets = False  # calls that timed out at the caller do not arrive
+        self.troubled = False  # some line is, or recently was, cut or slow
+        self.forgets = False  # calls that timed out at the caller are not delivered
         self._cut: dict[tuple[str, str], list[Act]] = {}
         self._late_s: dict[tuple[str, str], float] = {}
         self._last_s: dict[tuple[str, str], float] = {}  # arrival of the last message over a slow line
@@ -38,12 +38,12 @@ class Lines:
         return (source, to) in self._cut
 
     def slow(self, source: str, to: str, late_s: float) -> None:
-        """`late_s` 0: normal again."""
+        """Delay a line's messages. `late_s` 0: normal again."""
         self.troubled = True
         self._late_s[source, to] = late_s
 
     def holds(self, source: str, to: str, act: Act) -> bool:
-        """True if a message arriving now is delayed. Only to be asked if some line is `troubled`."""
+        """True if a message arriving now is delayed. Call it only if some line is `troubled`."""
         line, now_s = (source, to), self._clock.now_s
         if (held := self._cut.get(line)) is not None:
             held.append(act)
@@ -62,6 +62,6 @@ class Lines:
             act()
 
     def bring(self, source: str, to: str, act: Act) -> None:
-        """A message would arrive now."""
+        """Deliver a message now, if the line permits."""
         if not (self.troubled and self.holds(source, to, act)):
             act()

@@ -38,13 +38,13 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 64
 SILENCE_S = TransportConfig().silence_timeout_s
-_CONTROL_BYTES = 1024  # of a message, besides its body
+_CONTROL_BYTES = 1024  # message size without its body
 _BULK = {TrafficClass.KV: Bulk.KV, TrafficClass.CHECKPOINT: Bulk.PARAMETERS, TrafficClass.PARAMETERS: Bulk.PARAMETERS}
 _TERMS = Terms(1, "simulation", 1 << 60, 1 << 60, 1 << 60, 1 << 60)
 
 
 class Wires:
-    """Shared by all planes of a simulation."""
+    """State shared by all planes of a simulation."""
 
     def __init__(self, clock: Clock, network: Network, lines: Lines, *, latency_s: float, connect_s: float) -> None:
         self.clock = clock
@@ -53,7 +53,7 @@ class Wires:
         self.latency_s = latency_s
         self.connect_s = connect_s
         self.planes: dict[str, SimPlane] = {}
-        self.max_transfers = TransportConfig().max_transfers  # unfinished, in each direction
+        self.max_transfers = TransportConfig().max_transfers  # limit on unfinished transfers in each direction
 
 
 @dataclass(slots=True)
@@ -64,10 +64,10 @@ class _WantedKv:
 
 
 class SimPlane:
-    """All links of a worker: see `services.worker.links.plane.DataPlane`."""
+    """All links of a worker, in place of `services.worker.links.plane.DataPlane`."""
 
     def __init__(self, me: WorkerId, wires: Wires, hub: Hub, afterwards: Callable[[Callable[[], None]], None]) -> None:
-        """`afterwards` executes at the end of the engine's present activity, or at once if idle."""
+        """`afterwards` executes at the end of the engine's current activity, or at once if idle."""
         self.me = me
         self.wires = wires
         self.hub = hub
@@ -83,7 +83,7 @@ class SimPlane:
     # ------------------------------------------------------------ the process is stopped
 
     def stop(self) -> None:
-        """Handle no events. Peers end connections after a time of silence."""
+        """Stop handling events. Peers end their connections after a period of silence."""
         stopped = self._stopped = []
         self.wires.clock.after(SILENCE_S, f"{self.me} is silent".encode(), lambda: self._silent(stopped))
 
@@ -107,19 +107,19 @@ class SimPlane:
     # ------------------------------------------------------------ the line to another process
 
     def hears_nothing(self, peer_id: str) -> None:
-        """The peer was silent for so long that the connection is ended."""
+        """End the connection because the peer was silent for too long."""
         connection = self._connections.get(peer_id)
         if connection is not None and connection.is_up:
             self.take_in(lambda: connection.give_up("nothing has come for long"))
 
     def reset(self, peer_id: str) -> None:
-        """End the connection at both sides."""
+        """End the connection on both sides."""
         connection = self._connections.get(peer_id)
         if connection is not None and connection.is_up:
             connection.reset()
 
     def try_again(self, peer_id: str) -> None:
-        """The line is restored."""
+        """Retry after the line was restored."""
         if self._wanted.get(peer_id):
             self._meet(peer_id)
 
@@ -166,7 +166,7 @@ class SimPlane:
         if self._down or other._down or (there is not None and there.is_up):
             return
         if not self._wanted.get(peer_id) or not other._wanted.get(self.me):
-            return  # one of them has timed out
+            return  # one side has timed out
         lines = self.wires.lines
         if lines.is_cut(self.me, peer_id) or lines.is_cut(peer_id, self.me):
             return
@@ -183,7 +183,7 @@ class SimPlane:
         self.settle(connection)
 
     def settle(self, connection: SimConnection) -> None:
-        """The peer has joined epochs, or the connection has ended."""
+        """Called when the peer has joined epochs, or when the connection has ended."""
         left: list[_WantedKv] = []
         met: list[_WantedKv] = []
         for wanted in self._wanted.pop(connection.peer_id, ()):
@@ -208,7 +208,7 @@ class SimPlane:
     # ------------------------------------------------------------ the end of the process
 
     def crash(self) -> None:
-        """The peers see their connections break."""
+        """The process ends; the peers' connections break."""
         self._down = True
         for _, connection in sorted(self._connections.items()):
             connection.vanish()
@@ -225,7 +225,7 @@ class _OutgoingFrame:
 
 
 class SimConnection(Connection):
-    """One end of it."""
+    """One end of a connection."""
 
     other: SimConnection
 
@@ -240,7 +240,7 @@ class SimConnection(Connection):
         self._label = f"link {plane.me}>{peer.me}".encode()
 
     def shared(self, epoch: int) -> Link | None:
-        """The link of an epoch that both take part in."""
+        """The link of an epoch joined by both ends."""
         link = self._links.get(epoch)
         return link if link is not None and link.met and self.is_up else None
 
@@ -251,7 +251,7 @@ class SimConnection(Connection):
     # ------------------------------------------------------------ messages
 
     def _say(self, size_bytes: int, hear: Callable[[SimConnection], None]) -> None:
-        """Execute at the other end, unless it has ended by then."""
+        """Execute at the other end, unless the connection has ended by then."""
 
         def arrive() -> None:
             self._bring(take)
@@ -267,7 +267,7 @@ class SimConnection(Connection):
         self._plane.afterwards(leave)
 
     def _bring(self, act: Callable[[], None]) -> None:
-        """A message would arrive at the other end now."""
+        """Deliver a message at the other end now."""
         lines, plane = self._wires.lines, self.other._plane
         if not (lines.troubled and lines.holds(self._me, self.peer_id, lambda: plane.take_in(act))):
             plane.take_in(act)
@@ -359,12 +359,12 @@ class SimConnection(Connection):
         )
 
     def _sent(self, number: int) -> None:
-        """Its last byte has arrived."""
+        """The last byte of a transfer has arrived."""
         if number in self._outgoing:
             self._bring(lambda: self._taken(number))
 
     def _taken(self, number: int) -> None:
-        """The other process handles the transfer."""
+        """The receiving process handles the transfer."""
         if (outgoing := self._outgoing.get(number)) is not None and self.other.is_up:
             outcome, why = self.other._arrived(number, outgoing.pieces)
             self._after_latency(lambda: self.other._bring(lambda: self._settle(number, outcome, why)))
@@ -444,7 +444,7 @@ class SimConnection(Connection):
             end._plane.take_in(lambda end=end: end._finish(LinkState.BROKEN, why))
 
     def fall_silent(self) -> None:
-        """The peer ends the connection; this side notices when it continues."""
+        """The peer ends the connection; this side notices it when it continues."""
         why = "nothing has come for long"
         self.other._finish(LinkState.BROKEN, why)
         self._plane.take_in(lambda: self._finish(LinkState.BROKEN, why))
@@ -453,7 +453,7 @@ class SimConnection(Connection):
         return not self.is_up
 
     def check(self) -> None:
-        """There is one queue, the network's."""
+        """Transfers wait in a single queue, that of the network."""
 
     def _refuse_ended(self) -> None:
         if not self.is_up:
@@ -483,14 +483,14 @@ class SimConnection(Connection):
 
 
 class _LongFrameMeta:
-    """Stand-in for a long message's tensor of bytes."""
+    """Stand-in for the byte tensor of a long message."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data
 
 
 class SimLinks(Links):
-    """Batches and results, the most frequent messages, are not serialised."""
+    """Links of a group. Batches and results, the most frequent messages, are not serialised."""
 
     def pass_batch(self, batch: Batch, hidden_TD: torch.Tensor | None) -> None:
         flight = cast("Flight | None", hidden_TD)

@@ -1,4 +1,4 @@
-"""A device's memory in virtual time: the worker's code over extents without memory. Remapping takes time."""
+"""A device's memory in virtual time: the worker's real code over extents without memory. Remapping takes time."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _GRANULARITY_BYTES = 2 << 20
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """Constant sizes, in extents unless they say otherwise."""
+    """Constant sizes, in extents unless stated otherwise."""
 
     extent_bytes: int
     budget: int
@@ -29,7 +29,7 @@ class Geometry:
     layer_parameters: int
     other_parameters: int
     block_bytes: int  # of one KV block in one layer
-    rest_bytes: int = 0  # remainder of the budget below an extent
+    rest_bytes: int = 0  # remainder of the budget smaller than an extent
 
     @staticmethod
     def choose(
@@ -38,7 +38,7 @@ class Geometry:
         """The geometry chosen by a worker on a device with large pages.
 
         Raises:
-            ConfigError: parameters and a block for each layer do not fit.
+            ConfigError: parameters and one block for each layer do not fit.
         """
         extent_bytes = choose_extent_bytes(
             _GRANULARITY_BYTES, budget_bytes, [layer_parameter_bytes] * layer_count, other_parameter_bytes
@@ -68,7 +68,7 @@ class Geometry:
 
     @property
     def home_kv(self) -> int:
-        """Extents of each layer's KV with all layers held."""
+        """Extents of each layer's KV while all layers are held."""
         return (self.budget - self.parameters) // self.layer_count
 
     def blocks_in(self, extents: int) -> int:
@@ -92,7 +92,7 @@ class SimBackend(PhantomBackend):
 
 
 class SimMemory(DeviceMemory):
-    """`takes_s` gets the duration of each change."""
+    """A worker's memory. `takes_s` gets the duration of each change."""
 
     backend: SimBackend
     takes_s: Callable[[float], None]

@@ -21,7 +21,7 @@ class Bulk(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class NetworkEndpoint:
-    """Network resources of an instance: sums over its GPUs."""
+    """Network capacity of an instance, summed over its GPUs."""
 
     name: str
     host: int
@@ -69,12 +69,12 @@ class _Pair:
         self.current: _NetworkTransfer | None = None
         self.bytes_per_s = 0.0
         self.settled_s = 0.0
-        self.serial = 0  # of the latest scheduled end of the current transfer
+        self.serial = 0  # identifies the latest scheduled end of the current transfer
         self.last_arrival_s = 0.0
 
 
 class Sending(NamedTuple):
-    """A transfer in progress, for cancelling."""
+    """A transfer in progress, which can be cancelled."""
 
     pair: _Pair
     transfer: _NetworkTransfer
@@ -90,7 +90,7 @@ class Network:
         rate_fraction: float = 1.0,
         coordinated: bool = True,
     ) -> None:
-        """Not `coordinated`: one FIFO queue per direction of a pair for urgent messages and bulk data."""
+        """Without `coordinated`, urgent messages and bulk data of a direction share one FIFO queue."""
         self._clock = clock
         self._latency_s = latency_s
         self._chunk_bytes = chunk_bytes
@@ -135,8 +135,8 @@ class Network:
     def transfer(
         self, source: str, to: str, size_bytes: int, kind: Bulk, done: Callable[[], None], rank: int = 0
     ) -> Sending:
-        """`done` is called when the receiver has all of it. Among waiting transfers of one kind the smallest rank goes
-        first.
+        """Start a transfer; `done` is called when the receiver has all of it. Of waiting transfers of one kind the
+        smallest rank goes first.
         """
         self.bulk_bytes[kind] += size_bytes
         pair = self._pair(source, to)
@@ -147,7 +147,7 @@ class Network:
         queue.insert(at, transfer)
         if pair.current is None:
             self._begin(pair)
-        elif kind < pair.current.kind:  # after the present chunk: treated as at once
+        elif kind < pair.current.kind:  # after the current chunk; treated as immediate
             self._settle(pair)
             pair.queues[pair.current.kind].appendleft(pair.current)
             pair.current = pair.queues[kind].popleft()
@@ -166,7 +166,7 @@ class Network:
         self._expect(pair)
 
     def _begin(self, pair: _Pair) -> None:
-        """Start the next transfer; bandwidths of all that share resources with it change."""
+        """Start the next transfer, and update the bandwidth of all transfers that share resources with it."""
         waiting = next((queue for queue in pair.queues if queue), None)
         was_idle, pair.current = pair.current is None, waiting.popleft() if waiting is not None else None
         pair.settled_s = self._clock.now_s
@@ -178,7 +178,7 @@ class Network:
                 resource.flows[pair] = None
             else:
                 del resource.flows[pair]
-        pair.serial += 1  # invalidates its scheduled end
+        pair.serial += 1  # invalidates the scheduled end
         affected = {other: None for resource in pair.resources for other in resource.flows}
         for other in affected:
             self._settle(other)

@@ -1,4 +1,4 @@
-"""Endless offline load beside a trace: a few requests always wait for a worker to pull them."""
+"""Endless offline load beside a trace: a few requests always wait to be pulled by a worker."""
 
 import math
 import random
@@ -12,21 +12,21 @@ from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Reque
 from sim.clock import Clock
 
 _PREFIX = "offline-"
-_ROWS = 4096  # of drawn lengths, repeated afterwards
+_ROWS = 4096  # lengths drawn in advance; repeated afterwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad:
-    """`lengths`: of prompts and answers, drawn with replacement. No request after `until_s` of the clock."""
+    """`lengths`: of prompts and answers, drawn with replacement. No request is sent after `until_s`."""
 
     lengths: Sequence[tuple[int, int]]
-    waiting_count: int = 8  # of each dispatcher: requests without a token
+    waiting_count: int = 8  # waiting requests of each dispatcher, without a token
     until_s: float = math.inf
-    priority: PriorityClass = PriorityClass.BATCH  # another class: for engines that only have priorities
+    priority: PriorityClass = PriorityClass.BATCH  # a different class: for engines that only have priorities
 
 
 class OfflineClients:
-    """Counts tokens of offline requests; a prompt's tokens count with its first token."""
+    """Counts tokens of offline requests; a prompt's tokens count when its first token arrives."""
 
     def __init__(self, clock: Clock, load: OfflineLoad, seed: int, deadline_s: float) -> None:
         self.token_count = 0
@@ -34,7 +34,7 @@ class OfflineClients:
         self._load = load
         self._random = random.Random(seed)
         self._deadline_s = deadline_s
-        self._open: dict[RequestId, tuple[int, int, int]] = {}  # prompt, answer, tokens received
+        self._open: dict[RequestId, tuple[int, int, int]] = {}  # (prompt, answer, tokens received)
         self._submits: Sequence[Callable[[Request], None]] = ()
         self._next = 0
 
@@ -70,7 +70,8 @@ class OfflineClients:
         return _sampling(self._open[request.request_id][1] if request.request_id in self._open else 1)
 
     def deliver(self, command: Deliver) -> None:
-        """
+        """Receive tokens.
+
         Raises:
             InvariantViolation: a token is lost, repeated or skipped.
         """
@@ -84,9 +85,10 @@ class OfflineClients:
             self._clock.after(0.0, b"offline", self._submit)
 
     def end(self, command: Finish | Fail | Refuse) -> None:
-        """
+        """End a request.
+
         Raises:
-            InvariantViolation: an answer is too short, or a request was refused.
+            InvariantViolation: the answer is too short, or the request was refused.
         """
         _, answer, had = self._open.pop(command.request_id)
         if not isinstance(command, Finish):

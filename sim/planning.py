@@ -38,9 +38,9 @@ _CALL_TIMEOUT_S = 2.0
 _HELD = {
     p.WorkerCall.PREPARE: NOT_PREPARED,
     p.WorkerCall.COMMIT: NOT_TAKEN_UP,
-}  # answers delayed until the member has progressed
-_LOOK_S = 0.001  # polling interval for that
-_LOOK_UP_S = 0.5  # polling interval for another active monitor
+}  # answers that wait until the member has progressed
+_LOOK_S = 0.001  # polling interval while waiting
+_LOOK_UP_S = 0.5  # polling interval for a change of the active monitor
 
 
 class Peer(Protocol):
@@ -65,18 +65,18 @@ class PlannerNode:
         name: str = "p0",
         elected: bool = False,
     ) -> None:
-        """`monitor`: the active one. Stopped members answer no calls, and handle them later. `elected`: there are
-        several planners, or perhaps monitors.
+        """`monitor`: the active one. Stopped members do not answer calls, and handle them later. `elected`: there are
+        several planners, or possibly monitors.
         """
         self._migrations = migrations
         self.process = Process(name)
         self.core = PlannerCore(rules)
         self.records: list[TransitionRecord] = []  # of ended transitions
-        self.touched = True  # as the monitor's
-        self.published: list[Epoch] = []  # of layouts, as seen by watchers
+        self.touched = True  # the core has handled an event since this was reset
+        self.published: list[Epoch] = []  # epochs of layouts, as seen by watchers
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
-        self.predicted: list[Predicted] = []  # with known outcome
-        self.decides_until_s = math.inf  # no load is read afterwards, so nothing changes any more
+        self.predicted: list[Predicted] = []  # predictions whose outcome is known
+        self.decides_until_s = math.inf  # loads are ignored afterwards, so that nothing changes any more
         self.name = name
         self._clock = clock = site.clock
         self._state = state = site.state
@@ -84,7 +84,7 @@ class PlannerNode:
         self._members = members
         self._delays = site.delays
         self._lines = site.lines
-        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # one of a kind at a time
+        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # at most one of each kind
         self._followed: MonitorNode | None = None
         self._subscription = 0
         self._token = 0
@@ -213,7 +213,7 @@ class PlannerNode:
         self._followed = None
 
     def _look_for_monitor(self) -> None:
-        """Replace an ended stream, or that of a former leader, as a real planner does."""
+        """Replace the stream if it has ended, or if its monitor no longer leads, as a real planner does."""
         followed = self._followed
         if self.core.active and (followed is None or followed is not self._monitor() or not followed.tells(self.name)):
             self._follow()
@@ -237,7 +237,9 @@ class PlannerNode:
         self._ask_loads(hear)
 
     def _tell_reach(self) -> None:
-        """As `services.planner.shell.reaching`: after each new layout, and again while too little is known."""
+        """As in `services.planner.shell.reaching`: publish after each new layout, and repeatedly while too little is
+        known.
+        """
 
         def hear(load: p.ClusterLoad, why: str) -> None:
             reach = None if why else reach_now(self.core.layout_model, load)
@@ -251,7 +253,7 @@ class PlannerNode:
         self._ask_loads(hear)
 
     def _ask_loads(self, hear: Callable[[p.ClusterLoad, str], None]) -> None:
-        """`hear` gets the active monitor's reports, or the failure."""
+        """Subscribe to the active monitor. `hear` gets its reports, or the failure."""
         monitor, late = self._monitor(), self._lines
         reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
         if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):
@@ -265,7 +267,7 @@ class PlannerNode:
         self._clock.after(wait_s, b"planner has loads", arrive)
 
     def _name(self) -> None:
-        """As `services.planner.shell.partners`, once per layout."""
+        """As in `services.planner.shell.partners`, once per layout."""
         if (layout := self.core.layout_at_rest) is None:
             return
         for member, partners in likely_partners(layout, MOST):
@@ -289,7 +291,7 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner asks loads", lambda: self._ask_loads(order))
 
     def _empty(self, layout: Layout) -> None:
-        """Balancing rounds while an instance leaves, with balancing itself disabled."""
+        """Balancing rounds while an instance is leaving and balancing is otherwise disabled."""
         leaves = any(m.standing is Standing.LEAVING for group in layout.groups for m in group.members)
         if leaves and not (self._empties or self._migrations.balances):
             self._empties = True
@@ -302,7 +304,7 @@ class PlannerNode:
             self._empty(self.core.layout)
 
     def _order(self, epoch: Epoch, move: Move) -> None:
-        """All members get the order. Lost orders are repeated by the next round."""
+        """Send an order to all members. Lost orders are repeated by the next round."""
         request = pb.MigrateRequest(
             epoch=epoch,
             source=[_party(member) for member in move.source.members],
@@ -321,7 +323,7 @@ class PlannerNode:
         self._tell_order(member, lambda peer: peer.transitions.park(member.incarnation, park=command.park), token)
 
     def _tell_order(self, member: Member, give: Callable[[Peer], object], token: int) -> None:
-        """A lost order is repeated."""
+        """Send an order to one worker; a lost order is repeated."""
         peer = self._members[member.worker_id]
 
         def take() -> None:
@@ -335,7 +337,7 @@ class PlannerNode:
     # ------------------------------------------------------------ members
 
     def _probe(self, command: p.ProbeInstance) -> None:
-        """As `services.planner.peers.Members.probe`: a live host refuses the connection for an ended process."""
+        """As in `services.planner.peers.Members.probe`: a live host refuses the connection for an ended process."""
         name, lines = command.worker_id, self._lines
 
         def answered() -> None:
@@ -354,8 +356,8 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner probes", answered)
 
     def _call(self, command: p.CallMember) -> None:
-        """The member's engine handles the call at its next step boundary; the answer has its progress, and waits
-        briefly until it is ready, as a worker's does.
+        """Call a member. Its engine handles the call at the next step boundary; the answer contains its progress, and
+        is delayed briefly for it, as on a worker.
         """
         worker_id = command.member.worker_id
         key = (worker_id, command.call)
@@ -413,7 +415,7 @@ class PlannerNode:
         label: bytes,
         answer: Callable[[MemberSaid | None], None],
     ) -> None:
-        """Answers when the member has progressed, or after a short timeout."""
+        """Answer when the member has progressed, or after a short timeout."""
         if said is None or said.phase not in _HELD.get(command.call, ()) or self._clock.now_s >= until_s:
             self._clock.after(self._delays.rpc_s, label, lambda: answer(said))
             return
@@ -431,7 +433,7 @@ class PlannerNode:
             self.feed(p.MemberAnswered(self._clock.now_s, command.cause_id, command.journal.epoch, told))
 
     def _ask(self, peer: Peer, command: p.CallMember, token: int) -> MemberSaid | None:
-        """None: a refusal without an answer."""
+        """None: the call was refused."""
         worker_id, journal = command.member.worker_id, command.journal
         epoch, door, now_s = journal.epoch, peer.transitions, self._clock.now_s
         try:
@@ -466,7 +468,7 @@ def _plan_of(journal: Journal) -> wp.Plan:
 
 
 def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.MonitorEvent | None:
-    """None if the planner has no event for it."""
+    """None if the planner has no such event."""
     match change:
         case None:
             return p.SnapshotBegan(at_s, cause_id)

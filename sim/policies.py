@@ -1,4 +1,4 @@
-"""Overload policies by name. Each is a change of the production code's rules."""
+"""Overload policies by name. Each is a change to the production rules."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -9,7 +9,7 @@ from sim.rules import ClusterRules, WorkerRules
 
 Policy = Callable[[ClusterRules], ClusterRules]
 
-# InferCept keeps everything swapped out; hosts of such GPUs have far more memory than this for each.
+# InferCept keeps everything in host memory; hosts of such GPUs have far more memory per instance than this.
 DEFAULT_SWAP_BYTES = 64 << 30
 
 
@@ -34,9 +34,10 @@ POLICIES: Mapping[str, Policy] = {
 
 
 def find_policy(name: str) -> Policy:
-    """
+    """Find a policy.
+
     Raises:
-        ConfigError: naming those that are known.
+        ConfigError: it is unknown; the message lists the known ones.
     """
     found = POLICIES.get(name)
     if found is None:

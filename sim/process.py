@@ -8,7 +8,7 @@ Act = Callable[[], None]
 
 
 class Process:
-    """While it is stopped nothing happens; messages and timers are handled when it continues."""
+    """A process. While it is stopped nothing happens; messages and timers are handled when it continues."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -26,7 +26,7 @@ class Process:
             act()
 
     def run_due(self, what: str, act: Act) -> None:
-        """`run` for periodic work: several missed calls are made up by one."""
+        """`run` for periodic work: several missed calls become one."""
         if self.paused and not self.crashed:
             self._due[what] = act
         else:

@@ -1,7 +1,7 @@
-"""CPU contention of engines on one machine with their services: the slowdown of a step.
+"""CPU contention between engines and services on one machine: the slowdown of a step.
 
-An engine is one thread. The processes that pass on its tokens (its service, dispatcher, client) take processor time for
-each step and token; when processors are scarce, each process gets an equal share. Irrelevant for GPUs.
+An engine is one thread. The processes that relay its tokens (its service, dispatcher, client) use processor time for
+each step and token; if processors are scarce, each process gets an equal share. Irrelevant for GPUs.
 """
 
 import math
@@ -12,25 +12,25 @@ from ballast.common.ids import WorkerId
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contention:
-    """Measured on a machine with its services: see `benchmarks.fidelity`."""
+    """Parameters, measured on a machine with its services: see `benchmarks.fidelity`."""
 
     processors: int
-    step_s: float = 0.0  # processor time outside of the engine, per step
-    token_s: float = 0.0  # the same, per token
+    step_s: float = 0.0  # processor time per step outside the engine
+    token_s: float = 0.0  # processor time per token outside the engine
     background: float = 0.0  # processors in constant use
-    together: float = 1.0  # slowdown of a step beside another engine: caches, memory
+    together: float = 1.0  # slowdown of a step beside another engine's, by caches and memory
 
 
 class Processors:
-    """Present use of the processors."""
+    """Current use of the processors."""
 
     def __init__(self, contention: Contention) -> None:
         self._contention = contention
-        self._busy: dict[WorkerId, tuple[float, float]] = {}  # engine -> end of its step, and processors used
+        self._busy: dict[WorkerId, tuple[float, float]] = {}  # engine -> (end of its step, processors used)
 
     def slowdown(self, engine: WorkerId, now_s: float, seconds: float, token_count: int) -> float:
-        """Slowdown of a step that begins now, samples so many tokens and takes `seconds` alone. Other steps in progress
-        are assumed to last as long.
+        """Slowdown of a step that begins now, samples `token_count` tokens and takes `seconds` alone. Other steps in
+        progress are assumed to last as long.
         """
         costs = self._contention
         served_s = costs.step_s + costs.token_s * token_count

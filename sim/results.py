@@ -18,7 +18,7 @@ class Outcome(StrEnum):
     REFUSED = "refused"
     DEADLINE = "deadline"
     FAILED = "failed"
-    OPEN = "open"  # the run was stopped before it ended
+    OPEN = "open"  # stopped before it ended
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class RequestRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SimSample:
-    """The cluster at one instant, summed over its groups. Bytes of KV over all layers."""
+    """The cluster at one instant, summed over its groups. KV bytes are over all layers."""
 
     at_s: float
     kv_demand_bytes: int
@@ -45,7 +45,7 @@ class SimSample:
     running_count: int
     waiting_count: int
     preemptions_total: int
-    stranded_count: int  # wait on a full instance, at the previous sample too, while another one has room
+    stranded_count: int  # waited on a full instance at this and the previous sample, while another one had room
     epoch: int
     epoch_reason: str
     group_sizes: tuple[int, ...]
@@ -54,13 +54,13 @@ class SimSample:
 
 
 def mean_on(samples: Sequence[SimSample], until_s: float) -> float:
-    """Mean number of instances with memory, over the samples until then."""
+    """Mean number of instances with allocated memory, over the samples until `until_s`."""
     counts = [sample.on_count for sample in samples if sample.at_s <= until_s]
     return sum(counts) / len(counts) if counts else 0.0
 
 
 def leaves(samples: Sequence[SimSample]) -> tuple[int, int]:
-    """Instances that left, and how many of them were needed again within a minute; last in, first out."""
+    """(instances parked, how many of them were needed again within a minute), matched last in, first out."""
     left_at_s, count, soon = list[float](), 0, 0
     for before, sample in pairwise(samples):
         change = sample.away_count - before.away_count
@@ -76,15 +76,15 @@ class SimRun:
     records: list[RequestRecord]
     samples: list[SimSample]
     transitions: list[TransitionRecord]  # in the world's time: subtract `zero_s`
-    predicted: list[Predicted]  # predictions of the planner with outcomes; likewise
+    predicted: list[Predicted]  # predictions of the planner with outcomes, in the world's time
     signals: list[tuple[float, Signal]]
-    zero_s: float  # instant of the world at which the trace begins
+    zero_s: float  # the world's time at which the trace begins
     duration_s: float  # until the end of the last request
     event_count: int
     step_count: int
     trace_hash: str
-    busy_fraction: float  # fraction of the time in which engines execute batches
+    busy_fraction: float  # fraction of the time for which engines execute batches
     offline_token_count: int  # prompts and answers of offline requests
     offline_lost_token_count: int  # recomputed after preemptions
     offline_yield_count: int
-    bubble_fraction: float | None  # idle fraction of pipeline stages while their group had work; None: no pipeline
+    bubble_fraction: float | None  # idle fraction of pipeline stages while their group had work; None: no pipelines

@@ -1,4 +1,4 @@
-"""Rules of all services, as their cores take them. Filled in by the caller of a simulation."""
+"""Rules of all services, in the form used by their cores. Set by the caller of a simulation."""
 
 from dataclasses import dataclass, field
 
@@ -21,11 +21,11 @@ class WorkerRules:
     report_interval_s: float
     lookahead: bool  # microbatches of equal cost; otherwise of equal token counts
     tpot_target_s: float | None = None  # target of the time per token; None: no target
-    ttft_target_s: float | None = None  # target of the TTFT: long steps of offline work get safepoints for it
+    ttft_target_s: float | None = None  # target of the TTFT: long steps of offline work get safepoints to meet it
     offline_slowdown: float = 0.25  # maximum slowdown of a step without a target
-    swap_space_bytes: int = 0  # host memory of an instance for KV of preempted requests; 0: they are recomputed
+    swap_space_bytes: int = 0  # host memory per instance for KV of preempted requests; 0: recompute them
     swaps_online: bool = True  # False: for offline requests only
-    swap_blocks_per_step: int = 0  # 0: as many as overlap with a step
+    swap_blocks_per_step: int = 0  # 0: as many as can be copied during a step
     prefix_caching: bool = False  # for clients with `hash_ids`
 
 
@@ -37,5 +37,5 @@ class ClusterRules:
     worker: WorkerRules
     migrations: MigrationRules
     monitor_tick_s: float
-    backlog_interval_s: float = field(default=0.05)  # as dispatchers publish theirs
+    backlog_interval_s: float = field(default=0.05)  # the dispatchers' publishing interval
     coordinated: bool = True  # urgent messages overtake bulk data; otherwise FIFO

@@ -1,4 +1,4 @@
-"""A simulation as a file: trace, model, cluster and policies to compare."""
+"""A simulation described by a file: trace, model, cluster and policies to compare."""
 
 from pathlib import Path
 from typing import Literal
@@ -17,27 +17,27 @@ class _Section(BaseModel):
 class Burst(_Section):
     at_s: float = Field(ge=0)
     for_s: float = Field(gt=0)
-    factor: float = Field(gt=0)  # of the rate
+    factor: float = Field(gt=0)  # factor on the rate
 
 
 class Arrivals(_Section):
     """Synthetic arrivals, without a trace."""
 
     span_s: float = Field(gt=0)
-    rate_per_s: float = Field(gt=0)  # outside of bursts
-    cv: float = Field(1.0, gt=0)  # coefficient of variation of intervals; 1: a Poisson process
+    rate_per_s: float = Field(gt=0)  # outside bursts
+    cv: float = Field(1.0, gt=0)  # coefficient of variation of intervals; 1: Poisson process
     bursts: tuple[Burst, ...] = ()
 
 
 class RepeatedBurst(_Section):
-    """The densest window is repeated, with nothing after it."""
+    """Repeats the densest window, and ends the trace after it."""
 
     window_s: float = Field(gt=0)
     times: int = Field(ge=1)
 
 
 class FaultPlan(_Section):
-    """See sim.faults.Fault."""
+    """A fault; see sim.faults.Fault."""
 
     at_s: float = Field(ge=0)
     kind: FaultKind
@@ -47,25 +47,25 @@ class FaultPlan(_Section):
 
 
 class Scenario(BaseModel):
-    """Unknown keys are errors. The caller may supply the trace, and override fields."""
+    """A scenario. Unknown keys are errors. The caller may supply the trace and override fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     description: str
-    source: str = ""  # the experiment it reproduces
-    trace: str | None = None  # relative to the file; None: arrivals are drawn, or the caller supplies it
+    source: str = ""  # the experiment that it reproduces
+    trace: str | None = None  # relative to the file; None: arrivals are generated, or the caller supplies it
     arrivals: Arrivals | None = None
     repeat_burst: RepeatedBurst | None = None
-    lengths: str | None = None  # a data set's name; None: the trace's lengths
+    lengths: str | None = None  # name of a data set; None: the trace's lengths
     model: str
     cluster: str
     policies: tuple[str, ...] = ("recompute", "drop")
     rate_scale: float = Field(1.0, gt=0)
-    burst_scale: float = Field(1.0, gt=0)  # factor of requests in the densest half minute
-    network_gbps: float | None = Field(None, gt=0)  # of each GPU's card; None: the catalogue's
+    burst_scale: float = Field(1.0, gt=0)  # factor on requests in the busiest half minute
+    network_gbps: float | None = Field(None, gt=0)  # of each GPU's network card; None: the catalogue's
     time_scale: float = Field(1.0, gt=0)
     length_scale: float = Field(1.0, gt=0)
-    answer_scale: float | None = Field(None, gt=0)  # of answers, instead of length_scale
+    answer_scale: float | None = Field(None, gt=0)  # scale of answers, instead of length_scale
     limit: int | None = Field(None, ge=1)
     seed: int = 0
     deadline_s: float = Field(3600.0, gt=0)
@@ -73,15 +73,16 @@ class Scenario(BaseModel):
     max_num_seqs: int = Field(256, ge=1)
     tpot_target_s: float | None = Field(None, gt=0)
     max_num_batched_tokens: int = Field(2048, ge=1)
-    stop_after_s: float | None = Field(None, gt=0)  # requests still running then have no ending
+    stop_after_s: float | None = Field(None, gt=0)  # requests still running then have no outcome
     faults: tuple[FaultPlan, ...] = ()
     microbatching: Literal["lookahead", "token-count"] = "lookahead"
 
 
 def read_scenario(path: Path) -> Scenario:
-    """
+    """Read a scenario.
+
     Raises:
-        ConfigError: naming the file and the first field that does not fit.
+        ConfigError: a field is invalid; the message names the file and the first one.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -96,13 +97,15 @@ def read_scenario(path: Path) -> Scenario:
 
 
 def make_scenario(content: object, where: str = "") -> Scenario:
-    """
+    """Validate a scenario.
+
     Args:
-        content: As YAML has it.
-        where: The file it is from; empty: flags of the same names.
+        content: Parsed YAML.
+        where: The file; empty: flags of the same names.
 
     Raises:
-        ConfigError: naming `where` and the first field that does not fit; a misspelt one before one that is missing.
+        ConfigError: a field is invalid; the message names `where` and the first one, misspelt names before missing
+            ones.
     """
     try:
         return Scenario.model_validate(content)

@@ -1,4 +1,4 @@
-"""Catalogue entries from a model's config.json: parameters and KV are counted from the shapes.
+"""Catalogue entries from a model's config.json: parameters and KV are computed from the shapes.
 
 Supports dense models like Llama, and mixtures of experts like Mixtral and Qwen.
 """
@@ -11,16 +11,18 @@ from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec
 
 _PARAMETERS_AT_MOST = 0.75  # maximum fraction of an instance's memory: the rest is for KV
 _MOST_GPUS = 64
-_BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")  # query, key and value have biases
-_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # queries and keys are normalised
+_BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")  # with biases for query, key and value
+_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # with norms for queries and keys
 _NOT_COUNTED = ("kv_lora_rank", "ssm_state_size", "state_size", "linear_num_key_heads")
 
 
 def spec_of_config(name: str, config: Mapping[str, object], gpu: Gpu) -> ModelSpec:
-    """Args:
+    """A catalogue entry for a model.
+
+    Args:
         name: The model's name.
-        config: Its config.json; of a multimodal model the text part counts.
-        gpu: Instances take as few of these as leave a quarter of their memory to the KV cache.
+        config: Its config.json; for a multimodal model its text part is used.
+        gpu: Instances use the fewest of these GPUs that leave a quarter of their memory for KV.
 
     Raises:
         ConfigError: a key is missing or invalid, or a kind of layer is unsupported.
@@ -87,7 +89,7 @@ class _ModelSizes:
         return value
 
     def layer_parameters(self) -> int:
-        """Parameters of one layer, without routed experts."""
+        """Parameters of one layer without routed experts."""
         queries, keys = self.heads * self.head_dim, self.kv_heads * self.head_dim
         attention = self.hidden * (2 * queries + 2 * keys)
         if self.architecture in _BIASED:
@@ -100,7 +102,7 @@ class _ModelSizes:
         return attention + mlp + 2 * self.hidden
 
     def expert_parameters(self) -> int:
-        """Parameters of one expert of a layer."""
+        """Parameters of one expert in a layer."""
         if not self.experts:
             return 0
         return 3 * self.hidden * self.number("moe_intermediate_size", self.number("intermediate_size"))

@@ -19,17 +19,17 @@ from sim.clock import Clock
 from sim.lines import Lines
 from sim.process import Process
 
-STATE = "state"  # the server's name, for its lines
+STATE = "state"  # the server's name in `Lines`
 _TIMEOUT_S = 2.0  # of an operation, as in the services
-_POLL_S = 1.0  # dispatchers poll the layout at this interval
-_BEGAN_S = 1e6  # of the server's clock at the start: tokens are times, and differ from epochs
+_POLL_S = 1.0  # interval at which dispatchers poll the layout
+_BEGAN_S = 1e6  # initial value of the server's clock, so that tokens differ from epochs
 _REMEMBERED_S = 10.0
-NOBODY = "?"  # holds the leases of a server with corrupted keys
+NOBODY = "?"  # holder of the leases after a corruption
 
 
 @dataclass(frozen=True, slots=True)
 class Delays:
-    """Delays of a call between services, and of a call to the state server."""
+    """Delays of calls between services, and to the state server."""
 
     rpc_s: float
     state_s: float
@@ -44,7 +44,7 @@ class Lease:
 
 @dataclass(slots=True)
 class Contents:
-    """Content of the server; each method is one script. Times are the server's, in seconds."""
+    """Contents of the server; each method is one script. Times are the server's, in seconds."""
 
     leases: dict[str, Lease] = field(default_factory=dict[str, Lease])
     counters: dict[str, int] = field(default_factory=dict[str, int])
@@ -122,7 +122,7 @@ class Contents:
 
 
 class SimStateServer:
-    """It may be unreachable, slow, emptied, or reset to an earlier state."""
+    """The state server. It may be unreachable, slow, emptied, or reset to an earlier state."""
 
     def __init__(self, clock: Clock, delays: Delays, lines: Lines) -> None:
         self._clock = clock
@@ -131,11 +131,11 @@ class SimStateServer:
         self.contents = Contents()
         self.backlogs: dict[DispatcherId, BacklogWord] = {}
         self.is_up = True
-        self.slow_s = 0.0  # additional time of each operation
+        self.slow_s = 0.0  # additional time per operation
         self._watchers: list[tuple[str, Callable[[Layout], None]]] = []
         self._reach_watchers: list[tuple[str, Callable[[Reach], None]]] = []
-        self.on_journal: Callable[[Journal], None] = lambda _: None  # called with each journal written, at once
-        self._leaders: dict[tuple[str, str], str] = {}  # by lease and caller: the last answer
+        self.on_journal: Callable[[Journal], None] = lambda _: None  # called with each written journal
+        self._leaders: dict[tuple[str, str], str] = {}  # last answer by (lease, caller)
         self._past: list[tuple[float, Contents]] | None = None
 
     @property
@@ -147,11 +147,11 @@ class SimStateServer:
         return self._clock.now_s + _BEGAN_S
 
     def watch(self, told: Callable[[Layout], None], name: str = STATE) -> None:
-        """`name`: the watching process."""
+        """Add a watcher. `name`: the watching process."""
         self._watchers.append((name, told))
 
     def reaches(self, name: str) -> bool:
-        """True if it answers that process."""
+        """True if the process can reach the server."""
         lines = self._lines
         return self.is_up and not (lines.troubled and (lines.is_cut(name, STATE) or lines.is_cut(STATE, name)))
 
@@ -160,8 +160,8 @@ class SimStateServer:
     def ask(
         self, what: str, operation: Callable[[], Callable[[], None]], failed: Callable[[], None], by: Process
     ) -> None:
-        """Executed after one delay; the result is delivered after another one, or `failed` is
-        called without an answer.
+        """Execute an operation after one delay, and deliver its result after another; `failed` is called if there is no
+        answer.
         """
 
         def arrive() -> None:
@@ -196,7 +196,7 @@ class SimStateServer:
         return self.contents.acquire(name, holder, ttl_s, self.now_s, above)
 
     def leader(self, name: str, by: str) -> str | None:
-        """The leader as polled by `by`: the last one while there is none, or no answer."""
+        """The leader as seen by `by`: the last known one while there is none, or no answer."""
         lease = self.contents.leases.get(name)
         if self.reaches(by) and lease is not None and lease.until_s > self.now_s and lease.holder != NOBODY:
             self._leaders[name, by] = lease.holder
@@ -211,7 +211,7 @@ class SimStateServer:
             self._clock.after(3 * self._delays.state_s, b"reach", bring)
 
     def _tell(self, layout: Layout) -> None:
-        """Watchers get a notification, and read."""
+        """Notify the watchers, which then read."""
         for name, told in self._watchers:
             bring = partial(self._lines.bring, STATE, name, partial(told, layout))
             self._clock.after(3 * self._delays.state_s, b"layout", bring)
@@ -219,7 +219,7 @@ class SimStateServer:
     # ------------------------------------------------------------ faults
 
     def remember(self) -> None:
-        """Record the content from now on, for `go_back`."""
+        """Record snapshots from now on, for `go_back`."""
         self._past = []
         self._clock.every(0.25, b"snapshot", self._take_snapshot)
 
@@ -238,7 +238,7 @@ class SimStateServer:
         self._clock.after(_POLL_S, b"dispatchers look", self._look)
 
     def become_garbage(self) -> None:
-        """Corrupt it: leases have an unknown holder and no expiry; dispatchers' entries are unreadable."""
+        """Corrupt the contents: leases have an unknown holder and no expiry; dispatchers' entries are unreadable."""
         for name, lease in self.contents.leases.items():
             self.contents.leases[name] = Lease(NOBODY, lease.token, math.inf)
         self.backlogs.clear()
@@ -262,7 +262,7 @@ class SimStateServer:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """Shared by all processes of a cluster."""
+    """State shared by all processes of a cluster."""
 
     clock: Clock
     delays: Delays
@@ -289,7 +289,7 @@ class Candidacy:
         self._on_change = on_change
         self._token: int | None = None
         self._decided = False
-        self.floor = 0  # the highest token known to be used
+        self.floor = 0  # the highest token known to be in use
         label = f"{process.name} renews"
         clock.every(ttl_s / 3, label.encode(), lambda: process.run_due("lease", self._renew))
 
@@ -307,6 +307,6 @@ class Candidacy:
 
 
 def lead_for_ever(state: SimStateServer, lease: str, holder: str) -> int:
-    """For a single replica: lead permanently. Returns its token."""
+    """Make a single replica the permanent leader. Returns its token."""
     state.contents.leases[lease] = Lease(holder, 1, math.inf)
     return 1

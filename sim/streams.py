@@ -8,7 +8,7 @@ from sim.fast_forward import Share
 
 
 class SimOutput(NamedTuple):
-    """A turn's output for one dispatcher."""
+    """Output of a turn for one dispatcher."""
 
     emit: Emit | None
     load: LoadReport
@@ -16,21 +16,21 @@ class SimOutput(NamedTuple):
 
 
 class Listener(Protocol):
-    """A dispatcher's end of a stream."""
+    """Interface of a dispatcher's end of a stream."""
 
     def hear(self, output: SimOutput) -> None: ...
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
-        """A step of a fast-forward: its `step`-th, with so many blocks in use afterwards."""
+        """Receive step number `step` of a fast-forward, after which `used` blocks are in use."""
         ...
 
     def lost(self, why: str) -> None:
-        """The worker's end of the stream is lost."""
+        """The worker's end of the stream was lost."""
         ...
 
 
 class SimStream:
-    """A worker's end of it."""
+    """The worker's end of a stream."""
 
     __slots__ = ("listener", "open", "seen_handle", "sent_at_s", "told", "told_handle")
 

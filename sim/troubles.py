@@ -1,4 +1,4 @@
-"""Faults of lines, links, monitors and planners in a simulation; those of workers are in `sim.faults`."""
+"""Faults of lines, links, monitors and planners in a simulation; `sim.faults` has those of workers."""
 
 import math
 from functools import partial
@@ -14,12 +14,12 @@ class Troubles:
     def __init__(self, world: World) -> None:
         self._world = world
         self._clock = world.clock
-        self._cuts: dict[tuple[str, str], int] = {}  # by line: number of cuts
+        self._cuts: dict[tuple[str, str], int] = {}  # line -> number of cuts
 
     # ------------------------------------------------------------ lines
 
     def cut(self, source: str, to: str, for_s: float) -> None:
-        """Cut a line. No effect if it is cut already."""
+        """Cut a line. No effect if it is already cut."""
         lines, line = self._world.lines, (source, to)
         if lines.is_cut(source, to):
             return
@@ -46,7 +46,7 @@ class Troubles:
         self._clock.after(for_s, b"line is fast", lambda: self._world.lines.slow(source, to, 0.0))
 
     def reset(self, one: str, other: str) -> None:
-        """End the link between two workers."""
+        """Break the connection between two workers."""
         self._world.planes[one].reset(other)
 
     # ------------------------------------------------------------ monitors and planners
@@ -58,7 +58,7 @@ class Troubles:
             self._clock.after(for_s, b"process goes on", process.go_on)
 
     def replace(self, node: MonitorNode | PlannerNode, after_s: float) -> None:
-        """End its process, and start another one after a while."""
+        """End its process, and start another one after a delay."""
         if node.process.crashed:
             return
         node.process.crash()

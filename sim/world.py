@@ -1,7 +1,7 @@
 """A cluster in one process and one thread: real dispatchers, monitor, planner and workers in virtual time.
 
-Rule 1: no decision of a service is made here.
-Rule 2: the same arguments give the same run, bit by bit.
+Rule 1: services' decisions are made by their own code only.
+Rule 2: the same arguments produce the same run, bit by bit.
 """
 
 import gc
@@ -57,7 +57,7 @@ from sim.results import SimRun, SimSample
 from sim.rules import ClusterRules
 from sim.state import Delays, SimStateServer, Site
 
-_SETTLE_S = 2.0  # after the monitor's warm-up: for the first layout and the streams
+_SETTLE_S = 2.0  # time after the monitor's warm-up, for the first layout and the streams
 _SAMPLE_INTERVAL_S = 0.5
 _PROGRESS_EVENTS = 4096
 _PAGES = HugePages()
@@ -71,28 +71,25 @@ class WorldOptions:
     timings: Timings
     rules: ClusterRules
     execution: ExecutionModel | None = None  # None: from the catalogue
-    geometry: Geometry | None = None  # of each device's memory; None: of a GPU with large pages
+    geometry: Geometry | None = None  # of each device's memory; None: that of a GPU with large pages
     dispatcher_count: int = 1
     monitor_count: int = 1  # one is active, the others are standbys
     planner_count: int = 1
     seed: int = 0
-    deadline_s: float = 3600.0  # of each request
-    check_every: int = 0  # events between two checks of all invariants; 0: none
-    contention: Contention | None = None  # None: no shared processors
-    marks: bool = False  # KV and layers carry marks, which are verified when batches read them
-    fast_forwards: bool = True  # take decode-only steps together: the same run in less time
+    deadline_s: float = 3600.0  # per request
+    check_every: int = 0  # check all invariants after this many events; 0: never
+    contention: Contention | None = None  # None: unlimited processors
+    marks: bool = False  # mark KV and layers, and verify the marks when batches read them
+    fast_forwards: bool = True  # combine decode-only steps: the same run in less time
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # in the trace's time: later requests stay open
+    stop_after_s: float | None = None  # in the trace's time; later requests stay open
     offline: OfflineLoad | None = None  # beside the trace
     classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to the trace's requests in turn
 
 
 class World:
     def __init__(self, options: WorldOptions, arrivals: Sequence[Arrival]) -> None:
-        """
-        Raises:
-            ConfigError: the model does not fit into the cluster.
-        """
+        """Raises ConfigError if the model does not fit into the cluster."""
         self.options = options
         self.clock = Clock()
         timings, rules = options.timings, options.rules
@@ -144,7 +141,7 @@ class World:
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[SimSample] = []
-        self._full: dict[WorkerId, int] = {}  # with requests waiting in vain, and their number at the last sample
+        self._full: dict[WorkerId, int] = {}  # worker -> number of requests that waited in vain at the last sample
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
         for fault in options.faults:
             fault.check(count)
@@ -154,7 +151,7 @@ class World:
 
     @property
     def monitor(self) -> MonitorNode:
-        """The active one, or any."""
+        """The active monitor, or any if none is active."""
         living = [node for node in self.monitors.values() if not node.process.crashed]
         return next((node for node in living if node.core.active), (living or list(self.monitors.values()))[0])
 
@@ -194,7 +191,7 @@ class World:
         return not instance.crashed and instance.incarnation == incarnation
 
     def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> SimTimer:
-        """A timer for workers whose planner is silent, which only happens with faults."""
+        """Set a timer for workers whose planner is silent; needed with faults only."""
         timer = SimTimer(act, epoch)
         if self._elects or self.options.marks:
             self.clock.after(delay_s, b"watchdog", timer.ring)
@@ -342,7 +339,7 @@ class World:
             instance.go_on()
 
     def _restart(self, number: int, before: SimInstance) -> None:
-        """A new incarnation of the worker, with all layers and no requests."""
+        """Start a new incarnation of the worker, with all layers and no requests."""
         self._add_instance(number, Incarnation(before.incarnation + 1), 0.0)
 
     @property
@@ -357,7 +354,9 @@ class World:
     # ------------------------------------------------------------ running
 
     def run(self, progress: Callable[[int, float], None] | None = None) -> SimRun:
-        """Run until each request has ended. `progress` is called periodically: requests ended, instant of the trace."""
+        """Run until every request has ended. `progress` is called periodically with (requests ended, time in the
+        trace).
+        """
         with _no_collector(), silence():
             return self._run(progress)
 
@@ -394,13 +393,13 @@ class World:
             )
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the state of all services, and of the world, is consistent."""
+        """Raise InvariantViolation unless the state of all services and of the world is consistent."""
         for part in (*self.instances.values(), *self.dispatchers, *self.monitors.values(), *self.planners.values()):
             part.touched = True
         self._check_touched()
 
     def _check_touched(self) -> None:
-        """A service without events since the last check is unchanged, and skipped."""
+        """Check services that have handled events since the last check; the others are unchanged."""
         for instance in self.instances.values():
             if instance.touched:
                 instance.touched = False
@@ -445,7 +444,7 @@ class World:
         )
 
     def _stranded(self, leaders: Sequence[WorkerId]) -> int:
-        """Requests waiting on a full instance, at the last sample too, while another one has room for them."""
+        """Requests waiting on a full instance, now and at the last sample, while another one has room for them."""
         before, self._full = self._full, {}
         loads = {name: self.instances[name].load() for name in leaders}
         room = max((_room(load) for load in loads.values() if not load.waiting_count), default=0)
@@ -488,8 +487,8 @@ class World:
 
 @contextmanager
 def _no_collector() -> Generator[None]:
-    """Disable the garbage collector: events make no cycles, and collections take a tenth of the
-    time with many objects.
+    """Disable the garbage collector: events create no cycles, and with many objects collections take a tenth of the
+    time.
     """
     was_on = gc.isenabled()
     gc.disable()
@@ -509,8 +508,10 @@ def _room(load: LoadReport) -> int:
 
 
 def instance_count(model: ModelSpec, cluster: Cluster) -> int:
-    """Raises:
-    ConfigError: too few GPUs for one instance.
+    """Number of instances that the GPUs allow.
+
+    Raises:
+        ConfigError: there are too few GPUs for one instance.
     """
     count = cluster.instances_of(model)
     if count < 1:
@@ -556,7 +557,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=rules.block_tokens,
         max_model_len=model.max_model_len,
-        vocab_size=max(model.vocab_size, model.max_model_len + 1),  # a token is its position
+        vocab_size=max(model.vocab_size, model.max_model_len + 1),  # a token's id is its position
         max_running_count=rules.max_running_count,
         max_batch_tokens=rules.max_batch_tokens,
         max_waiting_count=rules.max_waiting_count,

@@ -7,8 +7,8 @@
         for chunk in client.stream(messages=[{"role": "user", "content": "Hello!"}]):
             print(chunk.text, end="", flush=True)
 
-Errors: `InvalidRequest` (fix it), `Overloaded` (wait `retry_after_s`),
-`Unavailable` (no dispatcher could take it), `DeadlineExceeded`, `Cancelled` and so on.
+Errors: `InvalidRequest` (fix the request), `Overloaded` (wait `retry_after_s`), `Unavailable` (no dispatcher accepted
+it), `DeadlineExceeded`, `Cancelled` and others.
 """
 
 from ballast.client.aio import AsyncClient

@@ -11,7 +11,7 @@ from ballast.common.credentials import CA_FILE, TLS, TLS_DIR, TOKEN
 from ballast.common.errors import ConfigError
 from ballast.rpc.channel import bearing, open_channel
 
-# What takes long to import is imported by who needs it: TLS, paths, addresses of other machines.
+# TLS, paths and address checks are slow to import and therefore imported where they are needed.
 if TYPE_CHECKING:
     from pathlib import Path
 
@@ -20,12 +20,14 @@ _SWITCH = {"1": True, "0": False, "": None}
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Attributes:
-    token: Sent with every call to a dispatcher.
-    ca_file: CA that dispatchers' certificates are checked by. Given, calls go over TLS.
-    tls: True: TLS with the CAs of this machine, where there is no `ca_file`. False: in the clear, the token too.
-        None: TLS if there is a `ca_file`.
-    tls_dir: An operator's certificate (`ballast certs`), for services other than dispatchers.
+    """Credentials of a client, and how it verifies servers.
+
+    Attributes:
+        token: Sent with every call to a dispatcher.
+        ca_file: CA that dispatchers' certificates must be signed by. If set, calls use TLS.
+        tls: True: TLS, with this machine's CAs if there is no `ca_file`. False: no TLS, even for the token. None: TLS
+            if there is a `ca_file`.
+        tls_dir: An operator's certificate (`ballast certs`), for services other than dispatchers.
     """
 
     token: str | None = None
@@ -35,11 +37,11 @@ class Access:
 
     @classmethod
     def of(cls, token: str | None = None, ca_file: "str | Path | None" = None, tls: bool | None = None) -> Self:
-        """What is not given is taken from the environment: BALLAST_TOKEN, BALLAST_CA_FILE, BALLAST_TLS (1 or 0) and
-        BALLAST_TLS_DIR. An empty token is given: none.
+        """Arguments that are None are read from the environment: BALLAST_TOKEN, BALLAST_CA_FILE, BALLAST_TLS (1 or 0)
+        and BALLAST_TLS_DIR. An empty token means none.
 
         Raises:
-            ConfigError: BALLAST_TLS is something else, or `tls` says the opposite of `ca_file`.
+            ConfigError: BALLAST_TLS has another value, or `tls` contradicts `ca_file`.
         """
         switch = os.environ.get(TLS, "")
         if switch not in _SWITCH:
@@ -57,7 +59,7 @@ class Access:
 
     @property
     def how(self) -> str:
-        """What to add to a connection error: what the other side needs, too."""
+        """Suffix of connection errors: how this side connects, as the other side must match."""
         if self.ca_file is not None:
             return f"with TLS and a certificate of {self.ca_file} for this address"
         return "with TLS and a certificate for this address" if self.tls else "without TLS"
@@ -78,11 +80,11 @@ class Access:
         return open_channel(address, to_all=True)
 
     def bearing(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
-        """The object from which that dispatcher's stubs are made."""
+        """A channel wrapper for stubs whose calls carry the token."""
         return bearing(channel, self.token)
 
     def open_peer(self, address: str, role: str) -> grpc.aio.Channel:
-        """Open a channel to a worker, planner or monitor, as `role` says."""
+        """Open a channel to a worker, planner or monitor (`role`)."""
         if self.tls_dir is None:
             return open_channel(address, None, role)
         from ballast.rpc.tls import TlsFolder
@@ -90,7 +92,7 @@ class Access:
         return open_channel(address, TlsFolder(self.tls_dir).channel_credentials(), role)
 
     def open_sync(self, address: str, role: str) -> grpc.Channel:
-        """To any service, for callers without an event loop, and without the token."""
+        """Open a channel to any service for callers without an event loop. It does not send the token."""
         if self.tls_dir is None and (role != "dispatcher" or self.ca_file is None):
             return grpc.insecure_channel(address)
         from ballast.rpc.tls import TlsFolder, trusting

@@ -43,23 +43,23 @@ T = TypeVar("T")
 class AsyncClient:
     """A connection to one or more dispatchers, for asyncio. Use it inside one event loop.
 
-    Requests go to the dispatchers in turn. When one is not available, the request moves to the next with the same id;
-    when one dies in the middle of an answer, another goes on with it, and no token is lost or repeated.
+    Requests are sent to the dispatchers in turn. If one is unavailable, the request moves to the next with the same id;
+    if one dies in the middle of an answer, another continues it, and no token is lost or repeated.
 
     Args:
         address: host:port, several separated by commas, or a sequence of them. None: BALLAST_ADDRESS, or
             127.0.0.1:50051.
-        overload_retries: How often a request that is refused because the cluster is overloaded is sent again, after
-            the delay the refusal names. 0: `Overloaded` is raised at once.
-        max_retry_wait_s: A longer delay than this is not waited for.
-        resume_s: For so long another dispatcher, or the same once it is back, is looked for that goes on with a request
-            whose dispatcher has died. 0: it ends with `Unavailable`.
-        connect_timeout_s: For reaching one dispatcher.
-        call_timeout_s: For everything but generating.
-        token: Shown to the dispatchers. None: BALLAST_TOKEN, or none; "": none.
-        ca_file: CA of the dispatchers' certificates (PEM); calls then go over TLS. None: BALLAST_CA_FILE, or none.
-        tls: True: over TLS, with the CAs of this machine where there is no `ca_file`. False: in the clear, the token
-            too. None: BALLAST_TLS (1 or 0), or what `ca_file` says.
+        overload_retries: Number of retries of a request that an overloaded cluster refuses, each after the delay given
+            by the refusal. 0: `Overloaded` is raised at once.
+        max_retry_wait_s: Longest delay to wait for; beyond it `Overloaded` is raised.
+        resume_s: How long to look for a dispatcher to continue a request whose dispatcher has died, possibly the same
+            one after a restart. 0: the request ends with `Unavailable`.
+        connect_timeout_s: Limit for connecting to one dispatcher.
+        call_timeout_s: Limit for all calls except generation.
+        token: Sent to the dispatchers. None: BALLAST_TOKEN, or none; "": none.
+        ca_file: CA of the dispatchers' certificates (PEM); calls then use TLS. None: BALLAST_CA_FILE, or none.
+        tls: True: TLS, with this machine's CAs if there is no `ca_file`. False: no TLS, even for the token. None:
+            BALLAST_TLS (1 or 0), or TLS if there is a `ca_file`.
 
     Raises:
         InvalidRequest: an address is not host:port.
@@ -95,7 +95,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections; requests that still run are cancelled."""
+        """Closes the connections and cancels running requests."""
         await self._endpoints.close()
 
     @overload
@@ -126,32 +126,32 @@ class AsyncClient:
         stream: bool = False,
         **options: Unpack[RequestOptions],
     ) -> Coroutine[object, object, Generation] | GenerationStream:
-        """Generates an answer to one prompt: give `prompt`, `token_ids` or `messages`.
+        """Generates an answer to one prompt. Exactly one of `prompt`, `token_ids` and `messages` must be given.
 
         Args:
             prompt: Text.
-            sampling: How tokens are chosen and when to stop: `SamplingParams`, or a mapping with the same
-                names. None: its defaults.
-            max_tokens: The most tokens of the answer, whatever `sampling` says of them.
-            token_ids: The prompt as tokens, taken as they are.
+            sampling: How tokens are chosen and when to stop: `SamplingParams`, or a mapping with the same names. None:
+                its defaults.
+            max_tokens: Maximum number of generated tokens; overrides `sampling`.
+            token_ids: The prompt as tokens, used unchanged.
             messages: A conversation, rendered with the model's chat template.
-            stream: False: await the result, a `Generation`. True: the result is a `GenerationStream` at once.
-            deadline_s: The request ends by then, with `DeadlineExceeded` if need be. None: no limit.
-            request_id: Names the request in logs and for `cancel`; minted if not given. Two running requests cannot
-                have the same.
+            stream: False: await the result, a `Generation`. True: returns a `GenerationStream` at once.
+            deadline_s: The request fails with `DeadlineExceeded` if it takes longer. None: no limit.
+            request_id: Names the request in logs and for `cancel`; generated if not given. Must be unique among running
+                requests.
             priority: interactive, default or batch.
-            include_text: False leaves out the text: only token ids are wanted.
-            fit_max_tokens: A max_tokens beyond the model's length is shortened instead of refused.
-            cache_salt: KV of the prompt is shared only with requests that give the same.
-            template_variables: Further variables of the chat template: tools, enable_thinking and so on.
-            metadata: Sent along with the call, as gRPC metadata: authorization, traceparent.
+            include_text: False: the answer has token ids only.
+            fit_max_tokens: Reduce a max_tokens beyond the model's length instead of refusing the request.
+            cache_salt: KV of the prompt is shared only with requests that have the same salt.
+            template_variables: Further variables of the chat template, such as tools or enable_thinking.
+            metadata: gRPC metadata of the call, such as authorization or traceparent.
 
         Raises:
-            InvalidRequest: something about the request is wrong; says what.
-            Overloaded: refused because a bound is reached; says when to try again.
-            Unavailable: no dispatcher could be reached or took the request.
-            DeadlineExceeded: the time was up.
-            Cancelled: somebody cancelled the request.
+            InvalidRequest: the request is invalid; the message names the field.
+            Overloaded: a limit was reached; `retry_after_s` says when to retry.
+            Unavailable: no dispatcher could be reached, or none accepted the request.
+            DeadlineExceeded: the deadline has passed.
+            Cancelled: the request was cancelled.
         """
         generation = self._request(prompt, sampling, collect=not stream, **options)
         return generation if stream else generation.collect()
@@ -206,13 +206,13 @@ class AsyncClient:
         )
 
     async def cancel(self, request_id: str) -> bool:
-        """Cancels a request, whoever has sent it.
+        """Cancels a request, including one sent by another client.
 
         Returns:
-            Whether one of the dispatchers knew it.
+            Whether a dispatcher knew the request.
 
         Raises:
-            Unavailable: none knew it, and at least one could not be asked.
+            Unavailable: no dispatcher that answered knew it, and at least one did not answer.
         """
         unavailable: Unavailable | None = None
         for endpoint in self._endpoints.all:
@@ -238,7 +238,7 @@ class AsyncClient:
         add_special_tokens: bool = True,
         metadata: Metadata | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text or of a conversation, as the model would get them."""
+        """Token ids of a text or a conversation, as the model would receive them."""
         require_one_prompt(prompt=prompt, messages=messages)
         request = pb.TokenizeRequest(omit_special_tokens=not add_special_tokens)
         if prompt is not None:
@@ -260,7 +260,7 @@ class AsyncClient:
         return response.text
 
     async def model_info(self, *, metadata: Metadata | None = None) -> ModelInfo:
-        """Facts about the model that is served."""
+        """Facts about the served model."""
         response = await self._get_model_info(metadata)
         return codec.MODEL.record(response.model)
 
@@ -269,15 +269,15 @@ class AsyncClient:
         return (await self._get_model_info(metadata)).chat_template
 
     async def default_sampling(self, *, metadata: Metadata | None = None) -> Mapping[str, float]:
-        """Sampling parameters that the model's authors recommend, by their names in `SamplingParams`."""
+        """Sampling parameters recommended by the model's authors, by their names in `SamplingParams`."""
         return dict((await self._get_model_info(metadata)).default_sampling)
 
     async def status(self, address: str | None = None, *, metadata: Metadata | None = None) -> ClusterStatus:
         """The cluster as one dispatcher sees it.
 
         Args:
-            address: Which of the dispatchers; None: any that answers.
-            metadata: Goes with the call, as authorization does.
+            address: The dispatcher to ask; None: any that answers.
+            metadata: gRPC metadata of the call, such as authorization.
         """
         endpoints = [self._endpoint(address)] if address is not None else self._endpoints.in_turn()
         endpoint, response = await self._ask_first(
@@ -286,11 +286,11 @@ class AsyncClient:
         return status_from_proto(response, endpoint.address)
 
     async def describe_request(self, request_id: str) -> RequestStory:
-        """What has become of a request that is being served or has ended a short while ago.
+        """The history of a request that is in progress or ended recently.
 
         Raises:
             NotFound: all dispatchers answered, and none remembers it.
-            Unavailable: none that answered remembers it, and at least one could not be asked.
+            Unavailable: no dispatcher that answered remembers it, and at least one did not answer.
         """
         missing: NotFound | Unavailable | None = None
         request = pb.DescribeRequestRequest(request_id=request_id)
@@ -305,32 +305,32 @@ class AsyncClient:
         raise missing
 
     async def ended_requests(self, address: str, after: int | None = None) -> EndedRequests:
-        """When requests came that have ended at one dispatcher, and how long they were; nothing else of them.
+        """Arrival times and lengths of requests that have ended at one dispatcher.
 
         Args:
-            address: Which of the dispatchers.
-            after: The `last` of the answer before; None: none is listed, and the answer says where to go on.
+            address: The dispatcher to ask.
+            after: `last` of the previous answer; None: returns no requests, only where to start.
         """
         request = pb.ListEndedRequest(after=after)
         return ended_from_proto(await self._ask(self._endpoint(address), lambda s, t: s.ListEnded(request, timeout=t)))
 
     async def drain(self, address: str) -> int:
-        """Tells one dispatcher to take no more requests; those that run finish.
+        """Makes one dispatcher refuse new requests; running ones finish.
 
         Args:
-            address: Which of the dispatchers.
+            address: The dispatcher.
 
         Returns:
-            How many requests still run there.
+            Number of requests still running there.
         """
         response = await self._ask(self._endpoint(address), lambda s, t: s.Drain(pb.DrainRequest(), timeout=t))
         return response.running_request_count
 
     async def undrain(self, address: str) -> None:
-        """Takes `drain` back: that dispatcher takes requests again.
+        """Reverts `drain`: the dispatcher accepts requests again.
 
         Args:
-            address: Which of the dispatchers.
+            address: The dispatcher.
 
         Raises:
             Unavailable: it does not answer, or is shutting down.
@@ -338,14 +338,14 @@ class AsyncClient:
         await self._ask(self._endpoint(address), lambda s, t: s.Undrain(pb.UndrainRequest(), timeout=t))
 
     async def drain_worker(self, worker_id: str) -> int:
-        """Takes a worker out of routing at all dispatchers; what runs there finishes.
+        """Takes a worker out of routing at all dispatchers; its running requests finish.
 
         Returns:
-            How many requests still run or wait in its group.
+            Number of requests that still run or wait in its group.
 
         Raises:
-            NotFound: no such worker.
-            Unavailable: no dispatcher answers, or no planner.
+            NotFound: there is no such worker.
+            Unavailable: no dispatcher or no planner answers.
         """
         request = pb.DrainWorkerRequest(worker_id=worker_id, request_id=f"drain-{os.urandom(6).hex()}")
         response = await self._ask_any(lambda s, t: s.DrainWorker(request, timeout=t))
@@ -353,7 +353,7 @@ class AsyncClient:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The dispatchers."""
+        """Addresses of the dispatchers."""
         return tuple(endpoint.address for endpoint in self._endpoints.all)
 
     async def _get_model_info(self, metadata: Metadata | None) -> pb.GetModelInfoResponse:
@@ -373,7 +373,7 @@ class AsyncClient:
     async def _ask_first(
         self, endpoints: Sequence[Endpoint], call: "Callable[[InferenceServiceAsyncStub, float], Awaitable[T]]"
     ) -> tuple[Endpoint, T]:
-        """The answer of the first of them that is available."""
+        """The answer of the first available dispatcher."""
         unavailable: Unavailable | None = None
         for endpoint in endpoints:
             try:

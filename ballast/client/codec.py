@@ -57,17 +57,17 @@ def request_to_proto(
             request.token_ids.ids.extend(token_ids)
         except (ValueError, TypeError) as error:
             raise InvalidRequest("token_ids", f"must be whole numbers below 2**31: {error}") from error
-        request.token_ids.SetInParent()  # an empty list is a prompt as well; the dispatcher refuses it by name
+        request.token_ids.SetInParent()  # an empty list is a prompt, too; the dispatcher refuses it by name
     else:
         request.conversation.CopyFrom(conversation_to_proto(messages or (), template_variables))
     return request
 
 
 def checked_sampling(sampling: Sampling | None, max_tokens: int | None = None) -> SamplingParams:
-    """A mapping has the names of `SamplingParams`; `max_tokens` takes the place of its own.
+    """Sampling parameters from a mapping or an object, with `max_tokens` overriding theirs.
 
     Raises:
-        InvalidRequest: an unknown name, or a value out of range.
+        InvalidRequest: a name is unknown, or a value out of range.
     """
     given: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
     if sampling is None:
@@ -102,6 +102,11 @@ def checked_text(field: str, text: str) -> str:
 def conversation_to_proto(messages: Messages, template_variables: Mapping[str, object] | None) -> pb.Conversation:
     conversation = pb.Conversation()
     for index, message in enumerate(messages):
+        if type(cast(object, message)) is dict and len(given := cast(dict[str, object], message)) == 2:
+            role, content = given.get("role"), given.get("content")  # most messages, of which there are many
+            if isinstance(role, str) and isinstance(content, str) and role.isascii() and content.isascii():
+                conversation.messages.add(role=role, content=content)
+                continue
         field = f"messages[{index}]"
         if isinstance(message, Mapping):
             message = _message_from_mapping(field, message)
@@ -110,7 +115,7 @@ def conversation_to_proto(messages: Messages, template_variables: Mapping[str, o
         role = checked_text(f"{field}.role", message.role)
         content = checked_text(f"{field}.content", message.content)
         extra = _json(field, message.extra) if message.extra else ""
-        conversation.messages.append(pb.ChatMessage(role=role, content=content, extra_json=extra))
+        conversation.messages.add(role=role, content=content, extra_json=extra)
     if template_variables:
         conversation.template_variables_json = _json("template_variables", template_variables)
     return conversation
@@ -119,7 +124,7 @@ def conversation_to_proto(messages: Messages, template_variables: Mapping[str, o
 def _message_from_mapping(field: str, message: Mapping[str, object]) -> ChatMessage:
     role, content = message.get("role"), message.get("content")
     extra = {name: value for name, value in message.items() if name not in ("role", "content")}
-    if content is None and extra:  # an assistant's message may have nothing but tool calls
+    if content is None and extra:  # an assistant's message may contain nothing but tool calls
         content, extra = "", {**extra, "content": None}
     if isinstance(content, Sequence) and not isinstance(content, str):
         content = _joined(field, cast(Sequence[object], content))
@@ -129,7 +134,7 @@ def _message_from_mapping(field: str, message: Mapping[str, object]) -> ChatMess
 
 
 def _joined(field: str, parts: Sequence[object]) -> str:
-    """The text of OpenAI's content parts."""
+    """Text of OpenAI's content parts."""
     texts: list[str] = []
     for index, part in enumerate(parts):
         given = cast(Mapping[str, object], part if isinstance(part, Mapping) else {})
@@ -169,7 +174,7 @@ _STORY = Mapper(RequestStory, pb.DescribeRequestResponse)
 
 
 def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
-    if not response.finish_reason and not response.logprobs:  # almost all: nothing that needs more than a copy
+    if not response.finish_reason and not response.logprobs:  # almost all responses: text and tokens only
         return GenerationChunk(
             request_id=response.request_id,
             text=response.text,

@@ -1,4 +1,4 @@
-"""The dispatchers known to a client: which to try next, and their connections."""
+"""The dispatchers known to a client: their order of preference and their connections."""
 
 import asyncio
 import time
@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # exists in the type stubs only
     from ballastpb.inference.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 _VAIN = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
-_PATIENT_S = 0.7  # longer than gRPC waits before it tries again (`ballast.rpc.channel`)
-_AVOID_S = 2.0  # how long a dispatcher that was not available is tried last
+_PATIENT_S = 0.7  # longer than gRPC's reconnect delay (`ballast.rpc.channel`)
+_AVOID_S = 2.0  # how long a dispatcher that failed is tried last
 
 
 class Endpoint:
@@ -27,7 +27,7 @@ class Endpoint:
     def __init__(self, address: str, access: Access) -> None:
         self.address = address
         self._access = access
-        self.unreached = False  # by the last `connect`
+        self.unreached = False  # result of the last `connect`
         self._avoided_until_s = 0.0
         self._closed = False
         self._channel: grpc.aio.Channel | None = None
@@ -41,13 +41,13 @@ class Endpoint:
         self._avoided_until_s = time.monotonic() + _AVOID_S
 
     async def connect(self, timeout_s: float, *, patiently: bool = False) -> "InferenceServiceAsyncStub":
-        """Returns once connected; without this, an address that drops packets would block a call forever.
+        """Returns once connected. Without this, an address that drops packets would block a call forever.
 
         Args:
-            patiently: Retry after a failed attempt, for a short time: it may be restarting.
+            patiently: Retry for a short time after a failed attempt, as the dispatcher may be restarting.
 
         Raises:
-            Unavailable: no connection within `timeout_s`, or refused; or this side has been closed.
+            Unavailable: not connected within `timeout_s`, refused, or closed by this side.
         """
         if self._closed:
             raise Unavailable("client", "is closed")
@@ -82,7 +82,7 @@ class Endpoint:
 
 
 class Endpoints:
-    """All dispatchers, in the order in which a request should try them."""
+    """All dispatchers, in the order in which to try them for a request."""
 
     def __init__(self, addresses: str | Sequence[str], access: Access) -> None:
         self.all = [Endpoint(address, access) for address in split_addresses(addresses)]
@@ -93,7 +93,7 @@ class Endpoints:
         start = self._turn % len(self.all)
         self._turn += 1
         rotated = self.all[start:] + self.all[:start]
-        return sorted(rotated, key=lambda endpoint: endpoint.avoided)  # stable: False first
+        return sorted(rotated, key=lambda endpoint: endpoint.avoided)  # stable sort: False first
 
     def avoid(self, address: str) -> None:
         """Deprioritise a dispatcher that has just failed."""

@@ -1,4 +1,4 @@
-"""Options of a request besides its prompt and its sampling parameters."""
+"""Options of a request besides its prompt and sampling parameters."""
 
 from collections.abc import Mapping, Sequence
 from typing import TypedDict
@@ -9,7 +9,7 @@ from ballast.common.sampling import PriorityClass
 
 
 class RequestOptions(TypedDict, total=False):
-    """Keyword arguments of `generate` and `stream`; `AsyncClient.generate` says what they mean."""
+    """Keyword arguments of `generate` and `stream`, documented at `AsyncClient.generate`."""
 
     max_tokens: int | None
     token_ids: Sequence[int] | None

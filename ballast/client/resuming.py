@@ -11,11 +11,11 @@ from ballastpb.inference.v1 import inference_pb2 as pb
 
 _SECRET_BYTES = 16
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
-_MAX_VAIN = 5  # dispatchers lost in a row without a token: the request may be the cause
+_MAX_VAIN = 5  # dispatchers lost in a row without a token; the request itself may be the cause
 
 
 class Progress:
-    """The answer so far. `request` is sent again with it, each time as another attempt.
+    """The answer so far, which is sent with the request on each further attempt.
 
     Draws a seed if there is none, so that every attempt generates the same tokens.
     """
@@ -33,14 +33,14 @@ class Progress:
         return len(self._token_ids)
 
     def add(self, chunk: GenerationChunk, prompt_digest: int) -> None:
-        """`prompt_digest`: in the first response of each dispatcher, else 0."""
+        """Add a response. `prompt_digest`: set in the first response of each dispatcher, otherwise 0."""
         self._token_ids += chunk.token_ids
         self._text_char_count += len(chunk.text)
         if prompt_digest:
             self._request.resumption.prompt_digest = prompt_digest
 
     def next_attempt(self) -> None:
-        """The request is about to be sent."""
+        """Called before the request is sent again."""
         told = self._request.resumption
         told.attempt += 1
         del told.token_ids[:]
@@ -58,20 +58,20 @@ class Patience:
         self._vain_count = 0
 
     def begin(self) -> None:
-        """It was being served until now."""
+        """Start the time limit: the request's dispatcher was lost."""
         self._vain_count += 1
         self._until_s = time.monotonic() + self._within_s
         self._pause_s = _FIRST_PAUSE_S
 
     def restore(self) -> None:
-        """A token has come."""
+        """Reset after a token was received."""
         self._vain_count = 0
 
     async def wait(self, why: BallastError, cut: Unavailable) -> None:
         """Returns when the dispatchers may be tried again.
 
         Raises:
-            Unavailable: it has taken too long, or too many have died; names both causes.
+            Unavailable: the time limit has passed, or too many dispatchers were lost; the message has both causes.
         """
         if self._vain_count > _MAX_VAIN:
             why_not = f"{self._vain_count} dispatchers have gone, one after the other, without a token between"

@@ -11,9 +11,9 @@ _JITTER_FRACTION = 0.25
 
 @dataclass(slots=True)
 class OverloadRetry:
-    """Waits as the refusal says, at most `attempts_left` times and at most `max_wait_s` each time.
+    """Waits as long as the refusal says, at most `attempts_left` times and `max_wait_s` each time.
 
-    A little is added at random, so that clients that were refused together do not come back together.
+    A random extra delay keeps clients that were refused together from retrying together.
     """
 
     attempts_left: int
@@ -23,7 +23,7 @@ class OverloadRetry:
         """Returns when the request may be sent again.
 
         Raises:
-            Overloaded: the error itself, when there is no attempt left or the wait would be too long.
+            Overloaded: `error` itself, if no attempt is left or the wait would be too long.
         """
         wait_s = error.retry_after_s * (1.0 + _JITTER_FRACTION * random.random())
         allowed_s = self.max_wait_s if time_left_s is None else min(self.max_wait_s, time_left_s)

@@ -39,22 +39,22 @@ Metadata = Mapping[str, str]
 
 
 def to_pairs(metadata: Metadata | None) -> tuple[tuple[str, str], ...] | None:
-    """Metadata as gRPC wants it."""
+    """Metadata as (key, value) pairs for gRPC."""
     return None if metadata is None else tuple((name.lower(), value) for name, value in metadata.items())
 
 
 class GenerationStream(AsyncIterator[GenerationChunk]):
-    """The chunks of one request. Made by `AsyncClient.stream`; the request is sent with the first `anext`.
+    """The chunks of one request. Created by `AsyncClient.stream`; the request is sent with the first `anext`.
 
     Leaving it early cancels the request at once: `break` out of `async for client.stream(...)`, `aclose()`, the end of
     `async with`, or cancelling the task that reads.
 
-    When its dispatcher dies, the stream goes on at another one, or at the same once it is back, behind the last token
-    that has come.
+    If its dispatcher dies, the stream continues after the last received token at another dispatcher, or at the same one
+    after its restart.
 
     Attributes:
-        request_id: The id of the request: given, or minted by the SDK.
-        resume_count: How often another dispatcher went on with it.
+        request_id: The id of the request, given or generated.
+        resume_count: How often a dispatcher has resumed it.
     """
 
     def __init__(
@@ -79,10 +79,10 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         self._progress = Progress(request) if resume_s > 0.0 else None
         self._patience = Patience(resume_s)
         self._began_s = time.monotonic()
-        self._first_s: float | None = None  # when the first response came
+        self._first_s: float | None = None  # time of the first response
         self._call: Call | None = None
         self._target = ""
-        self._finished = False  # the chunk with the finish reason has come
+        self._finished = False  # the chunk with the finish reason was received
         self._closed = False
 
     def __aiter__(self) -> Self:
@@ -108,7 +108,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         return chunk if chunk.usage is None or not self.resume_count else replace(chunk, usage=self._seen(chunk.usage))
 
     async def aclose(self) -> None:
-        """Cancels the request if it has not ended. Safe to call more than once."""
+        """Cancels the request if it is still running. Idempotent."""
         self.cancel()
 
     async def __aenter__(self) -> Self:
@@ -126,7 +126,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         """Reads to the end.
 
         Returns:
-            Everything that the remaining chunks carry, as one answer.
+            The contents of the remaining chunks as one answer.
         """
         chunks = [chunk async for chunk in self]
         last = chunks[-1] if chunks else None
@@ -143,7 +143,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         )
 
     def cancel(self) -> None:
-        """What `aclose` does, for callers that cannot await. Only in the event loop's own thread."""
+        """`aclose` for callers that cannot await. Call it in the event loop's thread only."""
         self._closed = True
         if self._call is not None and not self._call.done():
             self._call.cancel()
@@ -153,7 +153,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         try:
             return await (self._begin() if call is None else self._read(call))
         except Unavailable as error:
-            if self._finished:  # all is here
+            if self._finished:  # everything was received
                 return None
             if self._progress is None or not error.gone:
                 raise
@@ -163,7 +163,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
             return await self._resume(self._progress, error)
 
     async def _resume(self, progress: Progress, cut: Unavailable) -> pb.GenerateResponse | None:
-        """The rest of the answer, from any dispatcher that resumes the request."""
+        """The rest of the answer, from any dispatcher that can resume the request."""
         while True:
             try:
                 response = await self._try_each()
@@ -190,7 +190,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         return replace(usage, ttft_s=first_s - self._began_s, e2e_s=time.monotonic() - self._began_s)
 
     async def _begin(self) -> pb.GenerateResponse | None:
-        """The first response: over any dispatcher that takes the request, after as many refusals as are allowed."""
+        """The first response, from any dispatcher that accepts the request, after retries if refused."""
         while True:
             try:
                 return await self._try_each()
@@ -198,7 +198,9 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 await self._retry.wait(error, self._time_left_s())
 
     async def _try_each(self) -> pb.GenerateResponse | None:
-        """Try the dispatchers in turn until one answers, sending the tokens so far, so that none is repeated."""
+        """Try the dispatchers in turn until one answers. The request contains the tokens so far, so that none is
+        repeated.
+        """
         first: BallastError | None = None
         endpoints = self._endpoints.in_turn()
         for patiently, endpoint in itertools.product((False, True), endpoints):
@@ -210,12 +212,12 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 endpoint.avoid()
                 if error.gone and self._progress is not None:
                     self._patience.begin()
-                if first is None or error.gone:  # the latter has more to say: a request was lost
+                if first is None or error.gone:  # prefer the more specific error: a request was lost
                     first = error
             except Overloaded as error:
-                first = error  # another dispatcher may have room; if none has, this says when to come again
+                first = error  # another dispatcher may have capacity; if not, raise the first refusal
             except AlreadyExists:
-                # The record of a dispatcher that has just died may outlive it for a while.
+                # The record of a dispatcher that has just died may still exist for a while.
                 if first is None:
                     raise
         assert first is not None, "there is at least one dispatcher"
@@ -234,13 +236,13 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         return await self._read(self._call)
 
     async def _read(self, call: "Call") -> pb.GenerateResponse | None:
-        """The next response, or None at the end of the stream."""
+        """The next response; None at the end of the stream."""
         try:
             response = await call.read()
         except grpc.RpcError as error:
             raise from_rpc_error(error, self._target) from error
         except asyncio.CancelledError:
-            # grpc.aio says this, too, when the *call* was cancelled: by the server, or by our own `aclose`.
+            # grpc.aio also raises this if the call was cancelled, by the server or by our own `aclose`.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise

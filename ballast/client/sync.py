@@ -1,4 +1,4 @@
-"""The client for code without asyncio: the same calls, run by an event loop in a thread of its own."""
+"""The client for code without asyncio: the same calls, run in the event loop of a background thread."""
 
 import asyncio
 import concurrent.futures
@@ -28,13 +28,13 @@ class _LoopThread:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
-        self._lock = threading.RLock()  # the garbage collector may end a stream while this thread holds it
+        self._lock = threading.RLock()  # the garbage collector may close a stream while this thread holds the lock
         self._open = True
         self._thread = threading.Thread(target=self._run, name="ballast-client", daemon=True)
         self._thread.start()
 
     def run(self, work: Coroutine[object, object, T]) -> T:
-        """Runs it in the loop and waits; an interrupt of the waiting thread cancels it."""
+        """Runs a coroutine in the loop and waits; an interrupt of the waiting thread cancels it."""
         with self._lock:
             if not self._open:
                 work.close()
@@ -49,13 +49,13 @@ class _LoopThread:
             raise
 
     def cancel(self, stream: GenerationStream) -> None:
-        """Cancels a stream in the loop's own thread, from which it must be dropped, too."""
+        """Cancels a stream in the loop's thread, where it must also be released."""
         with self._lock:
             if self._open:
                 self._loop.call_soon_threadsafe(stream.cancel)
 
     def close(self, last: Coroutine[object, object, None]) -> None:
-        """Cancel everything, run `last`, end the thread. To be called once."""
+        """Cancel everything, run `last` and end the thread. Call once."""
         with self._lock:
             if not self._open:
                 last.close()
@@ -84,13 +84,13 @@ class _LoopThread:
 
 
 class SyncGenerationStream(Iterator[GenerationChunk]):
-    """The chunks of one request, as an ordinary iterator. Made by `Client.stream`.
+    """The chunks of one request as an ordinary iterator. Created by `Client.stream`.
 
     Leaving it early cancels the request at once: `break` out of `for chunk in client.stream(...)`, `close()`, or the
     end of `with`.
 
     Attributes:
-        request_id: The id of the request: given, or minted by the SDK.
+        request_id: The id of the request, given or generated.
     """
 
     def __init__(self, loop: _LoopThread, stream: GenerationStream) -> None:
@@ -112,7 +112,7 @@ class SyncGenerationStream(Iterator[GenerationChunk]):
         return self._loop.run(self._stream.collect())
 
     def close(self) -> None:
-        """Cancels the request if it has not ended. Safe to call more than once."""
+        """Cancels the request if it is still running. Idempotent."""
         self._loop.cancel(self._stream)
 
     def __enter__(self) -> Self:
@@ -130,12 +130,12 @@ class SyncGenerationStream(Iterator[GenerationChunk]):
 async def _next_or_none(stream: GenerationStream) -> GenerationChunk | None:
     try:
         return await anext(stream)
-    except StopAsyncIteration:  # cannot cross a coroutine's end
+    except StopAsyncIteration:  # a coroutine cannot raise it
         return None
 
 
 class Client:
-    """A connection to one or more dispatchers. May be used from several threads at once.
+    """A connection to one or more dispatchers. Thread-safe.
 
     Takes the same arguments as `AsyncClient` and has the same methods, without `await`. Close it, or use it as a
     context manager.
@@ -174,7 +174,7 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Cancels what still runs and closes the connections. Safe to call more than once."""
+        """Cancels running requests and closes the connections. Idempotent."""
         self._loop.close(self._client.close())
 
     @overload
@@ -217,7 +217,7 @@ class Client:
         return SyncGenerationStream(self._loop, self._client.stream(prompt, sampling, **options))
 
     def cancel(self, request_id: str) -> bool:
-        """Cancels a request, whoever has sent it; see `AsyncClient.cancel`."""
+        """Cancels a request, including one sent by another client; see `AsyncClient.cancel`."""
         return self._loop.run(self._client.cancel(request_id))
 
     def tokenize(
@@ -229,7 +229,7 @@ class Client:
         add_special_tokens: bool = True,
         metadata: Metadata | None = None,
     ) -> tuple[int, ...]:
-        """Token ids of a text or of a conversation, as the model would get them."""
+        """Token ids of a text or a conversation, as the model would receive them."""
         return self._loop.run(
             self._client.tokenize(
                 prompt,
@@ -249,7 +249,7 @@ class Client:
         )
 
     def model_info(self, *, metadata: Metadata | None = None) -> ModelInfo:
-        """Facts about the model that is served."""
+        """Facts about the served model."""
         return self._loop.run(self._client.model_info(metadata=metadata))
 
     def chat_template(self, *, metadata: Metadata | None = None) -> str:
@@ -261,19 +261,19 @@ class Client:
         return self._loop.run(self._client.status(address))
 
     def describe_request(self, request_id: str) -> RequestStory:
-        """What has become of a request; see `AsyncClient.describe_request`."""
+        """The history of a request; see `AsyncClient.describe_request`."""
         return self._loop.run(self._client.describe_request(request_id))
 
     def ended_requests(self, address: str, after: int | None = None) -> EndedRequests:
-        """When requests came that have ended at one dispatcher; see `AsyncClient.ended_requests`."""
+        """Arrival times and lengths of requests that have ended at one dispatcher; see `AsyncClient.ended_requests`."""
         return self._loop.run(self._client.ended_requests(address, after))
 
     def drain(self, address: str) -> int:
-        """Tells one dispatcher to take no more requests; see `AsyncClient.drain`."""
+        """Makes one dispatcher refuse new requests; see `AsyncClient.drain`."""
         return self._loop.run(self._client.drain(address))
 
     def undrain(self, address: str) -> None:
-        """Takes `drain` back; see `AsyncClient.undrain`."""
+        """Reverts `drain`; see `AsyncClient.undrain`."""
         self._loop.run(self._client.undrain(address))
 
     def drain_worker(self, worker_id: str) -> int:
@@ -282,5 +282,5 @@ class Client:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """The dispatchers."""
+        """Addresses of the dispatchers."""
         return self._client.addresses

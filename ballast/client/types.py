@@ -14,9 +14,9 @@ class ChatMessage:
     """One turn of a conversation.
 
     Attributes:
-        role: What the model's chat template knows: system, user or assistant, as a rule.
+        role: A role that the model's chat template knows, usually system, user or assistant.
         content: The text of the turn.
-        extra: What else the model's chat template may look at: tool_calls, tool_call_id, name.
+        extra: Further keys for the chat template: tool_calls, tool_call_id, name.
     """
 
     role: str
@@ -26,10 +26,10 @@ class ChatMessage:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """A token and the logarithm of its probability.
+    """A token and its log-probability.
 
     Attributes:
-        token: The bytes that it stands for, which may be a part of a character only.
+        token: The token's bytes, possibly only a part of a character.
     """
 
     token_id: int
@@ -42,10 +42,10 @@ class Logprobs:
     """Logprobs at one position.
 
     Attributes:
-        chosen: The token that was generated.
-        top: The most probable tokens there, best first; as many as `SamplingParams.logprobs` says.
-        prompt: Of the first generated token, if `SamplingParams.prompt_logprobs` asks for it: those of all tokens of
-            the prompt. The first of them has nothing before it: 0, and no others.
+        chosen: The generated token.
+        top: The most probable tokens at this position, best first; `SamplingParams.logprobs` of them.
+        prompt: Of the first generated token, if requested by `SamplingParams.prompt_logprobs`: logprobs of all prompt
+            tokens. That of the first prompt token is 0, without alternatives.
     """
 
     chosen: TokenLogprob
@@ -55,17 +55,17 @@ class Logprobs:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Usage:
-    """What a request cost.
+    """Counts and times of a request.
 
     Attributes:
         prompt_token_count: Tokens of the prompt, special tokens included.
-        completion_token_count: Tokens that were generated.
-        replay_count: How often it was started anew after a worker was lost; its tokens are the same all the same.
+        completion_token_count: Generated tokens.
+        replay_count: How often it was restarted after the loss of a worker; its tokens do not change.
         queue_s: Time in the dispatcher's backlog.
-        ttft_s: Time to the first token, as the dispatcher saw it.
-        e2e_s: Time from arrival to the end, as the dispatcher saw it.
-        seed: The seed that was used: given, or drawn when the request arrived.
-        cached_token_count: Tokens of the prompt whose KV had been computed for another request.
+        ttft_s: Time to first token, measured by the dispatcher.
+        e2e_s: Time from arrival to the end, measured by the dispatcher.
+        seed: The seed used: given, or drawn when the request arrived.
+        cached_token_count: Prompt tokens whose KV was already cached.
     """
 
     prompt_token_count: int
@@ -79,12 +79,12 @@ class Usage:
 
     @property
     def prompt_tokens(self) -> int:
-        """OpenAI's name of `prompt_token_count`."""
+        """OpenAI's name for `prompt_token_count`."""
         return self.prompt_token_count
 
     @property
     def completion_tokens(self) -> int:
-        """OpenAI's name of `completion_token_count`."""
+        """OpenAI's name for `completion_token_count`."""
         return self.completion_token_count
 
     @property
@@ -94,16 +94,16 @@ class Usage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerationChunk:
-    """What has come since the chunk before.
+    """The part of an answer received since the previous chunk.
 
     Attributes:
         request_id: The id of the request.
         text: New text; may be empty, and may lag behind the tokens.
         token_ids: New tokens.
-        logprobs: One for each new token if they were asked for, otherwise empty.
+        logprobs: One per new token if requested, otherwise empty.
         prompt_token_count: Tokens of the prompt.
         finish_reason: Why it ended; None in all chunks but the last.
-        matched_stop: The stop string or token that ended it, if one did.
+        matched_stop: The stop string or token that ended it, if any.
         usage: In the last chunk only.
     """
 
@@ -123,11 +123,11 @@ class Generation:
 
     Attributes:
         request_id: The id of the request.
-        text: All of its text.
+        text: The whole text.
         token_ids: All generated tokens.
-        logprobs: One for each token if they were asked for, otherwise empty.
-        finish_reason: STOP or LENGTH; everything else is raised as an error.
-        matched_stop: The stop string or token that ended it, if one did.
+        logprobs: One per token if requested, otherwise empty.
+        finish_reason: STOP or LENGTH; other endings are raised as errors.
+        matched_stop: The stop string or token that ended it, if any.
         usage: Counts, times and the seed.
     """
 
@@ -146,12 +146,12 @@ class WorkerStatus:
 
     Attributes:
         worker_id: Its name, stable over restarts.
-        incarnation: Number of its process's life.
+        incarnation: Incremented with each start of its process.
         address: host:port of its gRPC server.
-        group_id: The group it serves in.
-        connected: Whether the dispatcher has its stream to the worker's group.
-        load: Its last load report; None before the first. Only leaders of groups report to dispatchers, for the whole
-            group; the memory in the report is the leader's own.
+        group_id: The group in which it serves.
+        connected: Whether the dispatcher is connected to the worker's group.
+        load: Its last load report; None before the first. Only leaders report to dispatchers, for their whole group;
+            the report's memory figures are the leader's own.
     """
 
     worker_id: str
@@ -164,12 +164,13 @@ class WorkerStatus:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupStatus:
-    """Workers that hold one complete copy of the model together and serve as a pipeline. Most groups have one member.
+    """Workers that together hold one complete copy of the model and serve as a pipeline. Most groups have a single
+    member.
 
     Attributes:
-        group_id: Its name; another one after every change of its members.
+        group_id: Its name, which changes with its members.
         members: Stages in order, each with its layers; the first is the leader.
-        workers: The same workers, as the dispatcher sees them; None for one of which it says nothing.
+        workers: The same workers as the dispatcher sees them; None for unknown ones.
     """
 
     group_id: str
@@ -186,40 +187,40 @@ class GroupStatus:
 
     @property
     def load(self) -> LoadReport | None:
-        """The whole group's: its blocks are those that every stage has."""
+        """Load of the whole group; its blocks are those available on every stage."""
         return self.leader.load if self.leader is not None else None
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens whose KV fits; 0 before the first report."""
+        """KV capacity in tokens; 0 before the first report."""
         return self.load.block_count * self.load.block_tokens if self.load is not None else 0
 
     @property
     def used_tokens(self) -> int:
-        """Room held by running requests."""
+        """KV tokens held by running requests."""
         return self.load.used_block_count * self.load.block_tokens if self.load is not None else 0
 
     @property
     def demand_tokens(self) -> int:
-        """Room that running requests hold and waiting ones need."""
+        """KV tokens held by running requests and needed by waiting ones."""
         waiting = self.load.waiting_block_count * self.load.block_tokens if self.load is not None else 0
         return self.used_tokens + waiting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecentTimes:
-    """How the requests of one dispatcher have fared lately. Quantiles are 0 where nothing was measured.
+    """Recent latencies of one dispatcher's requests. Quantiles are 0 if nothing was measured.
 
     Attributes:
-        window_s: The length of "lately".
-        first_token_count: Requests whose first token came in it.
-        ttft_p50_s: Time to the first token.
-        ttft_p99_s: Time to the first token.
-        tpot_p50_s: Time for each token after the first, of requests that have ended in it and of those that run.
-        tpot_p99_s: The same.
-        longest_wait_s: For how long the request that waits longest for its first token has been waiting.
-        generated_tokens_total: Tokens that came for clients since the dispatcher started.
-        replays_total: Requests started anew after their worker was lost, since the dispatcher started.
+        window_s: Length of the time window.
+        first_token_count: Requests that received their first token in it.
+        ttft_p50_s: Median time to first token.
+        ttft_p99_s: P99 of the time to first token.
+        tpot_p50_s: Median time per token after the first, of running requests and of those that ended in the window.
+        tpot_p99_s: P99 of the same.
+        longest_wait_s: Longest current wait of a request for its first token.
+        generated_tokens_total: Tokens delivered to clients since the dispatcher started.
+        replays_total: Requests restarted after the loss of their worker since the dispatcher started.
     """
 
     window_s: float = 0.0
@@ -235,15 +236,15 @@ class RecentTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestMoment:
-    """Something that happened to a request.
+    """An event in the life of a request.
 
     Attributes:
-        at_s: Since its arrival.
+        at_s: Seconds since its arrival.
         what: waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back, recalled or taken_over.
-        worker_id: The worker it happened at; may be empty.
-        detail: More in words; may be empty.
+        worker_id: The worker concerned; may be empty.
+        detail: Explanation; may be empty.
         token_count: Tokens of the answer by then.
-        gap_s: Of `resumed`: time since the token before.
+        gap_s: For `resumed`: seconds since the previous token.
     """
 
     at_s: float
@@ -256,12 +257,12 @@ class RequestMoment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequest:
-    """When a request came, and how long it was.
+    """Arrival time and lengths of a request that has ended.
 
     Attributes:
         arrived_unix_s: By the dispatcher's clock.
         prompt_token_count: Tokens of the prompt.
-        completion_token_count: Tokens generated.
+        completion_token_count: Generated tokens.
         priority: Its class.
     """
 
@@ -273,13 +274,13 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequests:
-    """Requests that have ended at one dispatcher since it was asked before.
+    """Requests that have ended at one dispatcher since the previous call.
 
     Attributes:
-        requests: In the order in which they ended; those without a token are left out.
-        last: Where to go on.
-        forgotten_count: More that have ended since, and are not remembered any more.
-        oldest_open_unix_s: When the oldest request came that is being served; None: there is none.
+        requests: In the order in which they ended, without those that received no token.
+        last: Pass as `after` to the next call.
+        forgotten_count: Further requests that have ended since and are no longer remembered.
+        oldest_open_unix_s: Arrival of the oldest request in progress; None: there is none.
     """
 
     requests: tuple[EndedRequest, ...]
@@ -290,30 +291,30 @@ class EndedRequests:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestStory:
-    """What has become of a request, as the dispatcher that owned it remembers.
+    """The history of a request, as remembered by its dispatcher.
 
     Attributes:
         request_id: Its id.
-        dispatcher_id: Who tells.
+        dispatcher_id: The dispatcher that answered.
         state: queued, running, moving, or how it ended: stop, length, cancelled, deadline, error, refused, invalid.
-        error: What went wrong; empty if nothing did.
-        age_s: Since its arrival; of one that has ended, since its end.
+        error: The error; empty if there was none.
+        age_s: Seconds since its arrival, or since its end if it has ended.
         priority: Its class.
-        caller: The name of the token it came with, or the address of the connection.
+        caller: Name of the token it was sent with, or the address of the connection.
         prompt_token_count: Tokens of the prompt.
         completion_token_count: Tokens generated so far.
-        max_token_count: The most that were asked for.
+        max_token_count: Maximum number of tokens requested.
         queue_s: Time in the backlog.
-        ttft_s: Time to the first token; None: there was none.
-        tpot_s: Time for each token after the first; None: there was none.
-        e2e_s: From its arrival to its end, or to now.
-        replay_count: How often it was started anew because its worker was lost.
-        move_count: How often another worker went on with it.
-        recall_count: How often it was taken back from a full worker for one that had room.
-        longest_gap_s: The longest time between two of its tokens.
-        longest_gap_token_count: Tokens that had come before that gap.
-        moments: What happened, oldest first.
-        left_out_moment_count: Moments beyond those that are remembered.
+        ttft_s: Time to first token; None: it has received none.
+        tpot_s: Time per token after the first; None: it has received none.
+        e2e_s: From its arrival to its end, or until now.
+        replay_count: How often it was restarted after the loss of its worker.
+        move_count: How often it migrated to another worker.
+        recall_count: How often it was moved from the queue of a full worker to one with room.
+        longest_gap_s: Longest time between two of its tokens.
+        longest_gap_token_count: Tokens received before that gap.
+        moments: Its events, oldest first.
+        left_out_moment_count: Events that were not remembered.
     """
 
     request_id: str
@@ -344,26 +345,26 @@ class ClusterStatus:
     """The cluster as one dispatcher sees it.
 
     Attributes:
-        dispatcher_id: Who answered.
-        address: Where it was asked.
+        dispatcher_id: The dispatcher that answered.
+        address: The address that was asked.
         version: Its version of Ballast.
-        layout: Groups and layer ranges; None before the first.
-        model: What is served; None before the first worker.
+        layout: Groups and layer ranges; None before the first layout.
+        model: The served model; None before the first worker.
         workers: All workers of the layout.
-        backlog_request_count: Requests that wait in this dispatcher.
-        backlog_token_count: Their prompt tokens.
-        offline_queued_count: Offline requests that wait in this dispatcher for a worker to ask for them.
-        running_request_count: Requests of this dispatcher that workers hold.
-        max_queued_request_count: Bound of the backlog.
-        max_queued_token_count: Bound of the backlog.
+        backlog_request_count: Requests waiting in this dispatcher.
+        backlog_token_count: Prompt tokens of these requests.
+        offline_queued_count: Offline requests in this dispatcher that wait to be pulled by a worker.
+        running_request_count: Requests of this dispatcher on workers.
+        max_queued_request_count: Limit of the backlog.
+        max_queued_token_count: Limit of the backlog in tokens.
         requests_total: Ending -> count since the dispatcher started.
         draining: Whether it refuses new requests.
-        uptime_s: Age of the dispatcher.
-        state_server_reachable: Whether the state server answered last time.
-        planner_address: host:port of the active planner; empty while the dispatcher knows of none.
-        recent: How its requests have fared lately.
-        kept_out: Workers that are put into no group for now, and why.
-        waiting_by_caller: Requests that wait in this dispatcher, of the callers with the most; for operators.
+        uptime_s: Seconds since the dispatcher started.
+        state_server_reachable: Whether the last call to the state server was answered.
+        planner_address: host:port of the active planner; empty while unknown.
+        recent: Recent latencies of its requests.
+        kept_out: Workers that are currently kept out of all groups, and why.
+        waiting_by_caller: Requests waiting in this dispatcher, by caller, for the callers with the most; for operators.
     """
 
     dispatcher_id: str
@@ -389,7 +390,7 @@ class ClusterStatus:
 
     @property
     def groups(self) -> tuple[GroupStatus, ...]:
-        """The layout's groups with what is known about their workers; empty before the first layout."""
+        """Groups of the layout with the status of their workers; empty before the first layout."""
         known = {(worker.worker_id, worker.incarnation): worker for worker in self.workers}
         return tuple(
             GroupStatus(

@@ -1,4 +1,4 @@
-"""Addresses of dispatchers: host:port, several with commas."""
+"""Addresses of dispatchers: host:port, comma-separated."""
 
 import os
 from collections.abc import Sequence
@@ -9,15 +9,12 @@ _DEFAULT = "127.0.0.1:50051"
 
 
 def default_address() -> str:
-    """BALLAST_ADDRESS, or this machine."""
+    """BALLAST_ADDRESS, or the default port on this machine."""
     return os.environ.get("BALLAST_ADDRESS") or _DEFAULT
 
 
 def checked_address(address: str) -> str:
-    """
-    Raises:
-        InvalidRequest: not host:port.
-    """
+    """Raises InvalidRequest if the address is not host:port."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise InvalidRequest("address", f"must be host:port, got {address!r}")
@@ -25,9 +22,10 @@ def checked_address(address: str) -> str:
 
 
 def split_addresses(addresses: str | Sequence[str]) -> tuple[str, ...]:
-    """
+    """Split a comma-separated list of addresses.
+
     Raises:
-        InvalidRequest: none, or one that is not host:port.
+        InvalidRequest: there is none, or one is not host:port.
     """
     given = addresses.split(",") if isinstance(addresses, str) else addresses
     found = tuple(checked_address(address.strip()) for address in given)

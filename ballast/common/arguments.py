@@ -1,4 +1,4 @@
-"""Types of command line arguments, which validate before any work begins."""
+"""Types of command line arguments, validated before any work begins."""
 
 import argparse
 from pathlib import Path
@@ -7,7 +7,7 @@ from ballast.common.units import parse_bytes, parse_duration
 
 
 def size(text: str) -> int:
-    """The type of an argument in bytes: 512MiB, 16GiB."""
+    """Argument type for bytes: 512MiB, 16GiB."""
     try:
         return parse_bytes(text)
     except ValueError as error:
@@ -15,7 +15,7 @@ def size(text: str) -> int:
 
 
 def seconds(text: str) -> float:
-    """The type of an argument that is a time: 90s, 10m."""
+    """Argument type for a duration: 90s, 10m."""
     try:
         return parse_duration(text)
     except ValueError as error:
@@ -23,7 +23,7 @@ def seconds(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """The type of an argument that names a file to write, - being standard output: looked at before the work."""
+    """Argument type for a file to write, - for standard output; checks that it can be written."""
     path = Path(text)
     if text == "-":
         return path
@@ -35,7 +35,7 @@ def output_file(text: str) -> Path:
 
 
 def figure_file(text: str) -> Path:
-    """The type of an argument that names a figure to draw: an output file with a suffix that matplotlib can write."""
+    """Argument type for a figure: an output file with a suffix that matplotlib supports."""
     path = output_file(text)
     if path.suffix.lower() not in (".png", ".svg", ".pdf"):
         raise argparse.ArgumentTypeError(f"must end in .png, .svg or .pdf, got {text!r}")

@@ -1,9 +1,9 @@
-"""Source of time. Cores read no clock: shells read it once per event."""
+"""Source of time. Cores read no clock; shells read it once per event."""
 
 from typing import Protocol
 
 
 class Clock(Protocol):
     def now_s(self) -> float:
-        """Monotonic seconds. Comparable only inside one process."""
+        """Monotonic seconds, comparable only within one process."""
         ...

@@ -1,11 +1,11 @@
 """Cost of a batch on a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3), and three terms more.
 
-A chunk reads the KV of its prefix once, however few tokens it has: `prefix_s`. Without it decodes with long contexts
-come out at half of their time on a CPU. The time of a matrix product is not linear in its rows: `many_s` is the
-additional time over a product with one vector, and `beyond_s` that of each token above `knee_tokens`, where reading the
-parameters overlaps with nothing more. With these at 0 it is the paper's model.
+A chunk reads the KV of its prefix once, however few tokens it has: `prefix_s`. Without this term, decodes with long
+contexts would be estimated at half their time on a CPU. The time of a matrix product is not linear in its rows:
+`many_s` is the additional time over a product with one vector, and `beyond_s` that of each token above `knee_tokens`,
+where reading the parameters overlaps with nothing more. With all three at 0 it is the paper's model.
 
-Costs that decide are summed with `math.fsum`: float results of `sum` depend on the version of Python.
+Costs on which decisions depend are summed with `math.fsum`, as float results of `sum` depend on the Python version.
 """
 
 import math
@@ -17,9 +17,9 @@ KNEE_TOKENS = 64  # default
 
 
 class Chunk(NamedTuple):
-    """Tokens of one sequence that a batch computes. A decode is a chunk of one token."""
+    """Tokens of one sequence computed by a batch. A decode is a chunk of one token."""
 
-    prefix_tokens: int  # have their KV already
+    prefix_tokens: int  # tokens whose KV is already computed
     token_count: int
 
 
@@ -31,7 +31,7 @@ class CostModel:
     token_s: float  # per token
     chunk_s: float  # per sequence in the batch
     shared_s: float  # saved for every sequence but the first
-    prefix_s: float = 0.0  # per token of a chunk's prefix, whose KV is read
+    prefix_s: float = 0.0  # per prefix token of a chunk, whose KV is read
     many_s: float = 0.0  # if the batch has more than one token
     beyond_s: float = 0.0  # per token of the batch above `knee_tokens`
     knee_tokens: int = KNEE_TOKENS

@@ -1,9 +1,9 @@
-"""Every failure this project can name, one class per cause.
+"""The errors of this project, one class per cause.
 
-Expected failures inside a core are values (commands such as `Refuse`); these classes are for the edges, where a
-failure has to cross a call or the wire. `ballast.rpc.errors` maps each class to a gRPC status and back, so that a
-caller in another process catches the same class that was raised. A broken invariant alone changes on its way: it stops
-the process in which it was found, and for all others it is a `PeerViolation`.
+Expected failures inside a core are values (commands such as `Refuse`); these classes are for failures that cross a call
+or the network. `ballast.rpc.errors` maps each class to a gRPC status and back, so that a caller in another process
+catches the same class that was raised. Only a broken invariant changes its class: it stops the process that found it,
+and is a `PeerViolation` for all others.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class BallastError(Exception):
 
 
 class InvalidRequest(BallastError):
-    """The client's mistake. Fix the request; a retry gives the same answer."""
+    """The client's mistake. Fix the request; a retry has the same result."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field}: {why}")
@@ -31,15 +31,15 @@ class PermissionDenied(BallastError):
 
 
 class AlreadyExists(BallastError):
-    """A request with this id is being served already."""
+    """A request with this id is already in progress."""
 
 
 class NotFound(BallastError):
-    """What was named (a request, a worker, a model) is not here."""
+    """The request, worker or model does not exist."""
 
 
 class Overloaded(BallastError):
-    """A bound was reached. Back off for `retry_after_s` and try again."""
+    """A limit was reached. Retry after `retry_after_s`."""
 
     def __init__(self, why: str, retry_after_s: float) -> None:
         super().__init__(why)
@@ -48,9 +48,9 @@ class Overloaded(BallastError):
 
 
 class Unavailable(BallastError):
-    """The target cannot be reached or is draining. Retry elsewhere, with the same request id.
+    """The target cannot be reached or is draining. Retry elsewhere with the same request id.
 
-    `gone`: it was serving the request and has died or is shutting down, so that another one can go on with it.
+    `gone`: it was serving the request and has died or is shutting down; another one can continue the request.
     """
 
     def __init__(self, target: str, why: str = "not reachable", *, gone: bool = False) -> None:
@@ -69,7 +69,7 @@ class Cancelled(BallastError):
 
 
 class StaleEpoch(BallastError):
-    """A message of an older layout, attempt or incarnation. Refresh, then retry."""
+    """A message from an older layout, attempt or incarnation. Refresh, then retry."""
 
     def __init__(self, what: str, have: int, want: int) -> None:
         super().__init__(f"{what}: message carries {have}, current is {want}")
@@ -79,11 +79,11 @@ class StaleEpoch(BallastError):
 
 
 class NotPossible(BallastError):
-    """The request does not fit the present state. Look (`ballast status`), then decide anew."""
+    """The request does not fit the current state. Check `ballast status`, then decide anew."""
 
 
 class NotActive(BallastError):
-    """A standby was called for what only the active replica does. Find the active one, then retry there."""
+    """A standby received a call for the active replica. Find the active one, then retry there."""
 
     def __init__(self, who: str) -> None:
         super().__init__(f"{who} is a standby, not the active one")
@@ -91,7 +91,7 @@ class NotActive(BallastError):
 
 
 class PeerViolation(BallastError):
-    """The other side broke the protocol."""
+    """The peer violated the protocol."""
 
     def __init__(self, peer: str, why: str) -> None:
         super().__init__(f"{peer}: {why}")
@@ -100,11 +100,11 @@ class PeerViolation(BallastError):
 
 
 class CallFailed(BallastError):
-    """An unexpected error in a call. The service goes on; its log and metrics have the cause."""
+    """An unexpected error in a call. The service continues; its log and metrics have the cause."""
 
 
 class ConfigError(BallastError):
-    """The operator's mistake: `path` names the setting, file or tensor, `why` says what is wrong with it."""
+    """The operator's mistake: `path` names the setting, file or tensor, `why` what is wrong with it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path}: {why}")
@@ -122,5 +122,5 @@ class InvariantViolation(BallastError):
 
 
 def broken_core(error: Exception) -> InvariantViolation:
-    """Wraps an unexpected exception inside of a core, whose state is then inconsistent."""
+    """Wraps an unexpected exception in a core, whose state is inconsistent afterwards."""
     return InvariantViolation(f"a core failed amid a decision: {type(error).__name__}: {error}")

@@ -1,6 +1,7 @@
-"""What the distributions are called, and the optional parts that an installation may lack.
+"""Names of the distributions, and the optional parts that an installation may lack.
 
-The SDK is one, the services are another; extras of the SDK bring the services, so that users need one name.
+The SDK and the services are separate distributions; extras of the SDK install the services, so that users need one
+name.
 """
 
 from ballast.common.errors import ConfigError
@@ -10,7 +11,7 @@ CLUSTER_DISTRIBUTION = "ballast-serve-cluster"
 
 
 def install_command(*extras: str) -> str:
-    """What to type: pip install 'ballast-serve[worker]'."""
+    """Install command of an extra: pip install 'ballast-serve[worker]'."""
     return f"pip install '{DISTRIBUTION}[{','.join(extras)}]'" if extras else f"pip install {DISTRIBUTION}"
 
 

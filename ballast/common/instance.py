@@ -1,4 +1,4 @@
-"""The announcement of a worker."""
+"""Announcement of a worker."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from ballast.common.protocol import PROTOCOL
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One life of one worker, as it announced itself."""
+    """One life of a worker, as announced by itself."""
 
     worker_id: WorkerId
     incarnation: Incarnation
-    address: str  # host:port of its WorkerService, as others reach it
+    address: str  # host:port of its WorkerService for other processes
     model: ModelInfo
-    data_address: str = ""  # host:port where other members' links to it are made; "": it cannot join a pipeline
-    protocol: int = PROTOCOL  # that it speaks with other workers
+    data_address: str = ""  # host:port for links of other members; "": it cannot join a pipeline
+    protocol: int = PROTOCOL  # protocol version for other workers

@@ -104,15 +104,23 @@ def members_of(group: Group | None) -> tuple[WorkerId, ...]:
     return () if group is None else tuple(m.worker_id for m in group.members)
 
 
-def participants(base: Layout, group: Group) -> set[WorkerId]:
-    """The members of a future group, and those of every group of `base` that one of them comes from."""
+def participants(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
+    """The members of a group of `target`, and those of every group of `base` that one of them comes from, without the
+    members that are lost.
+    """
     chosen = set(members_of(group))
     for worker_id in members_of(group):
         chosen.update(members_of(group_of(base, worker_id)))
-    return chosen
+    return chosen - lost_members(base, target, group)
+
+
+def lost_members(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
+    """The workers of which `target` has none, and which are stages in `base` of a group that a member comes from."""
+    old = {w for worker_id in members_of(group) for w in members_of(group_of(base, worker_id))}
+    return {worker_id for worker_id in old - set(members_of(group)) if group_of(target, worker_id) is None}
 
 
 def peers_of(base: Layout, target: Layout, worker_id: WorkerId) -> set[WorkerId]:
     """The workers that exchange sequences or KV with this one when `target` follows `base`, itself excepted."""
-    concerned = [p for g in target.groups if worker_id in (p := participants(base, g))]
+    concerned = [p for g in target.groups if worker_id in (p := participants(base, target, g))]
     return {peer for p in concerned for peer in p} - {worker_id}

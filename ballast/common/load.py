@@ -1,12 +1,12 @@
-"""An instance's load report: the input of routing, forecasting and `ballast status`."""
+"""Load report of an instance: the input of routing, predictions and `ballast status`."""
 
 from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.record import record
 
-HASTY_REPORT_S = 0.01  # between two reports where demand jumps
-_JUMP_SHARE = 16  # of the blocks, one part
+HASTY_REPORT_S = 0.01  # minimum interval between reports when demand jumps
+_JUMP_SHARE = 16  # a jump is at least one part in this many of all blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +26,10 @@ class MemoryReport:
 
 @record(kw_only=True)
 class LoadReport:
-    """State of one instance after a step. Counts of blocks are the minimum over the stages of its group.
+    """State of an instance after a step. Block counts are the minimum over the stages of its group.
 
-    Counts of requests, of their blocks and of their tokens are those of online work: what offline work holds is free
-    for it. Offline work has fields of its own; totals and `memory` are of all work.
+    Counts of requests, their blocks and their tokens are those of online work: memory held by offline work counts as
+    free. Offline work has its own fields; totals and `memory` cover all work.
     """
 
     block_tokens: int
@@ -43,15 +43,15 @@ class LoadReport:
     preemptions_total: int
     prompt_tokens_total: int
     generation_tokens_total: int
-    step_age_s: float  # since the engine last completed a step or was idle; determines readiness
+    step_age_s: float  # since the engine last completed a step or was idle; readiness depends on it
     draining: bool
     memory: MemoryReport
     newest_epoch: int = 0  # highest known epoch of a transition; lower ones are refused
     kept_block_count: int = 0  # free, but not given to a new request while another one runs
     prompt_token_count: int = 0  # uncomputed prompt tokens here; a running prompt counts at most one full batch
-    max_prompt_token_count: int = 0  # beyond which none is admitted; 0: no limit
-    # Of a leader with a draining group: blocks that this group keeps in reserve. They count as used by its members, and
-    # no request needs them.
+    max_prompt_token_count: int = 0  # limit of the above, beyond which no request is admitted; 0: no limit
+    # For a leader with a draining group: blocks that this group keeps in reserve. They count as used by its members,
+    # although no request needs them.
     spare_block_count: int = 0
     offline_block_count: int = 0  # held by offline requests
     offline_running_count: int = 0

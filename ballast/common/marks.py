@@ -19,7 +19,7 @@ def first_mark(salt: bytes) -> Mark:
 
 
 def mark_after(before: Mark, token_ids: Sequence[int]) -> Mark:
-    """`token_ids`: the MARK_TOKENS after those that `before` stands for."""
+    """Next mark of a chain. `token_ids`: the MARK_TOKENS tokens after those covered by `before`."""
     return _digest(before.to_bytes(8, "little") + array("I", token_ids).tobytes())
 
 

@@ -1,16 +1,16 @@
-"""Facts about the model that is served. Workers of one cluster serve the same model, on devices that may differ."""
+"""Facts about the served model. Workers of a cluster serve the same model, possibly on different devices."""
 
 from dataclasses import dataclass, fields
 
-_MEASURES = ("layer_parameter_bytes", "other_parameter_bytes", "extent_bytes")  # make no token another one
+_MEASURES = ("layer_parameter_bytes", "other_parameter_bytes", "extent_bytes")  # sizes that do not affect tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """A LoRA adapter that is served beside the model."""
+    """A LoRA adapter served with the model."""
 
-    name: str  # what requests call it by
-    revision: str  # of its files, a digest
+    name: str  # its name in requests
+    revision: str  # digest of its files
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,20 +26,20 @@ class ModelInfo:
     parameter_count: int
     kv_bytes_per_token: int  # over all layers
     eos_token_ids: tuple[int, ...]
-    # What plans are made from; empty or 0: the worker does not say. Of a worker of version 0.1 in whole extents of its
-    # memory, which `extent_bytes` tells; those of today tell the sizes themselves, and 0.
+    # Sizes for planning; empty or 0 if not reported. Workers of version 0.1 reported them in extents of `extent_bytes`;
+    # today they are bytes, and `extent_bytes` is 0.
     layer_parameter_bytes: tuple[int, ...] = ()
     other_parameter_bytes: int = 0  # embedding, head ...: never dropped
     block_bytes: int = 0  # of one KV block in one layer
-    extent_bytes: int = 0  # memory is dealt out in multiples of this
-    tensor_parallel_size: int = 1  # ranks of an instance, whose bytes are added up above
-    revision: str = ""  # of the checkpoint, a digest; empty: the worker does not say
+    extent_bytes: int = 0  # unit of memory allocation
+    tensor_parallel_size: int = 1  # ranks of an instance; the sizes above are sums over them
+    revision: str = ""  # digest of the checkpoint; empty if not reported
     adapters: tuple[Adapter, ...] = ()
 
     def differences(self, other: "ModelInfo") -> list[str]:
-        """Names of the fields in which these are two models: their tokens, or the KV of these, are not the same.
+        """Names of the fields that differ in a way that affects tokens or KV.
 
-        How much memory parameters take depends on the device. A revision that is not known is no difference.
+        Parameter sizes may differ, as they depend on the device, and an unknown revision is not a difference.
         """
         names = [f.name for f in fields(self) if f.name not in _MEASURES]
         if not (self.revision and other.revision):

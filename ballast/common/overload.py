@@ -4,9 +4,11 @@ from enum import StrEnum
 
 
 class OverloadPolicy(StrEnum):
-    """The planner acts (`drop`, `static-pipeline`: it merges instances; `migrate`), or each worker for itself."""
+    """For `drop`, `static-pipeline` (merging instances) and `migrate` the planner acts, otherwise each worker by
+    itself.
+    """
 
-    DROP = "drop"  # replicated layers make room for KV, and come back afterwards (KunServe)
+    DROP = "drop"  # replicated layers make room for KV and are restored afterwards (KunServe)
     RECOMPUTE = "recompute"  # preempted requests drop their KV and are recomputed (vLLM)
     SWAP = "swap"  # preempted requests wait with their KV in host memory (InferCept)
     MIGRATE = "migrate"  # running requests migrate to instances with more room; others are recomputed (Llumnix)

@@ -1,4 +1,4 @@
-"""Latency targets (service level objectives), by class and by request."""
+"""Latency targets (service level objectives), by priority class and by request."""
 
 import json
 import math
@@ -8,19 +8,19 @@ from typing import NamedTuple
 
 from ballast.common.sampling import PriorityClass
 
-# Of a request, in this order, as HTTP headers and as gRPC metadata.
+# Targets of a request, in this order, as HTTP headers and as gRPC metadata.
 TARGET_HEADERS = ("x-ballast-ttft-target-s", "x-ballast-tpot-target-s")
 _ONLINE = [each for each in PriorityClass if not each.offline]
 
 
 class Targets(NamedTuple):
-    """In seconds; inf: none."""
+    """Targets in seconds; inf: none."""
 
     ttft_s: float = math.inf  # the first token
-    tpot_s: float = math.inf  # each after it, on average
+    tpot_s: float = math.inf  # mean time per token after the first
 
     def or_else(self, other: "Targets") -> "Targets":
-        """Own values, with the other's as defaults."""
+        """These targets, with missing ones taken from `other`."""
         return Targets(
             other.ttft_s if math.isinf(self.ttft_s) else self.ttft_s,
             other.tpot_s if math.isinf(self.tpot_s) else self.tpot_s,
@@ -31,17 +31,17 @@ NO_TARGETS = Targets()
 
 
 def for_all(ttft_s: float | None = None, tpot_s: float | None = None) -> Mapping[PriorityClass, Targets]:
-    """The same of every online class; None: none."""
+    """The same targets for every online class; None: no target."""
     targets = Targets(math.inf if ttft_s is None else ttft_s, math.inf if tpot_s is None else tpot_s)
     return dict.fromkeys(_ONLINE, targets)
 
 
 def read_by_class(text: str | None) -> Mapping[PriorityClass, float]:
-    """Seconds by online class: of `0.05` (all of them), `interactive=0.03,default=0.1`, or a JSON file with an object
-    like the latter. None: none.
+    """Seconds by online class, from `0.05` (all classes), `interactive=0.03,default=0.1`, or a JSON file with such an
+    object. None: no targets.
 
     Raises:
-        ValueError: it is none of these, and why.
+        ValueError: the text has none of these forms; the message says why.
     """
     if text is None:
         return {}
@@ -67,10 +67,7 @@ def read_by_class(text: str | None) -> Mapping[PriorityClass, float]:
 
 
 def seconds_of(text: str) -> float:
-    """
-    Raises:
-        ValueError: it is no positive number.
-    """
+    """Raises ValueError if the text is not a positive number."""
     try:
         seconds = float(text)
     except ValueError:

@@ -26,7 +26,7 @@ class Phase(StrEnum):
 
 @dataclass(slots=True, kw_only=True)
 class Status:
-    """Progress and counters of a transition on one member. Seconds are of its own clock."""
+    """Progress and counters of a transition on one member. Durations are measured by its own clock."""
 
     epoch: Epoch
     phase: Phase = Phase.NONE
@@ -39,15 +39,15 @@ class Status:
     kv_bytes_received: int = 0
     parameter_bytes_to_pull: int = 0
     parameter_bytes_pulled: int = 0
-    victim_count: int = 0  # of the whole group; reported by the leader
+    victim_count: int = 0  # running requests of the whole group; reported by the leader
     victims_waiting: int = 0
     victims_recomputed: int = 0  # recomputed for lack of room
     prepare_s: float = 0.0
-    layers_s: float = 0.0  # of a restore: from hearing of it until all layers are here
+    layers_s: float = 0.0  # of a restore: from its start on this member until all layers are loaded
     remap_s: float = 0.0
     boundary_wait_s: float = 0.0  # from Commit to the new layout in force
     exchange_s: float = 0.0
     max_stall_s: float = 0.0  # longest wait of a moved sequence for its KV
     p99_stall_s: float = 0.0
     repulled_layers: int = 0  # received with a wrong checksum
-    waves: int = 0  # of victims, as room for their KV was made by sending the KV of those before
+    waves: int = 0  # rounds in which KV of the victims was sent, each limited by the room freed by the one before

@@ -1,4 +1,6 @@
-"""Sizes, times, counts and layers in words, the same everywhere: bytes in powers of 1024, layers with both ends."""
+"""Sizes, times, counts and layers as text, the same everywhere: bytes in powers of 1024, layer
+ranges with both ends.
+"""
 
 import math
 import re
@@ -14,16 +16,16 @@ _SIZES = {
 
 
 def human_bytes(size_bytes: float, *, signed: bool = False) -> str:
-    """1536 -> '1.5 KiB'."""
+    """Format bytes: 1536 -> '1.5 KiB'."""
     power = min(int(math.log(abs(size_bytes), 1024)), 5) if abs(size_bytes) >= 1024 else 0
     return f"{size_bytes / 1024**power:{'+' if signed else ''}.{1 if power else 0}f} {_BYTE_UNITS[power]}"
 
 
 def parse_bytes(text: str) -> int:
-    """'512MiB', '16 GiB', '1.5GB' or plain bytes -> bytes.
+    """Parse bytes: '512MiB', '16 GiB', '1.5GB' or a plain number.
 
     Raises:
-        ValueError: not a size, or none above 0; its text says what would be.
+        ValueError: not a positive size; the message lists the accepted forms.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _SIZES:
@@ -35,7 +37,7 @@ def parse_bytes(text: str) -> int:
 
 
 def human_count(number: int) -> str:
-    """1536 -> '1.5 thousand'."""
+    """Format a count: 1536 -> '1.5 thousand'."""
     for size, name in ((10**9, "billion"), (10**6, "million"), (10**3, "thousand")):
         if number >= size:
             return f"{number / size:.1f} {name}"
@@ -43,17 +45,17 @@ def human_count(number: int) -> str:
 
 
 def thousands(count: int) -> str:
-    """3100 -> '3.1k'."""
+    """Format thousands: 3100 -> '3.1k'."""
     return str(count) if count < 1000 else f"{count / 1000:.1f}k"
 
 
 def counted(number: int, noun: str) -> str:
-    """(1, 'GPU') -> '1 GPU', (2, 'GPU') -> '2 GPUs'."""
+    """Count with its noun: (1, 'GPU') -> '1 GPU', (2, 'GPU') -> '2 GPUs'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def human_duration(duration_s: float) -> str:
-    """3725 -> '1 h 2 min'."""
+    """Format a duration: 3725 -> '1 h 2 min'."""
     whole_s = int(duration_s)
     for size_s, name, rest_s, rest_name in ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s")):
         if whole_s >= size_s:
@@ -62,7 +64,7 @@ def human_duration(duration_s: float) -> str:
 
 
 def duration(value_s: float | None) -> str:
-    """A measured time: 0.0123 -> '12.3 ms', None -> '-'."""
+    """Format a measured time: 0.0123 -> '12.3 ms', None -> '-'."""
     if value_s is None:
         return "-"
     if abs(value_s) < 1:
@@ -71,15 +73,15 @@ def duration(value_s: float | None) -> str:
 
 
 def share(fraction: float | None) -> str:
-    """0.123 -> '12.3%', None -> '-'."""
+    """Format a fraction: 0.123 -> '12.3%', None -> '-'."""
     return "-" if fraction is None else f"{fraction:.1%}"
 
 
 def parse_duration(text: str) -> float:
-    """'90', '90s', '10m', '2h' -> seconds.
+    """Parse a duration in seconds: '90', '90s', '10m', '2h'.
 
     Raises:
-        ValueError: not a time, or none above 0.
+        ValueError: not a positive duration.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|m|min|h)?\s*", text)
     if found is None or float(found[1]) <= 0.0:
@@ -88,7 +90,7 @@ def parse_duration(text: str) -> float:
 
 
 def layer_ranges(layers: Sequence[int]) -> str:
-    """Ascending layers, both ends included: (0, 1, 2, 5) -> '0-2,5'."""
+    """Format ascending layers as ranges, both ends included: (0, 1, 2, 5) -> '0-2,5'."""
     ranges: list[list[int]] = []
     for layer in layers:
         if ranges and ranges[-1][1] == layer - 1:

@@ -1,7 +1,7 @@
 """The body of the scaling webhook (how many instances should serve) and its signature (pure).
 
-The signature is as Stripe's: `t=SECONDS,v1=HEX`, an HMAC-SHA256 of `SECONDS.BODY` with the secret that both have. A
-message that is older than some minutes may be a repeated one, and is refused.
+The signature has Stripe's form: `t=SECONDS,v1=HEX`, an HMAC-SHA256 of `SECONDS.BODY` with the shared secret. Messages
+older than some minutes are refused, as they may be replayed.
 """
 
 import hashlib
@@ -19,7 +19,9 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """`parked`: names of instances that are parked or about to be. Where processes are ended, these are the first."""
+    """The wanted number of instances. `parked`: names of instances that are parked or about to be; if processes are
+    ended, these should be the first.
+    """
 
     wanted: int
     serving: tuple[str, ...]
@@ -27,7 +29,7 @@ class Wanted:
     reason: str = ""
 
     def differs(self, other: "Wanted | None") -> bool:
-        """Another reason for the same is no change."""
+        """Whether anything but the reason differs."""
         return other is None or (self.wanted, self.serving, self.parked) != (other.wanted, other.serving, other.parked)
 
     def body(self) -> bytes:
@@ -35,9 +37,10 @@ class Wanted:
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """
+        """Parse the body.
+
         Raises:
-            InvalidRequest: it is not such a body.
+            InvalidRequest: the body has another form.
         """
         told = _parsed(body)
         wanted, names = told.get("wanted"), [told.get("serving"), told.get("parked")]
@@ -48,7 +51,7 @@ class Wanted:
 
 
 def _parsed(body: bytes) -> dict[str, object]:
-    """Empty: it is no JSON object."""
+    """The JSON object; empty if the body is not one."""
     try:
         told: object = json.loads(body)
     except ValueError:
@@ -57,14 +60,15 @@ def _parsed(body: bytes) -> dict[str, object]:
 
 
 def sign(secret: bytes, body: bytes, at_s: float) -> str:
-    """`at_s`: on the wall's clock."""
+    """Signature of a body. `at_s`: wall-clock time."""
     return f"t={int(at_s)},v1={_digest(secret, body, str(int(at_s)))}"
 
 
 def verify(secret: bytes, body: bytes, signature: str, now_s: float) -> None:
-    """
+    """Verify a signature.
+
     Raises:
-        Unauthenticated: somebody else signed it, or something else, or too long ago.
+        Unauthenticated: the signature is wrong or too old.
     """
     parts = dict(part.split("=", 1) for part in signature.split(",") if "=" in part)
     at, digest = parts.get("t", ""), parts.get("v1", "")

@@ -1,6 +1,6 @@
-"""gRPC as this project uses it: channels, servers, deadlines, error and type codecs."""
+"""gRPC as used in this project: channels, servers, deadlines, codecs of errors and types."""
 
 import os
 
-# gRPC writes a line for each handshake that fails, without a bound: what is wrong with a peer our own logs say.
+# gRPC logs a line for every failed handshake, without a limit; our own logs report problems with peers.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -1,11 +1,11 @@
-"""How instances announce themselves at the monitor, and are announced by it."""
+"""Announcements of instances, sent to and by the monitor, as protobuf."""
 
 from ballast.common.instance import Instance
 from ballast.rpc import border, codec
 from ballast.rpc.mapping import Mapper
 from ballastpb.monitor.v1.monitor_pb2 import Announce
 
-MODEL = codec.MODEL  # a message within is mapped, and checked, as a mapper that is there says
+MODEL = codec.MODEL  # nested messages use the mapper of their type that is defined by then
 
 
 def check_announce(message: Announce) -> None:

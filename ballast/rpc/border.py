@@ -1,7 +1,7 @@
-"""Validation of values from other processes, at the point where they arrive.
+"""Validation of values from other processes, where they are received.
 
-The codec applies it, so no plain type is made from an invalid message. The reader of a message names the sender of what
-is refused (`ballast.service.refusals`) and continues.
+Applied by the codec, so that no plain type is made from an invalid message. The reader of a message reports the sender
+of invalid ones (`ballast.service.refusals`) and continues.
 """
 
 from collections.abc import Collection
@@ -11,26 +11,26 @@ from ballast.common.errors import InvalidRequest
 from ballast.common.load import MemoryReport
 
 MAX_ID_CHARS: Final = 128
-MAX_TEXT_CHARS: Final = 1024  # of names of models, reasons
+MAX_TEXT_CHARS: Final = 1024  # of model names and reasons
 MAX_ADDRESS_CHARS: Final = 512
 MAX_LAYERS: Final = 10_000
 MAX_MEMBERS: Final = 1024  # of one group
 MAX_GROUPS: Final = 10_000
-MAX_BYTES: Final = 1 << 50  # of one instance; thousands of them add up to less than an int64
-# Epochs grow by one with each change. A layout's may be any up to here ...
+MAX_BYTES: Final = 1 << 50  # of one instance; sums over thousands of instances fit into an int64
+# Epochs grow by one with each change. A layout's epoch is limited to this ...
 MAX_EPOCH: Final = 1 << 52
-# ... and an instance may claim one up to here, or a little beyond the layout's in force. So whatever one says, there is
-# room above it for all the changes that are to come.
+# ... and an epoch claimed by an instance to this, or to slightly more than that of the layout in force. So whatever one
+# claims, there is room above it for all future changes.
 MAX_CLAIMED_EPOCH: Final = 1 << 48
 CLAIM_SLACK: Final = 1 << 20
 MAX_SECONDS: Final = 1e9
 
 
 def name(field: str, text: str) -> str:
-    """An id: it becomes a key, a label and part of log lines.
+    """Validate an id, which becomes a key, a label and part of log lines.
 
     Raises:
-        InvalidRequest: it is empty, too long, or has unprintable characters.
+        InvalidRequest: it is empty, too long, or has spaces or unprintable characters.
     """
     if not 0 < len(text) <= MAX_ID_CHARS:
         raise InvalidRequest(field, f"must have 1 to {MAX_ID_CHARS} characters, has {len(text)}")
@@ -40,14 +40,14 @@ def name(field: str, text: str) -> str:
 
 
 def text(field: str, value: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Text for people."""
+    """Validate text for people."""
     if len(value) > most_chars:
         raise InvalidRequest(field, f"has {len(value)} characters, at most {most_chars} are allowed")
     return value
 
 
 def address(field: str, value: str) -> str:
-    """host:port."""
+    """Validate host:port."""
     host, _, port = value.rpartition(":")
     fits = host and host.isprintable() and " " not in host and len(value) <= MAX_ADDRESS_CHARS
     if not (fits and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
@@ -56,7 +56,7 @@ def address(field: str, value: str) -> str:
 
 
 def within(field: str, value: float, least: float, most: float) -> None:
-    """NaN is within nothing."""
+    """Validate a range. NaN is outside every range."""
     if not least <= value <= most:
         raise InvalidRequest(field, f"must be from {least:g} to {most:g}, got {value}")
 
@@ -78,11 +78,11 @@ def distinct(field: str, values: Collection[str]) -> None:
 
 
 def adds_up(field: str, memory: MemoryReport) -> None:
-    """Parameters + KV + free = budget. Not checked by the codec, as `ballast status` shows violations."""
+    """Validate that parameters + KV + free = budget. Not applied by the codec, as `ballast status` shows violations."""
     if memory.parameter_bytes + memory.kv_bytes + memory.free_bytes != memory.budget_bytes:
         raise InvalidRequest(field, f"parameters, KV and free must add up to the budget: {memory}")
 
 
 def claimed_epoch(field: str, epoch: int, layout_epoch: int) -> None:
-    """An epoch that an instance reports, validated against the layout's epoch in force."""
+    """Validate an epoch claimed by an instance against that of the layout in force."""
     within(field, epoch, 0, max(MAX_CLAIMED_EPOCH, layout_epoch + CLAIM_SLACK))

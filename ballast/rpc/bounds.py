@@ -1,6 +1,6 @@
-"""Limits of the calls of one connection, of one token, and of all large messages together.
+"""Limits on the calls of one connection, on those of one token, and on all large messages together.
 
-Calls beyond are refused with a reason that names the limit; others are not affected.
+Calls beyond a limit are refused with a reason that names it; other calls are not affected.
 """
 
 from collections import Counter
@@ -13,17 +13,19 @@ from ballast.common.errors import Overloaded
 from ballast.rpc.channel import MAX_MESSAGE_BYTES
 
 _RETRY_S = 1.0
-_ENOUGH: Final = 16_384  # as many calls wait for their handlers at most (`SERVER_OPTIONS`)
+_ENOUGH: Final = 16_384  # limit on calls waiting for their handlers (`SERVER_OPTIONS`)
 
 
 @dataclass(frozen=True, slots=True)
 class CallBounds:
-    """Attributes:
-    per_connection: Calls of one connection that run at a time.
-    per_caller: Those of one token, over all its connections; 0: no bound.
-    connections: Open at a time; more are closed as they come. 0: no bound.
-    large_bytes: Of requests of more than 64 KiB that are held at a time, all together.
-    message_bytes: Of one request. What is larger is refused by gRPC, in its words.
+    """Limits of a server.
+
+    Attributes:
+        per_connection: Concurrent calls of one connection.
+        per_caller: Concurrent calls of one token, over all its connections; 0: unlimited.
+        connections: Open connections; further ones are closed at once. 0: unlimited.
+        large_bytes: Total size of requests above 64 KiB in memory.
+        message_bytes: Size of one request. gRPC itself refuses larger ones.
     """
 
     per_connection: int = _ENOUGH
@@ -34,8 +36,9 @@ class CallBounds:
 
     @property
     def options(self) -> tuple[tuple[str, int], ...]:
-        """Options of a gRPC server. Streams are bounded a little later than calls, which are refused with a reason;
-        streams beyond wait at the client."""
+        """Options of a gRPC server. Its stream limit is a little higher than that of calls, which are refused with a
+        reason; streams beyond it wait at the client.
+        """
         bounds = {
             "grpc.max_concurrent_streams": 2 * self.per_connection,
             "grpc.max_receive_message_length": self.message_bytes,
@@ -44,7 +47,7 @@ class CallBounds:
         return tuple((name, most) for name, most in bounds.items() if most)
 
 
-# Any: the message types of a call do not matter here.
+# Any: the message types do not matter here.
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
@@ -53,7 +56,7 @@ class CallBook:
 
     def __init__(self, bounds: CallBounds) -> None:
         self.bounds = bounds
-        self.large_bytes = 0  # held now
+        self.large_bytes = 0  # currently in memory
         self._of_connection: Counter[str] = Counter()
         self._of_caller: Counter[str] = Counter()
 
@@ -92,10 +95,10 @@ class CallBook:
         context.add_done_callback(cast(Any, leave))
 
     def hold(self, byte_count: int) -> "Held":
-        """Reserve room for a large message, for the lifetime of the returned object.
+        """Reserve memory for a large message, for the lifetime of the returned object.
 
         Raises:
-            Overloaded: there is none.
+            Overloaded: the limit is reached.
         """
         if self.large_bytes + byte_count > self.bounds.large_bytes:
             raise Overloaded(

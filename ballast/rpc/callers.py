@@ -12,11 +12,13 @@ from ballast.common.sampling import ALL_CLASSES, PriorityClass
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Attributes:
-    name: Of the token, or ROLE/ID of the certificate; empty where nobody is asked who he is.
-    operates: It may change the cluster, and what others have started.
-    has_token: The name is that of a token.
-    classes: That its requests may be of.
+    """An authenticated caller.
+
+    Attributes:
+        name: Of the token, or ROLE/ID of the certificate; empty without authentication.
+        operates: It may change the cluster, and other callers' requests.
+        has_token: The name is that of a token.
+        classes: Priority classes that its requests may have.
     """
 
     name: str
@@ -27,20 +29,22 @@ class Caller:
 
 ANYBODY = Caller("", operates=True)
 
-# Decides on a call (its full method name) before the handler sees it. Raises Unauthenticated or PermissionDenied.
-# Any: the message types of a call do not matter here.
+# Decides on a call (full method name) before the handler sees it. Raises Unauthenticated or PermissionDenied. Any: the
+# message types do not matter here.
 Admit: TypeAlias = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Caller]
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
 
 
 def caller() -> Caller:
-    """The caller of the call that this task handles."""
+    """The caller of the call handled by this task."""
     return _caller.get()
 
 
 def caller_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """Whose share a call takes: the name of its token, or the address of its host where no token is asked for."""
+    """The name under which a caller's share is counted: that of its token, or its host address if no tokens are
+    required.
+    """
     return caller().name or context.peer().rpartition(":")[0]
 
 

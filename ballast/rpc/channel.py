@@ -1,4 +1,4 @@
-"""Client channels and the bounds that both ends of a call agree on."""
+"""Client channels, and the options on which both ends of a connection agree."""
 
 import asyncio
 import functools
@@ -14,29 +14,29 @@ MAX_MESSAGE_BYTES = 16 << 20
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # else a minute, whatever the line above says
+    ("grpc.http2.ping_timeout_ms", 10_000),  # otherwise one minute, regardless of the line above
     ("grpc.keepalive_permit_without_calls", 1),
 )
 _SENT = ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)
 
-SERVER_OPTIONS: Sequence[tuple[str, int]] = (  # what may be received: `bounds.CallBounds`
+SERVER_OPTIONS: Sequence[tuple[str, int]] = (  # limits on received messages are in `bounds.CallBounds`
     *_KEEPALIVE,
     _SENT,
-    # A long generation sends no frames for a while: clients may ping meanwhile.
+    # A long generation may send no frames for a while, so clients may ping meanwhile.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Calls that a handler has not taken up yet. Beyond these gRPC kills calls with a bare CANCELLED, at random from the
-    # first number on; a burst should get as far as our own bounds, which refuse with a reason and a delay.
+    # Limit on calls waiting for a handler. Beyond it gRPC kills calls with a bare CANCELLED, at random from the first
+    # limit on; a burst should reach our own limits, which refuse with a reason and a delay.
     ("grpc.server.max_pending_requests", 16_384),
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
-    # Nor does gRPC end those that have waited for their handler for 30 s, again with a bare CANCELLED, which a busy
-    # machine comes to: each has its own deadline.
+    # By default gRPC also ends calls that have waited 30 s for a handler, with a bare CANCELLED; this happens on a busy
+    # machine, and each call has its own deadline.
     ("grpc.server_max_unrequested_time_in_server", 3600),
-    # Whoever connects and says nothing, or nothing that makes sense, is shown out.
+    # Close connections that send nothing, or nothing valid.
     ("grpc.server_handshake_timeout_ms", 10_000),
-    # A connection without calls is closed after a while; clients make another one when they need it.
+    # Close connections without calls after a while; clients reconnect when needed.
     ("grpc.max_connection_idle_ms", 300_000),
-    # Two processes on one port is a mistake here, not load balancing.
+    # Two processes on one port are a mistake here, not load balancing.
     ("grpc.so_reuseport", 0),
 )
 
@@ -52,15 +52,15 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name not a wait, but what one attempt to connect may take: a busy peer needs more than the back-off.
+    # Despite its name the timeout of a connection attempt: a busy peer needs more than the back-off.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # Channels of one process to one address share a connection unless told otherwise; a relay wants its own.
+    # By default channels of one process to one address share a connection; a relay needs its own.
     ("grpc.use_local_subchannel_pool", 1),
 )
 
 
-# For a name that stands for several servers, as that of a service in containers does: calls go round. Those that come
-# up later are found when a connection ends, which servers see to (`connection_age`).
+# For a name with several addresses, such as that of a service in containers: calls alternate between them. New
+# addresses are found when a connection ends, which servers enforce (`connection_age`).
 ROUND_ROBIN: Sequence[tuple[str, str | int]] = (
     ("grpc.lb_policy_name", "round_robin"),
     ("grpc.dns_min_time_between_resolutions_ms", 2_000),
@@ -68,7 +68,7 @@ ROUND_ROBIN: Sequence[tuple[str, str | int]] = (
 
 
 def connection_age(seconds: float) -> Sequence[tuple[str, int]]:
-    """Server options: clients connect anew after that time and then resolve its name again. Calls that run go on."""
+    """Server options that make clients reconnect after that time and resolve the name again. Running calls continue."""
     return (("grpc.max_connection_age_ms", int(seconds * 1000)),)
 
 
@@ -85,14 +85,14 @@ def open_channel(
     to_all: bool = False,
     watchful: bool = False,
 ) -> grpc.aio.Channel:
-    """A channel to host:port. It connects lazily and reconnects by itself.
+    """Open a channel to host:port. It connects lazily and reconnects by itself.
 
     Args:
-        to_all: Calls go round all servers that the name stands for, not to the first of them that answers. Watchful.
-        watchful: While calls run, a server that has stopped or is cut off is noticed within 8 s instead of 30, and one
-            that is back is found within half a second: others can go on with them.
-        credentials: Of TLS; None: in the clear.
-        peer: The role that the other side's certificate must have (`ballast.rpc.tls`); None: it must name the host.
+        to_all: Distribute calls over all servers of the name instead of using the first that answers. Watchful.
+        watchful: During calls, detect a server that has stopped or is cut off within 8 s instead of 30, and reconnect
+            within half a second once it is back: others can take over the calls.
+        credentials: TLS credentials; None: no TLS.
+        peer: Role that the server's certificate must have (`ballast.rpc.tls`); None: it must match the host.
     """
     options = (*_WATCHFUL, *_CHANNEL_OPTIONS) if to_all or watchful else CHANNEL_OPTIONS
     options = (*options, *ROUND_ROBIN) if to_all else options
@@ -103,7 +103,7 @@ def open_channel(
 
 
 class _Bearer:
-    """A channel for generated stubs, which make callables of it: each call carries the token.
+    """Channel wrapper for generated stubs that adds the token to each call.
 
     gRPC's own call credentials ask a plug-in in another thread for every call, and an interceptor wraps every call.
     """
@@ -112,7 +112,7 @@ class _Bearer:
         self._channel = channel
         self._authorization = ("authorization", f"Bearer {token}")
 
-    # Any: as in gRPC, the types are those of the call.
+    # Any: as in gRPC, types depend on the call.
     def __getattr__(self, name: str) -> Callable[..., Any]:
         make = getattr(self._channel, name)  # unary_unary, unary_stream, stream_unary or stream_stream
         return lambda *args, **options: functools.partial(self._call, make(*args, **options))
@@ -127,12 +127,14 @@ class _Bearer:
 
 
 def bearing(channel: grpc.aio.Channel, token: str | None) -> grpc.aio.Channel:
-    """The object from which stubs with the token are made. Closing and state are the channel's."""
+    """A channel whose stubs send the token; to be closed through `channel`."""
     return channel if token is None else cast(grpc.aio.Channel, _Bearer(channel, token))
 
 
 async def is_refused(address: str, timeout_s: float = 1.0) -> bool:
-    """True if the machine at host:port answers that nothing listens there. No answer is no refusal."""
+    """True if the machine at host:port refuses the connection because nothing listens there. No answer is not a
+    refusal.
+    """
     host, _, port = address.rpartition(":")
     try:
         async with asyncio.timeout(timeout_s):

@@ -1,6 +1,6 @@
-"""Shared protobuf messages <-> plain types. Protobuf stops here and in the servicers.
+"""Shared protobuf messages <-> plain types. Only this package and the servicers use protobuf.
 
-`record` raises InvalidRequest for a message that makes no sense (`ballast.rpc.border`).
+`record` raises InvalidRequest for an invalid message (`ballast.rpc.border`).
 """
 
 import math
@@ -25,7 +25,7 @@ def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """None while not finished; an unknown number of a newer peer counts as ERROR."""
+    """None while running; an unknown number from a newer peer means ERROR."""
     return FINISH.member(number) if number else None
 
 
@@ -66,7 +66,7 @@ def _check_place(message: pb.Place) -> None:
 
 
 def _check_layout(message: pb.Layout) -> None:
-    """The layers are checked by `Layout.check`."""
+    """Validate a layout, except for the layers, which `Layout.check` validates."""
     border.within("layout.epoch", message.epoch, 0, border.MAX_EPOCH)
     border.within("layout.layer_count", message.layer_count, 0, border.MAX_LAYERS)
     border.count("layout.groups", message.groups, border.MAX_GROUPS)
@@ -81,7 +81,7 @@ def _check_memory(report: pb.MemoryReport) -> None:
 
 
 def _check_load(report: pb.LoadReport) -> None:
-    """Once for every step of every worker: one comparison for all counts."""
+    """Validate a load report. Called for every step of every worker, so all counts are compared at once."""
     counts = (
         report.block_tokens - 1,
         report.block_count,
@@ -150,7 +150,7 @@ def _check_model(message: pb.ModelInfo) -> None:
         raise InvalidRequest("model.layer_parameter_bytes", why)
 
 
-_ROUNDED_S = 1e-9  # a fit may be so far below zero
+_ROUNDED_S = 1e-9  # rounding of a fit may make it negative by this much
 
 
 def _check_pace(message: pb.Pace) -> None:
@@ -212,5 +212,5 @@ def place_to_proto(place: Place | None) -> pb.Place | None:
 
 
 def place_from_proto(message: pb.Place) -> Place | None:
-    """None of one that is not set."""
+    """None if the message is not set."""
     return PLACE.record(message) if message.epoch and message.group.members else None

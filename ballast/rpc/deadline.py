@@ -1,16 +1,16 @@
-"""Deadlines over hops: relative time only, because clocks of two machines are never compared."""
+"""Deadlines over several hops: relative times only, as clocks of different machines are never compared."""
 
 from typing import Any, cast
 
 import grpc.aio
 
-# Taken off at every hop, so that the inner call gives up before the outer one does.
+# Subtracted at every hop, so that the inner call times out before the outer one.
 HOP_MARGIN_S = 0.005
 
 
 # Any: the message types do not matter here.
 def remaining_s(context: grpc.aio.ServicerContext[Any, Any]) -> float | None:
-    """Seconds the caller is still willing to wait; None without a deadline."""
-    # The type stub forgets that a call may have no deadline.
+    """Seconds until the caller's deadline; None without one."""
+    # The type stub omits that a call may have no deadline.
     left = cast(float | None, context.time_remaining())
     return None if left is None else max(0.0, left - HOP_MARGIN_S)

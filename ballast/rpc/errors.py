@@ -1,7 +1,7 @@
-"""The one table between errors and gRPC statuses, in both directions.
+"""The mapping between errors and gRPC statuses, in both directions.
 
-Details follow google.rpc: BadRequest for a client's mistake, RetryInfo for back-off, ErrorInfo always (its `reason`
-names our class, so that the caller raises the same one).
+Details follow google.rpc: BadRequest for a client's mistake, RetryInfo for back-off, and always ErrorInfo, whose
+`reason` names our class, so that the caller raises the same one.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from ballast.common import errors
 
-# Clients need these only when something has failed, and would wait for them whenever they start.
+# Imported lazily: clients need these only after a failure.
 if TYPE_CHECKING:
     from google.protobuf import any_pb2
     from google.rpc import error_details_pb2, status_pb2
@@ -48,7 +48,7 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
 
 
 def cut(text: str) -> str:
-    """Truncate: errors quote what was sent, and headers have 16 KiB."""
+    """Truncate: errors quote input, and headers are limited to 16 KiB."""
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}... ({len(text):,} characters)"
 
 
@@ -94,10 +94,10 @@ def to_status(error: errors.BallastError) -> "status_pb2.Status":
 
 
 def answered(answer: T | None, target: str) -> T:
-    """A unary call's answer. grpc.aio returns None for bytes that are no message of the method.
+    """A unary call's response. grpc.aio returns None if the bytes cannot be parsed.
 
     Raises:
-        PeerViolation: it is None.
+        PeerViolation: the response is None.
     """
     if answer is None:
         raise errors.PeerViolation(target, "its answer is no message of the method")
@@ -105,17 +105,17 @@ def answered(answer: T | None, target: str) -> T:
 
 
 def is_cancelled() -> bool:
-    """True if this task is being cancelled; otherwise what it waited for was."""
+    """True if this task is being cancelled; False if the awaited object was."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
 
 @contextlib.contextmanager
 def asking(target: str) -> Generator[None]:
-    """Context manager: converts every failure of a call to `target` into a BallastError.
+    """Context manager that converts every failure of a call to `target` into a BallastError.
 
-    Includes gRPC's errors for ended streams, event loops' errors for closed connections, and a cancellation of the
-    call, which would otherwise end an uncancelled task.
+    This includes gRPC's errors for ended streams, the event loop's errors for closed connections, and cancellation of
+    the call, which would otherwise end a task that was not cancelled.
     """
     try:
         yield
@@ -130,11 +130,11 @@ def asking(target: str) -> Generator[None]:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
-    """The error that the other side raised, or the nearest one for a status that is not ours.
+    """The error that the server raised, or the closest one for a status that is not ours.
 
-    `target` names the other side in `Unavailable` and `PeerViolation`.
+    `target` names the server in `Unavailable` and `PeerViolation`.
     """
-    # The error of grpc.aio has the same methods, but is no grpc.Call.
+    # grpc.aio's error has the same methods without being a grpc.Call.
     if not isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return errors.Unavailable(target, str(error))
     info, retry_after_s = _read_details(error)
@@ -148,7 +148,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             return errors.InvalidRequest("request", message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
-            # gRPC itself says this about a message over the size bound: the request is at fault, waiting is no help.
+            # gRPC's own error for a message above the size limit: retrying does not help.
             if "larger than max" in message:
                 return errors.InvalidRequest("request", f"{message} (max_message_bytes of the receiver)")
             return errors.Overloaded(message, 1.0)
@@ -206,7 +206,7 @@ def _rebuild(
         case "ConfigError":
             return errors.ConfigError(fields["path"], fields["why"])
         case "InvariantViolation":
-            # another process's bug: a process that relays the answer must not stop for it
+            # a bug of another process, for which a process that relays the error must not stop
             return errors.PeerViolation(target, f"stops for a broken invariant: {fields['why']}")
         case _:
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")

@@ -1,7 +1,7 @@
-"""Handling of failed calls: a status for the caller, a count for the owner.
+"""Handling of failed calls: a status for the caller, a count for the owner of the server.
 
 Only a broken invariant of this process stops the service. Errors of peers, clients, codecs, sockets and libraries end
-the call in which they occur.
+only the call in which they occur.
 """
 
 import asyncio
@@ -24,17 +24,17 @@ from ballast.rpc.errors import from_rpc_error, to_status
 from ballast.rpc.tls import HANDSHAKES
 from ballast.rpc.wire import LARGE_BYTES, MAX_MESSAGES, has_too_many
 
-# Any: a handler's request and response types differ from call to call; grpc.aio has no better type for them.
+# Any: types of requests and responses differ between calls; grpc.aio has no better type.
 if TYPE_CHECKING:
     _Handler = grpc.RpcMethodHandler[Any, Any]
-else:  # generic in the type stubs only
+else:  # generic only in the type stubs
     _Handler = grpc.RpcMethodHandler
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 _log = logging.getLogger(__name__)
 
-MALFORMED: Final = "malformed"  # bytes that are no message of the method
-GONE: Final = "client_gone"  # the connection ended while something was still to be written
+MALFORMED: Final = "malformed"  # the bytes cannot be parsed
+GONE: Final = "client_gone"  # the connection ended before everything was written
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,23 +47,23 @@ class CallFailure:
 
     @property
     def is_ours(self) -> bool:
-        """True if the code of this process is the cause."""
+        """True if code of this process is the cause."""
         return self.cause not in (MALFORMED, GONE)
 
 
 def log_failure(failure: CallFailure) -> None:
-    """Logs a failure, for owners without metrics."""
+    """Log a failure, for owners without metrics."""
     _log.error("%s failed: %s", failure.method, failure.cause, exc_info=failure.error if failure.is_ours else None)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Turns errors of `ballast.common.errors` into rich statuses and reports all others to the owner.
+    """Converts errors of `ballast.common.errors` to rich statuses and reports all others to the owner.
 
     Args:
-        on_bug: Gets a broken invariant of this process; the owner stops.
-        on_failure: Gets every other unforeseen failure; the owner counts it and goes on.
-        admit: Says who calls one of our methods, or raises why he may not; None: everybody may do everything.
-        bounds: What one connection, one caller and large messages may take.
+        on_bug: Called with a broken invariant of this process; the owner stops.
+        on_failure: Called with every other unexpected failure; the owner counts it and continues.
+        admit: Identifies the caller of our methods, or raises if the call is denied; None: everything is permitted.
+        bounds: Limits on connections, callers and large messages.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return _Guarded(handler, handler_call_details.method, self).handler()
 
     def check(self, method: str, context: _Context) -> None:
-        """Before the handler, in its task."""
+        """Authenticate and count the call; runs before the handler, in its task."""
         caller = ANYBODY
         connection = context.peer()
         HANDSHAKES.has_call(connection)
@@ -105,7 +105,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             raise error
         if isinstance(error, grpc.aio.BaseError):
             self._on_failure(CallFailure(method, GONE, error))
-            raise asyncio.CancelledError from error  # the caller is gone
+            raise asyncio.CancelledError from error  # the caller disconnected
         known = self._known(error, method)
         if isinstance(known, InvariantViolation):
             self._on_bug(known)
@@ -113,7 +113,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             await context.abort_with_status(cast(Any, status))
         except (grpc.aio.InternalError, grpc.aio.UsageError) as late:
-            raise asyncio.CancelledError from late  # the caller is gone meanwhile
+            raise asyncio.CancelledError from late  # the caller disconnected meanwhile
 
     def _known(self, error: Exception, method: str) -> BallastError:
         match error:
@@ -132,33 +132,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Garbage:
-    """A request that could not be parsed; otherwise gRPC would print a traceback for each one."""
+    """A request that could not be parsed. Raising in the parser would make gRPC print a traceback for each one."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class _Large:
-    """A request that occupies memory until its call has ended. Parsed when its turn comes."""
+    """A request that occupies memory until its call has ended. Parsed one at a time."""
 
     data: bytes
     held: Held
 
 
 class _Guarded:
-    """A method's handler with error handling."""
+    """Handler of a method with error handling."""
 
     def __init__(self, handler: _Handler, method: str, settler: ErrorInterceptor) -> None:
         self._handler = handler
         self._method = method
         self._settler = settler
-        # grpc.aio calls exactly one of the four functions, by the shape of the method.
+        # grpc.aio calls exactly one of the four functions, depending on the method's kind.
         streaming, unary = (
             (handler.stream_stream, handler.stream_unary)
             if handler.request_streaming
             else (handler.unary_stream, handler.unary_unary)
         )
-        # Of the request: generated code hands in a method of its class.
+        # Parser of the request, a class method of generated code.
         message_type: object = getattr(handler.request_deserializer, "__self__", None)
         self._descriptor = cast(Descriptor | None, getattr(message_type, "DESCRIPTOR", None))
         self._inner = cast(Callable[[Any, Any], Any], streaming if handler.response_streaming else unary)
@@ -188,10 +188,10 @@ class _Guarded:
             return _Large(data, self._settler.book.hold(len(data)))
         except Overloaded as error:
             return _Garbage(error)
-        except Exception as error:  # noqa: BLE001 - whatever a parser makes of hostile bytes
+        except Exception as error:  # noqa: BLE001 - parsers may raise anything on hostile bytes
             return _Garbage(error if isinstance(error, DecodeError) else DecodeError(str(error)))
 
-    # A handler either yields its responses or writes them to the context; the second is cheaper for each message.
+    # A handler yields its responses or writes them to the context; the latter is cheaper per message.
 
     async def _generate(self, request: Any, context: _Context) -> AsyncIterator[Any]:
         try:
@@ -220,6 +220,6 @@ class _Guarded:
             raise request.error
         if not isinstance(request, _Large):
             return request
-        async with self._settler.large_turn:  # one at a time, and whatever else is ready goes between two
+        async with self._settler.large_turn:  # one at a time, yielding to other tasks in between
             await asyncio.sleep(0)
             return cast(Any, self._handler.request_deserializer)(request.data)

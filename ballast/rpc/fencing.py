@@ -1,7 +1,7 @@
-"""Fencing tokens of orders: a former leader's orders are refused.
+"""Fencing tokens of orders: orders of a former leader are refused.
 
-The active planner sends the token of its lease (`ballast.service.leadership`) with each order to a worker, as gRPC
-metadata. A worker refuses an order with a lower token than it has seen.
+The active planner sends its lease's token (`ballast.service.leadership`) with each order to a worker, as gRPC metadata.
+A worker refuses orders with a lower token than the highest it has seen.
 """
 
 from typing import Any
@@ -10,37 +10,38 @@ import grpc.aio
 
 from ballast.common.errors import InvalidRequest, StaleEpoch
 
-PLANNER_TOKEN = "planner token"  # `StaleEpoch.what` of an order that is refused
-# Tokens are milliseconds of the state server's clock, or a little more; larger ones are invalid. A double holds it.
+PLANNER_TOKEN = "planner token"  # `StaleEpoch.what` of a refused order
+# Tokens are milliseconds of the state server's clock, or slightly more; larger ones are invalid. They fit into a
+# double.
 MAX_TOKEN = 1 << 52
 
 _KEY = "ballast-planner-token"
 
 
 def with_token(token: int) -> tuple[tuple[str, str], ...]:
-    """The metadata of an order."""
+    """Metadata of an order."""
     return ((_KEY, str(token)),)
 
 
 class Fence:
-    """Lives in each worker, in its event loop."""
+    """Tracks the highest token of a worker. Used in its event loop."""
 
     def __init__(self) -> None:
-        self.highest = 0  # seen so far
+        self.highest = 0  # highest seen so far
 
-    # Any: the message types of a call do not matter here.
+    # Any: the message types do not matter here.
     def admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Validate the token before an order is executed. An order without a token counts as 0: valid until one was
+        """Validate the token before an order is executed. An order without one counts as 0, valid until a token was
         seen.
 
         Raises:
-            StaleEpoch: a higher token was seen here.
-            InvalidRequest: the token is no number up to `MAX_TOKEN`.
+            StaleEpoch: a higher token was seen.
+            InvalidRequest: the token is not a number up to `MAX_TOKEN`.
         """
         self.take(_token_of(context))
 
     def take(self, token: int) -> None:
-        """Record the token of an order. Raises StaleEpoch as `admit`."""
+        """Record an order's token. Raises StaleEpoch like `admit`."""
         if token < self.highest:
             raise StaleEpoch(PLANNER_TOKEN, token, self.highest)
         self.highest = token

@@ -1,4 +1,4 @@
-"""A gRPC server as every service runs it: health, reflection, error translation, bounds, one listening port."""
+"""A gRPC server as run by every service: health, reflection, error conversion, limits, one listening port."""
 
 import resource
 import socket
@@ -17,13 +17,13 @@ from ballast.rpc.callers import Admit
 from ballast.rpc.channel import SERVER_OPTIONS, connection_age
 from ballast.rpc.failures import CallFailure, ErrorInterceptor, log_failure
 
-_OTHER_FILES = 512  # and connections that this process makes
+_OTHER_FILES = 512  # and connections opened by this process
 _MOST_CONNECTIONS = 1 << 20
 
 
-# Any: the message types of a call do not matter here.
+# Any: the message types do not matter here.
 def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], None]) -> None:
-    """Call `act` when the call has ended, in any way. A generator's `finally` may run much later."""
+    """Call `act` when the call has ended for any reason. A generator's `finally` may run much later."""
 
     def callback(_: object) -> None:
         act()
@@ -32,7 +32,7 @@ def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], Non
 
 
 def ensure_free(host: str, port: int) -> None:
-    """Raise ConfigError if a server could not listen there now. For services with slow work before listening."""
+    """Raise ConfigError if the address cannot be bound. For services with slow work before listening."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -49,7 +49,7 @@ def _cannot_listen(host: str, port: int) -> ConfigError:
 
 
 def room_for_connections() -> int:
-    """Maximum number of connections that leaves enough file descriptors for everything else."""
+    """Number of connections that leaves enough file descriptors for everything else."""
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -57,16 +57,16 @@ def room_for_connections() -> int:
 
 
 class Register(Protocol):
-    """What protoc generates as `add_XServicer_to_server`, with the servicer bound."""
+    """Protoc's `add_XServicer_to_server` with the servicer bound."""
 
     def __call__(self, server: grpc.aio.Server) -> None: ...
 
 
 class RpcServer:
-    """One listening port with the given services, grpc.health.v1 and reflection.
+    """A listening port with the given services, grpc.health.v1 and reflection.
 
-    Health: "" says that the process lives; the full name of each service says that it can do its job, and changes
-    with `set_ready`. `Watch` delivers every change.
+    Health of "": the process is alive; of a service's full name: it is ready, as set by `set_ready`. `Watch` reports
+    every change.
     """
 
     def __init__(
@@ -82,9 +82,10 @@ class RpcServer:
         bounds: CallBounds | None = None,
         connection_age_s: float | None = None,
     ) -> None:
-        """`credentials`: of TLS; None: in the clear. `admit` decides on each call; None: everybody may do everything.
-        Health and reflection are for everybody who can connect. After `connection_age_s` clients connect anew and learn
-        of other servers of the same name; None: never."""
+        """`credentials`: TLS credentials; None: no TLS. `admit` decides on each call; None: everything is permitted.
+        Health and reflection are open to everybody who can connect. After `connection_age_s` clients reconnect and find
+        new servers of the same name; None: never.
+        """
         bounds = bounds or CallBounds(connections=room_for_connections())
         interceptors = [ErrorInterceptor(on_bug, on_failure, admit, bounds)]
         ages = () if connection_age_s is None else connection_age(connection_age_s)
@@ -102,10 +103,10 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """Listens and returns the port (useful when 0 was asked for).
+        """Start listening and return the port, which is chosen by the system if 0 was given.
 
         Raises:
-            ConfigError: the port is taken or the host does not exist.
+            ConfigError: the port is taken, or the host does not exist.
         """
         ensure_free(self._host, self._port)
         try:
@@ -127,6 +128,6 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls; running ones have `grace_s` to end."""
+        """Refuse new calls; running ones get `grace_s` to finish."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)

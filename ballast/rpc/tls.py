@@ -1,12 +1,11 @@
-"""TLS of gRPC. A process is given one folder with three files, named as Kubernetes and cert-manager name them:
+"""TLS of gRPC. A process has one folder with three files, named as by Kubernetes and cert-manager:
 
-tls.crt  its certificate, with the chain up to the CA
-tls.key  its private key
-ca.crt   the CA of the cluster: who has no certificate of it is not spoken to
+tls.crt  its certificate, with the chain up to the CA tls.key  its private key ca.crt   the CA of the cluster, which
+must have signed the peer's certificate
 
 A certificate carries the role of its process, as the name ROLE.ballast and as the URI ballast://ROLE/ID (`*` as ID: any
-of that role). A client asks for the role that it wants to reach, whatever the host is called, so certificates need not
-know where services run; only a dispatcher's must name its hosts, for clients from outside.
+of that role). A client verifies the role that it wants to reach instead of the host, so certificates do not depend on
+where services run; only a dispatcher's must name its hosts, for clients from outside.
 """
 
 import ssl
@@ -24,17 +23,14 @@ from ballast.common.errors import ConfigError
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _LOOK_S = 1.0  # interval of checks for new files
 _CALL_WITHIN_S = 15.0  # a little longer than a handshake may take
-_MOST_CONNECTIONS = 1 << 16  # that are remembered
+_MOST_CONNECTIONS = 1 << 16  # limit on remembered connections
 
 
 class TlsFolder:
-    """A certificate with its key and CA. After a replacement of the files new connections use the new ones."""
+    """A certificate with its key and CA. New connections use replaced files."""
 
     def __init__(self, path: Path) -> None:
-        """
-        Raises:
-            ConfigError: one of the files cannot be read, or is not what its name says.
-        """
+        """Raises ConfigError if one of the files cannot be read or is invalid."""
         self.path = path
         self._channel: tuple[list[tuple[int, int]], grpc.ChannelCredentials] | None = None
         for name, sign in ((CERTIFICATE, b"CERTIFICATE"), (KEY, b"PRIVATE KEY"), (CA, b"CERTIFICATE")):
@@ -42,7 +38,7 @@ class TlsFolder:
                 raise ConfigError(str(path / name), "holds no PEM block of that kind; `ballast certs` makes the files")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials of the current files; of the previous ones while the new ones cannot be read."""
+        """Credentials from the current files, or from the previous ones if the new ones cannot be read."""
         try:
             stamps = self.stamps()
             if self._channel is None or stamps != self._channel[0]:
@@ -54,12 +50,12 @@ class TlsFolder:
         return self._channel[1]
 
     def stamps(self) -> list[tuple[int, int]]:
-        """Changes when a file is replaced."""
+        """Modification stamps of the files."""
         stats = [(self.path / name).stat() for name in (CERTIFICATE, KEY, CA)]
         return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
     def left_s(self) -> float:
-        """Seconds for which the certificate is still valid; negative when it is not any more.
+        """Seconds until the certificate expires; negative if it has expired.
 
         Raises:
             ConfigError: it cannot be read.
@@ -67,10 +63,10 @@ class TlsFolder:
         return expires_unix_s(self.path / CERTIFICATE) - time.time()
 
     def server_credentials(self, *, asks_clients: bool) -> grpc.ServerCredentials:
-        """`asks_clients`: clients must have a certificate of the CA."""
+        """Server credentials. `asks_clients`: clients must have a certificate signed by the CA."""
         return grpc.dynamic_ssl_server_credentials(
             self._configuration(),
-            cast(Any, _Renewal(self).fetch),  # Any: its type leaves out that None is allowed
+            cast(Any, _Renewal(self).fetch),  # Any: its type omits that None is allowed
             require_client_authentication=asks_clients,
         )
 
@@ -83,15 +79,15 @@ class TlsFolder:
 
 
 class Handshakes:
-    """Counts failed handshakes: those that are followed by no call.
+    """Counts failed handshakes: those not followed by a call.
 
-    gRPC reports neither failures nor causes (certificate of another CA, none, or no TLS), but requests this side's
-    certificate at the beginning of each handshake.
+    gRPC reports neither failures nor causes (certificate of another CA, no certificate, no TLS), but it fetches this
+    side's certificate at the beginning of each handshake.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
-        self._begun_s = deque[float]()  # handshakes without a call so far
+        self._begun_s = deque[float]()  # start times of handshakes not yet followed by a call
         self._known = OrderedDict[str, None]()  # connections with calls
         self._failed_count = 0
         self._lock = Lock()  # handshakes begin in gRPC's threads
@@ -113,7 +109,7 @@ class Handshakes:
 
     @property
     def failed_count(self) -> int:
-        """Handshakes without a timely call."""
+        """Number of handshakes without a call within the time limit."""
         with self._lock:
             self._expire()
             return self._failed_count
@@ -137,7 +133,7 @@ class _Renewal:
         self._looked_at_s = time.monotonic()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """None: no change. Incomplete or missing files are no change either."""
+        """The current certificate; None: unchanged, also if files are incomplete or missing."""
         HANDSHAKES.begins()
         if time.monotonic() - self._looked_at_s < _LOOK_S:
             return None
@@ -154,10 +150,10 @@ class _Renewal:
 
 
 def expires_unix_s(certificate: Path) -> float:
-    """When the first certificate of a file ends.
+    """Expiry time of the first certificate in a file.
 
     Raises:
-        ConfigError: the file holds none that can be read.
+        ConfigError: the file contains no readable certificate.
     """
     decode = cast(Callable[[str], dict[str, Any]], ssl._ssl._test_decode_cert)  # pyright: ignore
     try:
@@ -167,7 +163,7 @@ def expires_unix_s(certificate: Path) -> float:
 
 
 def trusting(ca_file: Path | None) -> grpc.ChannelCredentials:
-    """Credentials of a client without a certificate. None: the CAs that gRPC comes with."""
+    """Credentials of a client without a certificate. None: gRPC's built-in CAs."""
     return grpc.ssl_channel_credentials(None if ca_file is None else _read(ca_file))
 
 

@@ -1,22 +1,24 @@
-"""Bounds the number of nested messages before parsing: 16 MiB hold eight million empty messages, which take seconds."""
+"""Limits the number of nested messages before parsing: 16 MiB can contain eight million empty messages, which take
+seconds.
+"""
 
 from typing import Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 LARGE_BYTES: Final = 1 << 16  # smaller ones are parsed directly
-MAX_MESSAGES: Final = 16_384  # inside of one message, at all depths
+MAX_MESSAGES: Final = 16_384  # at all depths together
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 def has_too_many(data: bytes, descriptor: Descriptor) -> bool:
-    """True if more than `MAX_MESSAGES` messages are nested. Examines at most four times as many fields.
+    """True if more than `MAX_MESSAGES` messages are nested. Reads at most four times as many fields.
 
-    Unreadable bytes count as few: parsing fails early.
+    Malformed bytes count as few messages: parsing fails early.
     """
     try:
         return _Walk(data).count(0, len(data), descriptor)
-    except IndexError:  # cut off in the middle
+    except IndexError:  # truncated
         return False
 
 
@@ -46,7 +48,7 @@ class _Walk:
                         return True
                 at += length
             else:
-                return False  # groups are no part of proto3
+                return False  # proto3 has no groups
         return False
 
     def _varint(self, at: int) -> tuple[int, int]:

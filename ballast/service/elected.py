@@ -15,9 +15,9 @@ _HEALTH_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ElectionCandidate:
-    service: str  # also the name of the lease
+    service: str  # also the name of its lease
     instance: str
-    address: str  # host:port as others reach it
+    address: str  # host:port for other processes
     ttl_s: float  # of the lease
 
 
@@ -31,11 +31,13 @@ async def serve_elected(
     on_change: Callable[[int | None], None],
     floor: Floor | None = None,
 ) -> None:
-    """Waits for the state server, then works and runs for the lease until `stopping` is set; gives the lease back.
+    """Run `work` and compete for the lease until `stopping` is set, then release the lease. Waits for the state server
+    first.
 
-    Ready means: this replica is the active one and the state server answers. A standby serves nobody. `on_change`
-    gets the fencing token, or None for standing by; it is called with None before `work` is cancelled. The token is
-    above `floor`. `server`: one whose readiness follows; None: the service has other means.
+    The service is ready while this replica is the leader and the state server answers; a standby serves no requests.
+    `on_change` gets the fencing token, or None for a standby; it is called with None before `work` is cancelled. The
+    token is above `floor`. `server`: the gRPC server whose readiness to set; None: the service reports it in another
+    way.
     """
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(

@@ -1,4 +1,4 @@
-"""HTTP failures in OpenAI's form: a status and a body."""
+"""HTTP failures in OpenAI's format: a status and a body."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -8,15 +8,15 @@ from ballast.rpc.errors import cut
 
 @dataclass(frozen=True, slots=True)
 class Failure(Exception):
-    """A refusal or an error, as a client gets it.
+    """A refusal or an error, as returned to a client.
 
     Attributes:
-        status: Of HTTP.
+        status: HTTP status.
         kind: OpenAI's `type` of the error.
-        code: A word that programs can tell causes apart by.
+        code: Identifies the cause for programs.
         message: For people: what was wrong, where, and what to do.
-        param: The field of the request at fault.
-        headers: Beyond those of every answer.
+        param: The invalid field of the request.
+        headers: Additional headers.
     """
 
     status: int
@@ -31,6 +31,6 @@ class Failure(Exception):
 
 
 def invalid(param: str | None, why: str, *, code: str = "invalid_value", status: int = 400) -> Failure:
-    """The request is at fault."""
+    """A failure caused by the request."""
     message = f"{param}: {why}" if param else why
     return Failure(status, "invalid_request_error", code, message, param)

@@ -22,28 +22,28 @@ from ballast.service.one_of import narrowed
 if TYPE_CHECKING:  # exists in the type stubs only
     from llguidance._lib import JsonCompileOptions
 
-MOST_KEPT = 256  # compiled: most requests of an application share a few
+MOST_KEPT = 256  # compiled grammars; most requests of an application share a few
 _SILENT = 0
-_TRIED_TOKENS = 4  # some grammars compile, and are too large from their second token on
+_TRIED_TOKENS = 4  # some grammars compile and exceed limits only from their second token on
 _MAX_WHY_CHARS = 300
 _DEAD_END = "NoExtensionBias"
-# Between two tokens of JSON. Without a bound a model may write nothing but blanks to the end of its length.
-_GAP = r"/[ \t\r\n]{0,8}/"  # around a thought
+# Whitespace between two tokens of JSON. Unbounded, a model may generate whitespace up to its maximum length.
+_GAP = r"/[ \t\r\n]{0,8}/"  # whitespace around a thought
 _JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, each once: who asks for one that is being compiled waits for it. Safe for
-    use from any thread.
+    """Compiles grammars for one vocabulary, each once; callers that need a grammar being compiled wait for it.
+    Thread-safe.
 
     Args:
         tokenizer_file: tokenizer.json of the model.
-        vocab_size: Of the model; may be larger than the tokenizer's. None: the tokenizer's.
-        eos_token_ids: Tokens that end a sequence, which are allowed where a grammar may end. None: the tokenizer's.
-        most_kept: Compiled grammars that are remembered.
+        vocab_size: Of the model; may exceed the tokenizer's. None: the tokenizer's.
+        eos_token_ids: End-of-sequence tokens, allowed where a grammar may end. None: the tokenizer's.
+        most_kept: Number of compiled grammars to cache.
 
     Raises:
-        ConfigError: the file is no tokenizer that llguidance can read.
+        ConfigError: llguidance cannot read the tokenizer file.
     """
 
     def __init__(
@@ -58,15 +58,13 @@ class Grammars:
             self._tokenizer = LLTokenizer(str(tokenizer_file), n_vocab=vocab_size, eos_token=eos)
         except (ValueError, RuntimeError, OSError) as error:
             raise ConfigError(str(tokenizer_file), f"is not a valid tokenizer: {error}") from error
-        self._threads = ThreadPoolExecutor(1, "grammars")  # its threads begin when there is something to do
+        self._threads = ThreadPoolExecutor(1, "grammars")  # starts its thread on first use
         self._lock = threading.Lock()
         self._most_kept = most_kept
         self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()  # least recently used first
 
     def ahead(self, grammar: Grammar) -> Future[Any]:
-        """Compiles it in a thread beside all others, one grammar at a time. Fails with InvalidRequest.
-        May be cancelled.
-        """
+        """Compile in a background thread, one grammar at a time. Cancellable. Raises InvalidRequest if it fails."""
         with self._lock:
             if (found := self._kept.get(grammar)) is not None and found.done():
                 self._kept.move_to_end(grammar)
@@ -74,8 +72,8 @@ class Grammars:
         return self._threads.submit(self._compile, grammar)
 
     def check(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
-        """Raises InvalidRequest, with what llguidance says, for a grammar that is too large, that cannot be followed,
-        or that these tokens of an answer do not follow.
+        """Raises InvalidRequest, with llguidance's message, for a grammar that is too large or unsatisfiable, or that
+        the given tokens of an answer violate.
         """
         matcher = self._compile(grammar)
         self._try(grammar, matcher.deep_copy())
@@ -84,14 +82,14 @@ class Grammars:
             raise InvalidRequest("resumption.token_ids", why)
 
     def start(self, grammar: Grammar, token_ids: Sequence[int]) -> LLMatcher:
-        """The state behind these tokens of the answer."""
+        """Grammar state after the given tokens of the answer."""
         matcher = self._compile(grammar).deep_copy()
         if token_ids:
             matcher.consume_tokens(list(token_ids))
         return matcher
 
     def _try(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """Advance by a few tokens: only then a matcher reports some failures."""
+        """Advance by a few tokens: matchers report some failures only then."""
         for count in range(_TRIED_TOKENS):
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             if (why := why_given_up(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):
@@ -129,7 +127,7 @@ class Grammars:
         return matcher
 
     def _behind_thought(self, grammar: Grammar) -> str:
-        """The grammar as the second part of one that begins with a thought."""
+        """A grammar that allows a thought before `grammar`."""
         text = _text(grammar)
         answer = {"lark_grammar": text} if grammar.kind is GrammarKind.LARK else json.loads(text)["grammars"][0]
         if (special := self._special(grammar.thought_end)) is None:
@@ -145,14 +143,14 @@ class Grammars:
         return json.dumps({"grammars": [{"lark_grammar": rules}, {**answer, "name": "answer"}]})
 
     def _special(self, tag: str) -> int | None:
-        """The special token of a tag, if there is one."""
+        """The special token of a tag, if any."""
         token_ids = self._tokenizer.tokenize_str(tag)
         return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None
 
 
 def why_given_up(matcher: LLMatcher) -> str:
-    """Why this matcher has failed; "" while it has not. A failed one allows only the end of the answer: to be called
-    after each mask and each token.
+    """Why this matcher has failed; "" if it has not. A failed matcher allows only the end of the answer, so check after
+    each mask and each token.
     """
     if not matcher.is_error():
         return ""

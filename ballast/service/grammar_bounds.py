@@ -1,4 +1,4 @@
-"""Bounds on the size of a grammar, checked before compilation where that is more than linear."""
+"""Size limits of grammars, checked before compilation where its cost is more than linear."""
 
 import json
 import re
@@ -8,9 +8,9 @@ from typing import cast
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
 
-MAX_PROPERTIES = 2_000  # of one object: 3,000 take three times as long to compile
+MAX_PROPERTIES = 2_000  # of one object; 3,000 take three times as long to compile
 MAX_ALL_PROPERTIES = 20_000
-MAX_ALTERNATIVES = 2_000  # of one anyOf or oneOf; values of an enum are one expression, and bounded by their length
+MAX_ALTERNATIVES = 2_000  # of one anyOf or oneOf; an enum is a single expression, limited by its length
 MAX_REPETITION = 1 << 17  # longer than any answer
 MAX_DEPTH = 200
 
@@ -19,7 +19,7 @@ _MINIMA = ("minItems", "minLength", "minProperties")
 
 
 def check_bounds(grammar: Grammar) -> None:
-    """Raises InvalidRequest, with what was counted and how much is allowed."""
+    """Raises InvalidRequest with the count and the limit."""
     field = f"sampling.grammar.{grammar.kind}"
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         try:
@@ -54,7 +54,7 @@ def _check_schema(field: str, schema: object) -> None:
 
 
 def _objects(schema: object) -> Iterator[tuple[dict[str, object], int]]:
-    """All JSON objects within, and how deep each lies."""
+    """(JSON object, nesting depth) of all objects within."""
     left: list[tuple[object, int]] = [(schema, 1)]
     while left:
         node, depth = left.pop()

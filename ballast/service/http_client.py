@@ -1,4 +1,4 @@
-"""An HTTP/1.1 client for calls between services: connections that are kept, bodies as streams, bounds on time."""
+"""HTTP/1.1 client for calls between services, with pooled connections, streamed bodies and time limits."""
 
 import asyncio
 import contextlib
@@ -16,14 +16,14 @@ from ballast.common.errors import BallastError, ConfigError, Unavailable
 from ballast.rpc.tls import CA
 
 _PIECE_BYTES = 64 << 10
-_KEEP_S = 30.0  # shorter than servers keep theirs: the one that closes first is this side
+_KEEP_S = 30.0  # shorter than servers' keep-alive, so that this side closes first
 _MAX_KEPT = 256
 
 Headers = Sequence[tuple[str, str]]
 
 
 class BrokenCall(BallastError):
-    """The connection ended during a call, which the other side may have executed or not."""
+    """The connection was lost during a call, which the server may or may not have executed."""
 
 
 @dataclass(slots=True)
@@ -31,20 +31,20 @@ class _HttpConnection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     idle_since_s: float = 0.0
-    is_clean: bool = True  # every request was sent to its end
+    is_clean: bool = True  # every request was sent completely
 
     def close(self) -> None:
         self.writer.transport.abort()
 
 
 class Response:
-    """An answer whose body is read piece by piece."""
+    """A response whose body is read piece by piece."""
 
     def __init__(self, connection: _HttpConnection) -> None:
         self.headers: list[tuple[str, str]] = []  # names in lower case
         self.status = 0
         self.is_over = False
-        self.keeps = False  # the connection may serve another call
+        self.keeps = False  # the connection can serve another call
         self._connection = connection
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = False
@@ -57,7 +57,7 @@ class Response:
         """The body.
 
         Raises:
-            BrokenCall: it ended too soon.
+            BrokenCall: it ended prematurely.
         """
         while True:
             pieces, self._pieces = self._pieces, []
@@ -71,7 +71,7 @@ class Response:
         """The whole body.
 
         Raises:
-            BrokenCall: it ended too soon, or is longer than that.
+            BrokenCall: it ended prematurely, or exceeds the limit.
         """
         body = bytearray()
         async for piece in self.pieces():
@@ -93,14 +93,14 @@ class Response:
         except (OSError, httptools.HttpParserError) as error:
             raise BrokenCall(f"the answer broke off: {error}") from error
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
 
     def on_headers_complete(self) -> None:
         self.status = self._parser.get_status_code()
-        self._has_head = self.status >= 200  # before it: 100 Continue and the like
+        self._has_head = self.status >= 200  # False for interim responses such as 100 Continue
         if not self._has_head:
             self.headers.clear()
 
@@ -116,11 +116,11 @@ class HttpClient:
     """Calls to one server, http://HOST:PORT or https://HOST:PORT.
 
     Args:
-        tls_dir: Folder whose ca.crt the server's certificate must be signed by.
-        server_name: What the certificate must name. None: the host of the URL.
+        tls_dir: Folder whose ca.crt must have signed the server's certificate.
+        server_name: Name required in the certificate. None: the host of the URL.
 
     Raises:
-        ConfigError: the URL is none, or the CA cannot be read.
+        ConfigError: the URL is invalid, or the CA cannot be read.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class HttpClient:
         headers: Mapping[str, str] | Headers = (),
         body: bytes | AsyncIterable[bytes] = b"",
     ) -> AsyncGenerator[Response, None]:
-        """Sends a request and gives the answer once its head is there. A body that is a stream is sent in chunks,
-        unless the headers have its length. Cancelling breaks the call off.
+        """Send a request; returns when the head of the response was received. A streamed body is sent in chunks unless
+        the headers have its length. Cancelling aborts the call.
 
         Raises:
-            Unavailable: there is no connection, so nothing was sent.
-            BrokenCall: it ended in the middle.
+            Unavailable: no connection, so nothing was sent.
+            BrokenCall: the connection was lost during the call.
         """
         pairs = list(headers.items() if isinstance(headers, Mapping) else headers)
         connection, response = await self._send(method, path, pairs, body)
@@ -186,7 +186,7 @@ class HttpClient:
             except BrokenCall:
                 connection.close()
                 if not is_fresh and not response.headers:
-                    continue  # the server had closed it before this request came
+                    continue  # the server closed the pooled connection before this request
                 raise
             except BaseException:
                 connection.close()
@@ -219,7 +219,8 @@ class HttpClient:
             else:
                 await self._send_stream(connection, response, body, chunked=chunked)
         except OSError as error:
-            # A server that refuses a body answers and closes: the answer says more than the broken connection.
+            # A server that refuses a body responds and closes; its response is more informative than the broken
+            # connection.
             with contextlib.suppress(BrokenCall):
                 return await response.read_head()
             raise BrokenCall(f"the request broke off: {error}") from error
@@ -228,7 +229,7 @@ class HttpClient:
     async def _send_stream(
         self, connection: _HttpConnection, response: Response, body: AsyncIterable[bytes], *, chunked: bool
     ) -> None:
-        """Until its end, or until the server answers although there is more."""
+        """Send the body until its end, or until the server responds early."""
         answered = asyncio.create_task(response.read_head(), name="early answer")
         try:
             async for piece in body:
@@ -248,7 +249,7 @@ class HttpClient:
             answered.cancel()
             await asyncio.wait([answered])
             if not answered.cancelled():
-                answered.exception()  # marks it as retrieved; the reader of the answer raises it again
+                answered.exception()  # marks it as retrieved; the reader of the response raises it again
 
     def _kept(self) -> _HttpConnection | None:
         while self._idle:

@@ -1,6 +1,6 @@
-"""HTTP connections with bounds: on how many there are, on the time and the length of a request's head, and on how long
-a client reads nothing. Clients that offer HTTP/2 (JDK, `curl --http2`) are answered in HTTP/1.1, those of HTTP/1.0
-without chunks."""
+"""HTTP connections with limits on their number, on the time and length of a request's head, and on how long a client
+reads nothing. Clients that offer HTTP/2 (JDK, `curl --http2`) get HTTP/1.1, HTTP/1.0 clients unchunked responses.
+"""
 
 import asyncio
 import re
@@ -18,9 +18,9 @@ _UPGRADE_TO_HTTP2 = re.compile(rb"\r\nupgrade:[ \t]*h2c[^\r\n]*", re.IGNORECASE)
 
 
 class _UnchunkedCycle(RequestResponseCycle):
-    """A response to HTTP/1.0: its body ends with the connection."""
+    """A response to an HTTP/1.0 request: its body ends with the connection."""
 
-    # Any: messages of ASGI.
+    # Any: ASGI messages.
     async def send(self, message: Any) -> None:
         if self.disconnected:
             return
@@ -44,9 +44,9 @@ class _UnchunkedCycle(RequestResponseCycle):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Who connects has some seconds to ask for something, and so has each further request once it has begun."""
+    """Protocol with a time limit for the first request of a connection and for the head of each further one."""
 
-    # Any: uvicorn hands in its configuration and state.
+    # Any: uvicorn's configuration and state.
     def __init__(self, *args: Any, client_stall_timeout_s: float, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._client_stall_timeout_s = client_stall_timeout_s
@@ -67,15 +67,15 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:
             self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES + (64 << 10):  # of which the last piece may be a body
+            if self._head_bytes > _MAX_HEAD_BYTES + (64 << 10):  # the last piece may include body
                 self._give_up()
                 return
-        if not self._is_in_message:  # the parser would take the body for one of the other protocol
-            head, end, body = data.partition(b"\r\n\r\n")
-            if _UPGRADE_TO_HTTP2.search(head):
-                data = _UPGRADE_TO_HTTP2.sub(b"", head) + end + body
+        if not self._is_in_message:  # the parser would treat the body as another protocol's
+            end = data.find(b"\r\n\r\n")
+            if found := _UPGRADE_TO_HTTP2.search(data, 0, end if end >= 0 else len(data)):
+                data = data[: found.start()] + data[found.end() :]
         super().data_received(data)
-        if self._is_in_head and self._head_timer is None:  # most heads come in one piece, and need no timer
+        if self._is_in_head and self._head_timer is None:  # most heads arrive in one piece and need no timer
             self._await_head()
 
     def on_message_begin(self) -> None:
@@ -90,7 +90,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._head_came()
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":  # its task has not begun to run yet
+        if self.scope["http_version"] == "1.0":  # its task has not started yet
             self.cycle.__class__ = _UnchunkedCycle
 
     def connection_lost(self, exc: Exception | None) -> None:

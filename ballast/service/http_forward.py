@@ -1,4 +1,4 @@
-"""Forwards a request unchanged to another server, and its answer back, as streams."""
+"""Forwards a request unchanged to another server and streams the response back."""
 
 from collections.abc import AsyncGenerator, Mapping
 from typing import Final
@@ -7,25 +7,25 @@ from starlette.types import Receive, Scope, Send
 
 from ballast.service.http_client import HttpClient
 
-# Of one connection, and so not handed on (RFC 9110, 7.6.1); `expect` was answered by the server that got it.
+# Hop-by-hop headers, not forwarded (RFC 9110, 7.6.1); `expect` was handled by the receiving server.
 _HOP: Final = frozenset(
     {"connection", "expect", "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 )
 
 
 class ClientGone(Exception):
-    """The client has closed the connection before its answer was complete."""
+    """The client closed the connection before its response was complete."""
 
 
 async def forward(
     client: HttpClient, scope: Scope, receive: Receive, send: Send, added: Mapping[str, str] | None = None
 ) -> int:
-    """The status of the answer. `added`: headers beside the client's.
+    """Forward the request and return the response's status. `added`: additional headers.
 
     Raises:
         Unavailable: nothing was sent.
-        BrokenCall: it ended in the middle, before or after the answer had begun.
-        ClientGone: the client left before its body was whole.
+        BrokenCall: the connection was lost during the call, before or after the response began.
+        ClientGone: the client disconnected before its body was complete.
     """
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
     headers = [(name, value) for name, value in headers if name.lower() not in _HOP] + list((added or {}).items())

@@ -1,4 +1,4 @@
-"""uvicorn within a service's own lifecycle: its loop, signals and shutdown."""
+"""uvicorn within the service's own lifecycle: event loop, signals and shutdown."""
 
 import asyncio
 import socket
@@ -16,7 +16,7 @@ from ballast.service.http_connections import BoundedProtocol
 from ballast.service.logs import get_logger
 
 _BACKLOG = 4096
-_LOOK_S = 1.0  # how often a new certificate is looked for
+_LOOK_S = 1.0  # interval of checks for a new certificate
 
 
 class HttpServer:
@@ -47,21 +47,21 @@ class HttpServer:
             ssl_certfile=None if tls_dir is None else tls_dir / CERTIFICATE,
             ssl_keyfile=None if tls_dir is None else tls_dir / KEY,
             proxy_headers=False,
-            timeout_keep_alive=75,  # longer than most proxies keep theirs: the one that closes first should be they
+            timeout_keep_alive=75,  # longer than most proxies', so that they close first
             timeout_graceful_shutdown=max(1, round(shutdown_timeout_s)),
         )
         self._server = uvicorn.Server(config)
         self._tls = None if tls_dir is None else TlsFolder(tls_dir)
 
     async def start(self) -> None:
-        """Accept requests from now on."""
+        """Start accepting requests."""
         config = self._server.config
         config.load()
         self._server.lifespan = config.lifespan_class(config)
         await self._server.startup(sockets=[self._socket])
 
     async def serve(self, stopping: asyncio.Event) -> None:
-        """Serves until `stopping` is set and running requests have ended, or their time is up."""
+        """Serve until `stopping` is set and running requests have ended or timed out."""
         ticking = asyncio.create_task(self._server.main_loop(), name="uvicorn")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         renewing = asyncio.create_task(self._follow_certificate(), name="certificate")
@@ -75,7 +75,7 @@ class HttpServer:
             await self._server.shutdown(sockets=[self._socket])
 
     async def _follow_certificate(self) -> None:
-        """New connections get the certificate that lies in the folder, once its files fit together."""
+        """Use the folder's new certificate for new connections once its files match."""
         if self._tls is None:
             return
         files, known = (self._tls.path / CERTIFICATE, self._tls.path / KEY), self._tls.stamps()

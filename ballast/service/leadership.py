@@ -1,7 +1,7 @@
-"""Leader election: a lease in the state server, renewed while its holder lives.
+"""Leader election by a lease in the state server, renewed while its holder is alive.
 
-While the state server is unreachable there is no election, and the leader goes on; its writes carry its fencing token
-and are refused once another has taken over (I5).
+While the state server is unreachable there are no elections, and the leader continues; its writes carry its fencing
+token and are refused once another process has taken over (I5).
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from ballast.common.errors import InvalidRequest, Unavailable
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
 
-_CONFIRMED_SKIPS = 4  # lookups in a row: two leaders at a time are found out after these
+_CONFIRMED_SKIPS = 4  # maximum lookups skipped in a row; then a second leader is detected
 
 
 class Floor:
-    """Lower bound of the lease's token: a state server that restarts empty and with an earlier clock issues lower
+    """Lower bound of lease tokens: a state server that restarts empty and with an earlier clock would issue lower
     tokens than before, and a leader with such a token would be fenced everywhere.
     """
 
@@ -25,16 +25,16 @@ class Floor:
         self.token = 0
 
     def fenced(self, seen: int) -> None:
-        """This token was seen elsewhere. If this process holds the lease, it is renewed with a higher one."""
+        """Record a token seen elsewhere. If this process holds the lease, the lease is renewed with a higher token."""
         self.token = max(self.token, seen)
 
 
 class Leadership:
-    """Tries for the lease `name` for as long as `run` runs, and reports the first outcome and every change of
-    the token to `on_change`.
+    """Competes for the lease `name` while `run` runs, and reports the first outcome and every change of the token to
+    `on_change`.
 
-    `holder` must be unique to this life of the process: with a name that survives a restart, the new process would
-    get the lease, and the fencing token, of its dead predecessor.
+    `holder` must be unique to this life of the process: otherwise a restarted process would get the lease, and the
+    fencing token, of its dead predecessor.
     """
 
     def __init__(
@@ -56,8 +56,8 @@ class Leadership:
         self._on_change = on_change
         self._floor = floor or Floor()
         self._renewable = True
-        self.token: int | None = None  # None: standing by
-        self.decided = asyncio.Event()  # the state server has answered once: active or standby
+        self.token: int | None = None  # None: standby
+        self.decided = asyncio.Event()  # set once the state server has answered: leader or standby
 
     async def run(self) -> None:
         while True:
@@ -83,7 +83,7 @@ class Leadership:
         self.decided.set()
 
     async def resign(self) -> None:
-        """Release the lease, so that a standby need not wait for its expiry. Call after `run` has ended."""
+        """Release the lease, so that a standby need not wait for its expiry. Call it after `run` has ended."""
         if self.token is None:
             return
         self.token = None
@@ -96,7 +96,7 @@ class Leadership:
 class LeaderAddress:
     """Address of a lease's holder, updated while `follow` runs.
 
-    While the state server is unreachable, or there is no holder, the last address stays. A fixed address is never
+    The last address is kept while the state server is unreachable or there is no holder. A fixed address is never
     looked up.
     """
 
@@ -106,10 +106,10 @@ class LeaderAddress:
         self._is_fixed = fixed is not None
         self._interval_s = interval_s
         self._answers = False
-        self.current = fixed  # host:port; None: nobody has been found yet
+        self.current = fixed  # host:port; None: no holder was found yet
 
     def confirm(self) -> None:
-        """The address has just answered as the leader: look it up less often."""
+        """Report that the address has just answered as the leader, so that lookups can be less frequent."""
         self._answers = True
 
     async def follow(self) -> None:
@@ -119,7 +119,7 @@ class LeaderAddress:
                 unasked += 1
             else:
                 unasked = 0
-                with contextlib.suppress(Unavailable, InvalidRequest):  # garbage in the server is nobody's address
+                with contextlib.suppress(Unavailable, InvalidRequest):  # ignore a corrupted entry
                     address = await self._state.leader_address(self._name)
                     self.current = checked_address(address) if address else self.current
             self._answers = False

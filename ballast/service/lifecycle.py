@@ -1,6 +1,6 @@
-"""The life of a service process: event loop, signals, exit statuses.
+"""Lifecycle of a service process: event loop, signals, exit statuses.
 
-Exit status: 0 stopped as asked, 2 configuration wrong, 70 broken invariant (our bug), 1 anything else.
+Exit status: 0 stopped on request, 2 invalid configuration, 70 broken invariant (a bug), 1 anything else.
 """
 
 import asyncio
@@ -24,29 +24,29 @@ from ballast.service.redact import redact
 
 E = TypeVar("E", bound=Exception)
 
-_MAX_CAUSES = 256  # told apart in the log; beyond that failures are only counted
+_MAX_CAUSES = 256  # distinct causes in the log; further failures are only counted
 
 
 class Lifecycle:
-    """For a service's main function: signals the stop, and takes reports of bugs."""
+    """Signals the main function of a service to stop, and collects reports of bugs."""
 
     def __init__(self) -> None:
         self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: drain, then return
         self.bug: InvariantViolation | None = None
-        self._logged: set[tuple[str, str, tuple[str, int]]] = set()  # causes of failed calls that the log has
+        self._logged: set[tuple[str, str, tuple[str, int]]] = set()  # causes of failed calls already logged
 
     def stop(self) -> None:
         self.stopping.set()
 
     def report_bug(self, bug: InvariantViolation) -> None:
-        """Logs the story and stops the process with status 70. Safe to call from the event loop only."""
+        """Log the history and stop the process with status 70. Call it from the event loop only."""
         INVARIANT_VIOLATIONS.inc()
         get_logger().error("invariant violated", why=bug.why, story=list(bug.story))
         self.bug = self.bug or bug
         self.stopping.set()
 
     def report_failure(self, failure: CallFailure) -> None:
-        """Count an unexpected failure of a call, and log it if its cause is new. The service goes on."""
+        """Count an unexpected failure of a call, and log it if its cause is new. The service continues."""
         CALL_FAILURES.labels(failure.method, failure.cause).inc()
         key = (failure.method, failure.cause, raised_at(failure.error))
         if key in self._logged or len(self._logged) >= _MAX_CAUSES:
@@ -66,23 +66,23 @@ def advertised_address(host: str, advertise_host: str | None, port: int) -> str:
 
 
 def say_ready(service: str, instance: str, address: str) -> None:
-    """Print the ready message, one line on stdout for the parent process, and exclude present objects from garbage
-    collection.
+    """Print the ready message, one line on stdout for the parent process, and freeze existing objects for the garbage
+    collector.
     """
     gc.collect()
-    gc.freeze()  # else every full collection goes through all that was imported: most of an idle worker's time
+    gc.freeze()  # otherwise full collections of imported objects would take most of an idle worker's time
     print(f"ready service={service} id={instance} address={address}", flush=True)
 
 
 def run_service(main: Callable[[Lifecycle], Awaitable[None]]) -> None:
-    """Runs `main` until it returns, then exits the process. SIGTERM and SIGINT set `stopping`; a second one kills."""
+    """Run `main` until it returns, then exit the process. SIGTERM and SIGINT set `stopping`; a second one kills."""
     faulthandler.enable()
     _open_all_files()
     sys.exit(uvloop.run(_supervise(main)))
 
 
 def _open_all_files() -> None:
-    """Raises the limit: what a shell starts with, 1,024 as a rule, is meant for programs that use select."""
+    """Raise the limit on open files: shells default to 1,024, for programs that use select."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and now < most:
         with contextlib.suppress(OSError, ValueError):

@@ -1,8 +1,7 @@
-"""Structured logs: one event per line on stderr, ids as fields. Cores never log: shells log what they say.
+"""Structured logs: one event per line on stderr, ids as fields. Cores do not log; shells log their decisions.
 
-A line never costs more than itself: where it cannot be written (full disk, closed pipe, a reader that has stalled) it
-is dropped and counted, and the service goes on. No line shows a secret, and no traceback the values of variables, which
-may be a client's prompt.
+Logging never blocks a service: a line that cannot be written (full disk, closed pipe, stalled reader) is dropped and
+counted. Lines contain no secrets, and tracebacks no values of variables, which may be a client's prompt.
 """
 
 import io
@@ -26,15 +25,15 @@ from ballast.service.redact import redact
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 
-# A client's id with such a character must not make a line look like something else. Escape starts our own colours.
+# Such characters in a client's id must not forge log lines. The escape character starts our own colours.
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]|\x1b(?!\[[0-9;]*m)")
-_PIPE_BYTES = 4096  # POSIX: a pipe with any room takes so many at once without blocking
-_PATIENCE_S = 0.05  # a reader that has stalled holds us up so long
-_REST_S = 1.0  # and is not waited for again before so much time has passed
+_PIPE_BYTES = 4096  # POSIX: a writable pipe accepts this many without blocking
+_PATIENCE_S = 0.05  # longest wait for a stalled reader
+_REST_S = 1.0  # minimum time before waiting for it again
 
 
 class Sink(io.TextIOBase):
-    """The stream of all log lines. Writing never raises, and blocks for `_PATIENCE_S` at most."""
+    """The stream of all log lines. Writing never raises, and blocks for at most `_PATIENCE_S`."""
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__()
@@ -42,7 +41,7 @@ class Sink(io.TextIOBase):
         self._impatient_until_s = 0.0
         try:
             self._fd = stream.fileno()
-        except (OSError, ValueError, AttributeError):  # not a file: somebody captures what is said
+        except (OSError, ValueError, AttributeError):  # not a file: the stream is captured
             self._fd = None
         else:
             self._poll = select.poll()
@@ -59,10 +58,10 @@ class Sink(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """Nothing to flush."""
+        """No-op."""
 
     def _write(self, fd: int, data: bytes) -> bool:
-        """Returns True if everything could be written; the rest of a line is dropped."""
+        """Returns True if everything was written; the rest of the line is dropped."""
         ends_s = time.monotonic() + _PATIENCE_S
         while data:
             now_s = time.monotonic()
@@ -75,7 +74,7 @@ class Sink(io.TextIOBase):
 
 
 class _Renderer:
-    """The last processor: makes one line of an event, without secrets, whatever is in it."""
+    """The last processor: renders any event as one line, without secrets."""
 
     def __init__(self, render: structlog.typing.Processor) -> None:
         self._render = render
@@ -84,7 +83,7 @@ class _Renderer:
         said = event.get("event")
         try:
             line = str(self._render(logger, name, event))
-        except Exception as error:  # noqa: BLE001 - a value that cannot be shown must not end who logs it
+        except Exception as error:  # noqa: BLE001 - a value whose repr fails must not stop the caller
             line = f"{name}: {said!s:.200} (cannot be shown: {type(error).__name__})"
         return _UNPRINTABLE.sub(_escaped, redact(line))
 
@@ -94,7 +93,7 @@ def _escaped(found: re.Match[str]) -> str:
 
 
 def configure(*, service: str, instance: str, level: LogLevel, form: LogFormat) -> None:
-    """Sets up logging for this process; `instance` tells replicas of a service apart."""
+    """Set up logging for this process; `instance` identifies the replica of a service."""
     shared: list[structlog.typing.Processor] = [
         structlog.contextvars.merge_contextvars,
         structlog.processors.add_log_level,
@@ -118,7 +117,7 @@ def configure(*, service: str, instance: str, level: LogLevel, form: LogFormat) 
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, instance=instance)
-    # Libraries (grpc, redis) log through the standard module: same stream, warnings and worse.
+    # Libraries (grpc, redis) use the standard module: same stream, warnings and above.
     handler = logging.StreamHandler(sink)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -137,7 +136,7 @@ _NOWHERE: structlog.typing.FilteringBoundLogger = structlog.wrap_logger(
 
 @contextmanager
 def silence() -> Generator[None]:
-    """Context manager without logging, for simulated services."""
+    """Context manager that disables logging, for simulated services."""
     token = _is_silent.set(True)
     try:
         yield
@@ -146,12 +145,12 @@ def silence() -> Generator[None]:
 
 
 def frames(error: BaseException) -> list[str]:
-    """Where it was raised, innermost last. Without its message, which may quote what a client has sent."""
+    """Stack frames of an error, innermost last, without its message, which may quote a client's request."""
     return [f"{frame.filename}:{frame.lineno} in {frame.name}" for frame in traceback.extract_tb(error.__traceback__)]
 
 
 def raised_at(error: BaseException) -> tuple[str, int]:
-    """File and line, the innermost. Reads no source, as `frames` does: a thousand calls may fail at once."""
+    """File and line where it was raised. Unlike `frames` it reads no source, as a thousand calls may fail at once."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

@@ -1,7 +1,7 @@
-"""Prometheus metrics: one registry per process, served over HTTP on its own port. Names are `ballast_*`, base units.
+"""Prometheus metrics: one registry per process, served over HTTP on its own port. Names are `ballast_*`, in base units.
 
-What is served is the registry with two things added: every sample of ours has the label `model_name`, once the model
-is known, and the core metrics appear a second time under the names that vLLM gives them.
+Two things are added to the registry's output: every metric of ours has the label `model_name` once the model is known,
+and the core metrics appear a second time under vLLM's names.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 import ballast
 from ballast.common.errors import ConfigError
 
-# The buckets of vLLM's histograms, so that boards can be compared.
+# vLLM's histogram buckets, so that dashboards are comparable.
 TTFT_BUCKETS_S = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0),
@@ -32,11 +32,11 @@ E2E_BUCKETS_S = (
     *(120.0, 240.0, 480.0, 960.0, 1920.0, 7680.0),
 )
 _OURS: Final = "ballast_"
-_MAX_SCRAPES = 16  # at a time
+_MAX_SCRAPES = 16  # concurrent scrapes
 _SCRAPE_S = 5.0
 
-# Family -> vLLM's, those of its older versions too. What a dispatcher and its workers count of the same thing has one
-# name there: it adds up.
+# Metric family -> vLLM's names, including those of older versions. Counters of a dispatcher and its workers that count
+# the same share a name: their sum is the total.
 VLLM_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "ballast_requests_running": ("vllm:num_requests_running",),
     "ballast_requests_waiting": ("vllm:num_requests_waiting",),
@@ -55,7 +55,7 @@ VLLM_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "ballast_request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
     "ballast_requests": ("vllm:request_success",),
 }
-# Of `ballast_requests`; other endings are no success there.
+# Values of `ballast_requests`' label that count as success.
 _VLLM_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 disable_created_metrics()
@@ -92,7 +92,7 @@ TASK_FAILURES = Counter(
 
 
 class Exposition(Collector):
-    """A registry as it is shown. `model_name` may become known later, and is asked each time."""
+    """A registry's output. `model_name` may become known later and is read on each scrape."""
 
     def __init__(self, registry: CollectorRegistry, instance: str = "") -> None:
         self.model_name: Callable[[], str] = str
@@ -131,11 +131,13 @@ def _as_vllm(metric: Metric, name: str, added: Mapping[str, str]) -> Metric:
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """A thread for each connection, of which there are few: who takes long makes room for who comes."""
+    """Server with a thread per connection and a limit on connections: a slow one is closed to make
+    room for a new one.
+    """
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._open: dict[socket.socket, float] = {}  # since when, in this order
+        self._open: dict[socket.socket, float] = {}  # connection -> its start, oldest first
         self._lock = threading.Lock()
         super().__init__(address, handler)
 
@@ -147,7 +149,7 @@ class _BoundedServer(ThreadingHTTPServer):
             if full and oldest is not None and now_s - self._open[oldest] > _SCRAPE_S:
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # its thread comes to its end by that
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
                 full = False
             if not full:
                 self._open[request] = now_s
@@ -163,14 +165,14 @@ class _BoundedServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """A connection that ends is no news."""
+        """Ignore connections that end early."""
 
 
 class MetricsServer:
-    """Serves /metrics. Port 0 switches it off.
+    """Serves /metrics. Port 0 disables it.
 
     Raises:
-        ConfigError: it cannot listen there.
+        ConfigError: the address cannot be bound.
     """
 
     def __init__(self, host: str, port: int, *, service: str = "", instance: str = "") -> None:

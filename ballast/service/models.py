@@ -1,6 +1,6 @@
-"""Models by name: a folder, or org/name[@revision] of a Hugging Face hub, whose cache is used as everybody else does.
+"""Models by name: a folder, or org/name[@revision] of a Hugging Face hub, with the standard cache.
 
-huggingface_hub does the work and has the settings: HF_HOME (where the cache is), HF_HUB_OFFLINE=1 (use nothing but the
+huggingface_hub does the work and has the settings: HF_HOME (location of the cache), HF_HUB_OFFLINE=1 (use only the
 cache), HF_TOKEN (for gated models), HF_ENDPOINT (another hub).
 """
 
@@ -18,7 +18,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A model of a hub."""
+    """A model on a hub."""
 
     repo: str
     revision: str | None = None
@@ -29,7 +29,7 @@ class Name:
 
 @dataclass(frozen=True, slots=True)
 class FoundModel:
-    """Where a model lies on this machine, and what it is called."""
+    """A model's folder on this machine and its name."""
 
     folder: Path
     name: str
@@ -37,7 +37,7 @@ class FoundModel:
 
 @dataclass(frozen=True, slots=True)
 class CachedModel:
-    """One revision of a model in the cache of this machine."""
+    """A revision of a model in this machine's cache."""
 
     name: str
     revision: str
@@ -47,22 +47,22 @@ class CachedModel:
 
 
 def hub_name(text: str) -> Name | None:
-    """None: it is no name of a hub, but a folder, or means nothing."""
+    """Parse the name of a model on a hub. None: it is a folder, or invalid."""
     found = _NAME.fullmatch(text)
     return Name(found["repo"], found["revision"]) if found is not None and not Path(text).exists() else None
 
 
 def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], object] | None = None) -> FoundModel:
-    """Folder and name of `model`; what the cache lacks of a hub's model is fetched, with a progress bar on a terminal.
+    """Folder and name of `model`. Missing files of a hub's model are downloaded, with a progress bar on a terminal.
 
     Args:
         model: A folder, or org/name[@revision].
-        weights: Whether the tensors are wanted, too; config.json and tokenizer are always.
-        check: Looks at the folder with config.json, before any tensor is fetched, and raises ConfigError if the model
+        weights: Whether to download the tensors, too; config.json and tokenizer always are.
+        check: Called with the folder of config.json before any tensor is downloaded; raises ConfigError if the model
             cannot be served.
 
     Raises:
-        ConfigError: it is neither; or the hub or the cache does not have it, with what to do.
+        ConfigError: it is neither, or neither hub nor cache have it; the message says what to do.
     """
     text = str(model)
     name = hub_name(text)
@@ -86,7 +86,7 @@ def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], obje
 
 
 def cached_models() -> Iterator[CachedModel]:
-    """What is in the cache of this machine, by name."""
+    """Models in this machine's cache, sorted by name."""
     from huggingface_hub import scan_cache_dir
     from huggingface_hub.errors import CacheNotFound
 
@@ -106,8 +106,8 @@ def cached_models() -> Iterator[CachedModel]:
 
 
 def _fetched(name: Name, patterns: tuple[str, ...]) -> Path:
-    """The folder of a snapshot with the files of these patterns."""
-    # Here and not above: it takes a third of a second, and a folder does not need it.
+    """Download the files that match these patterns. Returns the snapshot's folder."""
+    # Imported here because it takes a third of a second, and folders do not need it.
     from huggingface_hub import (
         constants,
         snapshot_download,  # pyright: ignore[reportUnknownVariableType] -- its callback's type is open

@@ -1,15 +1,16 @@
-"""`oneOf` of a JSON schema whose branches overlap in their types, narrowed so that they do not.
+"""Narrows `oneOf` in JSON schemas whose branches overlap in their types, so that they become disjoint.
 
-A grammar cannot say "exactly one of these", so llguidance follows `oneOf` only where it can prove that no value matches
-two branches. Of {"type": ["string", "null"]} and {"type": ["integer", "null"]} it cannot: null matches both, and is not
-valid. Without the types that they share it can, and every answer still validates, since nothing new is allowed.
+A grammar cannot express "exactly one of these", so llguidance accepts `oneOf` only if it can prove that no value
+matches two branches. For {"type": ["string", "null"]} and {"type": ["integer", "null"]} it cannot: null matches both
+and is therefore invalid. Without the shared types it can, and every answer still validates, since nothing new is
+allowed.
 """
 
 import json
 from collections import Counter
 from typing import Any, cast
 
-Schema = dict[str, Any]  # Any: JSON of strangers
+Schema = dict[str, Any]  # Any: foreign JSON
 
 _INNER = ("items", "additionalProperties", "additionalItems", "unevaluatedProperties", "unevaluatedItems", "contains")
 _LISTS = ("anyOf", "allOf", "oneOf", "prefixItems", "items")
@@ -17,16 +18,16 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def narrowed(text: str) -> str:
-    """The schema with such places narrowed; the text itself where there are none, or where it is no JSON.
+    """The schema with such `oneOf`s narrowed; unchanged if there are none or if the text is not JSON.
 
-    Nor is anything changed where there are conditions: what is narrower in one of these allows more elsewhere.
+    Schemas with conditions are left alone: narrowing a condition would allow more elsewhere.
     """
     if '"oneOf"' not in text or '"not"' in text or '"if"' in text:
         return text
     try:
         schema: object = json.loads(text)
     except (ValueError, RecursionError):
-        return text  # llguidance says what is wrong with it
+        return text  # llguidance reports the error
     changed, left = False, [schema]
     while left:
         match found := left.pop():
@@ -42,7 +43,7 @@ def narrowed(text: str) -> str:
 
 
 def _within(schema: Schema) -> list[object]:
-    """The schemas that stand in this one."""
+    """Direct subschemas."""
     found: list[object] = [schema[key] for key in _INNER if key in schema]
     for key in _LISTS:
         if isinstance(parts := schema.get(key), list):
@@ -54,7 +55,7 @@ def _within(schema: Schema) -> list[object]:
 
 
 def _without_shared_types(branches: object) -> list[Schema] | None:
-    """None: nothing is to be changed, or it cannot be told from the types."""
+    """The branches without shared types. None: nothing to change, or the types are not known."""
     if not isinstance(branches, list):
         return None
     types = [_types(branch) for branch in cast(list[object], branches)]

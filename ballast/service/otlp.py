@@ -1,9 +1,9 @@
-"""Spans for an OpenTelemetry collector (Jaeger, Tempo ...), sent by OpenTelemetry's SDK: OTLP over HTTP.
+"""Spans for an OpenTelemetry collector (Jaeger, Tempo ...), sent with OpenTelemetry's SDK as OTLP over HTTP.
 
-Spans are made of what is known when something has ended, so nothing is spent on them while tokens flow. The SDK queues
-them, sends from a thread of its own, and drops the oldest when a collector is slow. Its environment variables apply
-(`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE`, `OTEL_RESOURCE_ATTRIBUTES` ...).
-Ids that two services have to agree on are derived from what both know.
+Spans are created from records when something has ended, so they cost nothing while tokens are generated. The SDK queues
+them, sends from its own thread, and drops the oldest if a collector is slow. Its environment variables apply
+(`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE`, `OTEL_RESOURCE_ATTRIBUTES` ...). Ids on which two
+services have to agree are derived from what both know.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ _PARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """A span that others refer to."""
+    """Reference to a span."""
 
     trace_id: str  # 32 hexadecimal digits
-    span_id: str  # 16; "": none, a trace begins here
+    span_id: str  # 16 hexadecimal digits; "": none, the trace begins here
     sampled: bool = True
 
     @classmethod
     def read(cls, traceparent: str) -> Self | None:
-        """Parses W3C's `traceparent` header; None for anything else."""
+        """Parse W3C's `traceparent` header; None if invalid."""
         found = _PARENT.fullmatch(traceparent)
         if found is None:
             return None
@@ -67,12 +67,14 @@ class Context:
         return f"00-{self.trace_id}-{self.span_id or '0' * 16}-{'01' if self.sampled else '00'}"
 
     def request(self, request_id: str) -> "Context":
-        """The span of a request in this trace, known before it is made."""
+        """Reference to a request's span in this trace, known before the span is created."""
         return Context(self.trace_id, _digest(self.trace_id, request_id)[:16], sampled=self.sampled)
 
 
 def transition_context(layout: Layout) -> Context:
-    """The span of the transition that led to this layout: planners make it, dispatchers refer to it."""
+    """Reference to the span of the transition that led to this layout, created by the planner and referenced by
+    dispatchers.
+    """
     members = (f"{m.worker_id} {m.incarnation} {m.address}" for group in layout.groups for m in group.members)
     digest = _digest("transition", str(layout.epoch), *sorted(members))
     return Context(digest[:32], digest[32:48])
@@ -91,11 +93,11 @@ class SpanEvent:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """A span that has ended. Times are of the wall's clock; attributes that are None or "" are not sent."""
+    """A completed span. Times are wall-clock times; attributes that are None or "" are not sent."""
 
     name: str
-    at: Context  # its trace, and its own id; "": the exporter draws one
-    parent_id: str  # "": it is its trace's first
+    at: Context  # its trace and its own id; "": the exporter draws an id
+    parent_id: str  # "": the root span
     begin_s: float
     end_s: float
     attributes: Mapping[str, object]
@@ -106,17 +108,17 @@ class Span:
 
 
 def wall_offset_s() -> float:
-    """From `time.monotonic()` of this process to the time of day, which collectors want."""
+    """Offset from `time.monotonic()` of this process to wall-clock time, which collectors expect."""
     return time.time() - time.monotonic()
 
 
 class Exporter:
-    """Sends spans from a thread of the SDK. `put` is called from one thread.
+    """Sends spans from the SDK's thread. Call `put` from one thread only.
 
     Args:
         endpoint: http://HOST:4318, or its /v1/traces.
-        service: Of the resource, without "ballast-".
-        instance: Of the resource.
+        service: service.name of the resource, without "ballast-".
+        instance: service.instance.id of the resource.
     """
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
@@ -150,14 +152,14 @@ class Exporter:
             made.end(_nanoseconds(span.end_s))
 
     async def close(self) -> None:
-        """Sends what is queued, unless that takes longer than one request may."""
+        """Send the queued spans, waiting at most as long as one request may take."""
         sent = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush))
         await asyncio.wait([sent], timeout=_TIMEOUT_S)
-        self._sender.shutdown()  # a request under way is not repeated
+        self._sender.shutdown()  # a running request is not retried
 
 
 class _Ids(IdGenerator):
-    """Gives the SDK the ids of the span that `put` makes."""
+    """Supplies the SDK with the ids of the span that `put` creates."""
 
     trace_id = span_id = ""
 

@@ -1,4 +1,4 @@
-"""Messages that made no sense: counted by sender, logged once for each sender and field. The service goes on."""
+"""Invalid messages: counted by sender, logged once for each sender and field. The service continues."""
 
 from prometheus_client import Counter
 
@@ -12,12 +12,12 @@ _REFUSED = Counter(
     ["sender"],
     registry=REGISTRY,
 )
-_MAX_SENDERS = 256  # with a name of their own: a sender that changes its name costs no memory
+_MAX_SENDERS = 256  # distinct senders; further ones are counted together, which bounds memory
 _OTHERS = "others"
 
 
 class Refusals:
-    """What one service has refused. Not safe for threads."""
+    """Messages refused by one service. Not thread-safe."""
 
     def __init__(self) -> None:
         self._fields: dict[str, set[str]] = {}

@@ -1,7 +1,7 @@
-"""Who may talk to a service: TLS with certificates between services, tokens at the dispatchers, and what each may ask.
+"""Access control: TLS with certificates between services, tokens at dispatchers, and the calls permitted to each role.
 
-Without both, a service listens on this machine's loopback only, unless it is told `--insecure`. docs/security.md says
-what that protects against whom.
+Without both, a service listens on loopback only unless `--insecure` is given. docs/security.md describes the threat
+model.
 """
 
 import contextlib
@@ -56,7 +56,9 @@ REGISTRY.register(_HandshakeMetrics())
 
 
 class _Certificates(Collector):
-    """Gauge of seconds until each certificate of this process expires. Those that expire soon are logged daily."""
+    """Gauge of seconds until each certificate of this process expires. Certificates close to expiry
+    are logged daily.
+    """
 
     def __init__(self) -> None:
         self._folders: dict[Path, TlsFolder] = {}
@@ -86,12 +88,12 @@ class _Certificates(Collector):
 _CERTIFICATES = _Certificates()
 REGISTRY.register(_CERTIFICATES)
 
-# Any: the message types of a call do not matter here.
+# Any: the message types do not matter here.
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Role(StrEnum):
-    """What a certificate says its process is."""
+    """The role of a process according to its certificate."""
 
     MONITOR = "monitor"
     PLANNER = "planner"
@@ -99,14 +101,14 @@ class Role(StrEnum):
     WORKER = "worker"
     GATEWAY = "gateway"
     JOBS = "jobs"
-    OPERATOR = "operator"  # a person's tool, past the dispatchers
+    OPERATOR = "operator"  # a tool run by a person, bypassing dispatchers
 
 
 _CONTROL = frozenset({Role.DISPATCHER, Role.OPERATOR})
 _WATCHING = frozenset({Role.PLANNER, Role.DISPATCHER, Role.OPERATOR})
 _ORDERS = frozenset({Role.PLANNER})
 
-# Which roles may make a call; what is not here nobody may.
+# Method -> roles that may call it. Methods that are not listed are denied.
 _MONITOR, _PLANNER, _WORKER = (f"/ballastpb.{s}.v1.{s.capitalize()}Service/" for s in ("monitor", "planner", "worker"))
 MAY_CALL: Mapping[str, frozenset[Role]] = {
     f"{_MONITOR}Report": frozenset({Role.WORKER}),
@@ -120,7 +122,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
         )
     },
     f"{_WORKER}Attach": frozenset({Role.DISPATCHER}),
-    f"{_WORKER}GetStatus": _WATCHING | {Role.GATEWAY},  # whose page shows each member's memory
+    f"{_WORKER}GetStatus": _WATCHING | {Role.GATEWAY},  # its page shows each member's memory
     f"{_WORKER}GetTrace": frozenset({Role.OPERATOR}),
     f"{_WORKER}GetTransition": frozenset({Role.PLANNER, Role.OPERATOR}),
     **{
@@ -128,13 +130,13 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
         for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain", "Park")
     },
 }
-# What a token for inference is good for, at a dispatcher. For everything else the other role is needed.
+# Methods permitted to tokens with role infer at a dispatcher; all others require operate.
 _INFERENCE = "/ballastpb.inference.v1.InferenceService/"
 INFERS = frozenset(f"{_INFERENCE}{name}" for name in ("Generate", "Cancel", "Tokenize", "Detokenize", "GetModelInfo"))
 
 
 class GuardedSettings(Settings):
-    """Settings of whatever listens: where, what protects it, and what it logs."""
+    """Settings of every listening service: address, protection and logging."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -155,7 +157,7 @@ class GuardedSettings(Settings):
 
 
 class ServiceSettings(GuardedSettings):
-    """Settings that all services of the cluster share."""
+    """Settings common to all services of the cluster."""
 
     metrics_host: str = "127.0.0.1"
     """Address to serve Prometheus metrics on."""
@@ -172,13 +174,10 @@ class ServiceSettings(GuardedSettings):
 
 
 class Security:
-    """What a service of `role` shows to others and demands of them."""
+    """Credentials of a service of `role`, and its checks of callers."""
 
     def __init__(self, role: Role, settings: GuardedSettings) -> None:
-        """
-        Raises:
-            ConfigError: a file cannot be used.
-        """
+        """Raises ConfigError if a file cannot be used."""
         self.secret = None if settings.cluster_secret_file is None else read_secret(settings.cluster_secret_file)
         self._role = role
         self._insecure = settings.insecure
@@ -187,7 +186,7 @@ class Security:
             _CERTIFICATES.add(self._tls)
 
     def dial(self, peer: Role, *, watchful: bool = False) -> Dial:
-        """Opens channels to services of that role; `watchful` as for `open_channel`."""
+        """Returns a function that opens channels to services of role `peer`; `watchful` as in `open_channel`."""
         if self._tls is None:
             return functools.partial(open_channel, watchful=watchful)
         tls = self._tls
@@ -195,28 +194,29 @@ class Security:
         def opened(address: str) -> grpc.aio.Channel:
             return open_channel(address, tls.channel_credentials(), peer, watchful=watchful)
 
-        tls.channel_credentials()  # what is wrong with the files is said at once
+        tls.channel_credentials()  # reports invalid files at startup
         return opened
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """To listen with. Dispatchers are reached by clients that have a token instead of a certificate."""
+        """Server credentials. Dispatchers' clients have tokens instead of certificates."""
         if self._tls is None:
             return None
         return self._tls.server_credentials(asks_clients=self._role is not Role.DISPATCHER)
 
     def admit_peers(self) -> Admit | None:
-        """The check of peers by their certificates. None: no peer is asked for one."""
+        """The check of callers by their certificates. None: without TLS there is none."""
         return None if self._tls is None else admit_peer
 
     def tokens(self, file: Path | None) -> TokenBook | None:
-        """Tokens of clients; the cluster's own token is good beside those of the file."""
+        """Tokens accepted from clients: those of the file, and the cluster's own."""
         return None if file is None else TokenBook(file, None if self.secret is None else cluster_token(self.secret))
 
     def ensure_guarded(self, hosts: Iterable[str | None], *, tokens: bool = True, links: bool = False) -> None:
-        """Before listening. `tokens`: clients are asked for some, if they need to be. `links`: to other workers.
+        """Check the protection before listening on `hosts`. `tokens`: clients' tokens are checked, or need not be.
+        `links`: the service also accepts links of other workers.
 
         Raises:
-            ConfigError: one of the hosts is beyond loopback, and something is missing.
+            ConfigError: a host is not loopback, and the protection is incomplete.
         """
         beyond = next((host for host in hosts if host is not None and not is_loopback(host)), None)
         if beyond is None or self._insecure:
@@ -234,7 +234,8 @@ class Security:
 
 
 def read_secret(path: Path) -> bytes:
-    """
+    """Read the cluster's secret.
+
     Raises:
         ConfigError: it cannot be read, or is too short.
     """
@@ -245,7 +246,7 @@ def read_secret(path: Path) -> bytes:
 
 
 def read_file(path: Path) -> bytes:
-    """Without space at its ends.
+    """Contents of a file, stripped of surrounding whitespace.
 
     Raises:
         ConfigError: it cannot be read.
@@ -257,25 +258,26 @@ def read_file(path: Path) -> bytes:
 
 
 def refuse(reason: str, error: BallastError) -> NoReturn:
-    """Counts the refusal of the call that is being handled, and raises `error`."""
+    """Count the refusal of the current call and raise `error`."""
     _REFUSED.labels(reason).inc()
     raise error
 
 
 def require_worker(worker_id: str) -> None:
-    """
+    """Check that the caller is this worker.
+
     Raises:
         PermissionDenied: the caller's certificate is another worker's.
     """
     name = caller().name
     allowed = name.removeprefix(f"{Role.WORKER}/")
-    # The copies of one process are ID.0, ID.1 ...
+    # The workers of one process are ID.0, ID.1 ...
     if name and allowed != "*" and worker_id != allowed and not worker_id.startswith(f"{allowed}."):
         refuse("worker_id", PermissionDenied(f"the certificate of {name} is not good for worker {worker_id}"))
 
 
 def admit_peer(method: str, context: _Context) -> Caller:
-    """An `Admit` for services that are reached by other services, over TLS."""
+    """An `Admit` for services that other services call over TLS."""
     role, identity = _identity_of(context)
     if role is None:
         refuse("certificate", Unauthenticated("the certificate names no role of a Ballast cluster"))
@@ -285,7 +287,7 @@ def admit_peer(method: str, context: _Context) -> Caller:
 
 
 def _identity_of(context: _Context) -> tuple[Role | None, str]:
-    """The role and ROLE/ID."""
+    """The role and ROLE/ID of the caller's certificate."""
     found = context.auth_context() or {}
     for uri in found.get("peer_uri", ()):
         identity = bytes(uri).decode(errors="replace").removeprefix("ballast://")

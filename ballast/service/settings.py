@@ -1,7 +1,7 @@
 """Configuration: defaults < YAML file < BALLAST_<SERVICE>__* environment < flags. Frozen; unknown keys are errors.
 
-Each service declares one `Settings` subclass in its `config.py`. Every field is a flag, a variable and a line of the
-file; the string under a field is its help. Fields that only developers want are given as `--dev NAME=VALUE`.
+Each service declares a `Settings` subclass in its `config.py`. Every field is a flag, a variable and a key of the file;
+the string below a field is its help text. Fields for developers only are given as `--dev NAME=VALUE`.
 """
 
 import argparse
@@ -21,13 +21,13 @@ _DEV = "dev"
 
 
 class Settings(BaseModel):
-    """Base of every service's configuration.
+    """Base class of every service's configuration.
 
     Attributes:
-        service: Names the section of the file and of the environment.
-        summary: What the service does, in one line of its help.
-        short_flags: Full flag -> a shorter or older one that means the same, both without the dashes.
-        developer: Names of fields that are given as `--dev NAME=VALUE`, or below `dev` of the file.
+        service: Name of the section in the file and of the environment prefix.
+        summary: One-line description for the help text.
+        short_flags: Full flag -> a shorter or older alias, both without the dashes.
+        developer: Names of fields that are given as `--dev NAME=VALUE`, or below `dev` in the file.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
@@ -41,11 +41,11 @@ S = TypeVar("S", bound=Settings)
 
 
 def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> S:
-    """Reads all sources once.
+    """Read all sources once.
 
     Raises:
-        ConfigError: names the setting or file, and what is wrong with it.
-        SystemExit: for a flag that does not exist, as argparse does.
+        ConfigError: a setting or file is invalid; the message names it.
+        SystemExit: a flag is unknown, as in argparse.
     """
     config = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     config.add_argument("--config")
@@ -57,7 +57,7 @@ def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, 
 
 
 def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """One mapping of all settings: a later source overrides an earlier one, and `dev` is flattened."""
+    """All settings as one mapping: later sources override earlier ones, and `dev` is flattened."""
     merged: dict[str, Any] = {}
     for source in sources:
         public = {name: value for name, value in source.items() if name != _DEV}
@@ -77,7 +77,7 @@ def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> d
 
 
 def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
-    """The raw values that flags give."""
+    """Raw values of the given flags."""
     prefix = f"BALLAST_{settings.service.upper()}__"
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{settings.service}",
@@ -99,7 +99,7 @@ def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_flags(settings: type[Settings]) -> type[BaseModel]:
-    """The fields that are flags, with `dev` for the others."""
+    """A model with a field for each flag, and `dev` for the others."""
     fields: dict[str, Any] = {
         n: (f.annotation, f) for n, f in settings.model_fields.items() if n not in settings.developer
     }
@@ -113,10 +113,10 @@ def _with_flags(settings: type[Settings]) -> type[BaseModel]:
 
 
 def build(settings: type[S], values: Mapping[str, Any]) -> S:
-    """Validates plain values.
+    """Validate plain values.
 
     Raises:
-        ConfigError: for the first value that is wrong.
+        ConfigError: a value is invalid; the message is about the first one.
     """
     try:
         return settings.model_validate(values)
@@ -159,7 +159,7 @@ def _read_environment(settings: type[Settings], environ: Mapping[str, str]) -> d
 
 
 def _parse(settings: type[BaseModel], name: str, text: str) -> object:
-    """Lists and mappings are written as JSON/YAML; everything else is left to the field's own type."""
+    """Parse lists and mappings as JSON/YAML; leave everything else to the field's type."""
     if name == _DEV:
         return cast(object, yaml.safe_load(text))
     field = settings.model_fields.get(name)

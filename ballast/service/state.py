@@ -1,7 +1,8 @@
 """The state server (Redis or Valkey): connecting, waiting for it, leases with fencing tokens.
 
-Redis may restart or vanish. Whoever calls gets `Unavailable` and goes on with what it knows; the connection comes
-back by itself. Key names, TTLs and scripts of a service live in its `store.py`; only what two services need is here.
+Redis may restart or vanish. Callers get `Unavailable` and continue with what they know; the connection is restored
+automatically. Key names, TTLs and scripts of a service are in its `store.py`; this module has what several services
+share.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ _WAIT_STEP_S = 0.5
 
 T = TypeVar("T")
 
-# Numbers that must grow for ever are taken from the server's clock where their counter is behind it: a server that
-# restarted empty would otherwise hand out numbers that were used before (I5).
+# Counters that must never decrease are raised to the server's clock if they are behind it: a server that restarted
+# empty would otherwise issue numbers that were used before (I5).
 _GROW = """
 local function grow(last)
   local now, number = redis.call('TIME'), tonumber(last) or 0
@@ -38,8 +39,8 @@ local function grow(last)
 end
 """
 
-# Keys that became something else than they should be, or a lease that nobody holds as it would never end, are made
-# anew: else there would be no leader until somebody deleted them.
+# Keys of the wrong type, and leases without a TTL, are deleted: otherwise there would be no leader until an operator
+# deletes them.
 HEAL = """
 local function heal(key, kind)
   local found = redis.call('TYPE', key).ok
@@ -47,8 +48,8 @@ local function heal(key, kind)
 end
 """
 
-# KEYS: lease, token counter, address, candidates. ARGV: holder, TTL in ms, address, what the token has to exceed.
-# Gives the fencing token, or 0 if somebody else holds the lease.
+# KEYS: lease, token counter, address, candidates. ARGV: holder, TTL in ms, address, lower bound of the token. Returns
+# the fencing token, or 0 if another process holds the lease.
 _ACQUIRE = (
     _GROW
     + HEAL
@@ -95,15 +96,15 @@ return tonumber(next)
 
 
 def is_garbage(reply: object) -> bool:
-    """Whether the key of a pipelined command holds another type than that command is for."""
+    """Whether a pipelined command failed because its key has another type."""
     return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
 
 
 def unless_garbage(reply: Any, otherwise: Any) -> Any:
-    """The reply of a pipelined command; `otherwise` where the key holds another type. Any: of any command.
+    """The reply of a pipelined command; `otherwise` if the key has another type. Any: replies have any type.
 
     Raises:
-        Unavailable: the server has refused the command for another reason.
+        Unavailable: the server refused the command for another reason.
     """
     if is_garbage(reply):
         return otherwise
@@ -113,17 +114,17 @@ def unless_garbage(reply: Any, otherwise: Any) -> Any:
 
 
 def lease_key(name: str) -> str:
-    """Hash {holder, token}: scripts that write for a leader compare the token with theirs."""
+    """Key of a lease, a hash {holder, token}: scripts that write for a leader compare its token."""
     return f"{KEY_PREFIX}lease:{name}"
 
 
 def address_key(name: str) -> str:
-    """host:port of the lease's holder; gone with the lease."""
+    """Key with host:port of the lease's holder; it expires with the lease."""
     return f"{KEY_PREFIX}{name}:address"
 
 
 def candidates_key(name: str) -> str:
-    """Sorted set of host:port: all who try for the lease, until a minute after they have ended."""
+    """Key of a sorted set of host:port: all candidates for the lease, until a minute after they have ended."""
     return f"{KEY_PREFIX}{name}:candidates"
 
 
@@ -133,33 +134,34 @@ def _cancel_count() -> int:
 
 
 def _unless_cancelled(cancelled_before: int) -> None:
-    """Redis-py sends in asyncio.wait_for, which before Python 3.12 swallows a cancellation that comes in the moment in
-    which all has been sent: the task would go on, and a service that was told to stop would not.
+    """redis-py sends within asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives just as
+    sending completes: the task would continue, and a service that is stopping would not end.
     """
     if _cancel_count() > cancelled_before:
         raise asyncio.CancelledError
 
 
 class StateServer:
-    """One connection pool. Every operation ends within two seconds, with a result or `Unavailable`."""
+    """A connection pool. Every operation ends within two seconds, with a result or with `Unavailable`."""
 
     def __init__(
         self, url: str, *, user: str | None = None, password: str | None = None, ca_file: Path | None = None
     ) -> None:
-        """
+        """Arguments apply where the URL does not specify them.
+
         Args:
-            user: Of the server's ACL; this, `password` and `ca_file` hold where the URL says nothing about it.
+            user: User of the server's ACL.
             ca_file: CA of the server, for rediss://.
 
         Raises:
-            ConfigError: the URL is none.
+            ConfigError: the URL is invalid.
         """
         access: dict[str, Any] = {"username": user, "password": password}  # Any: passed on to redis-py
         if ca_file is not None:
             access["ssl_ca_certs"] = str(ca_file)
         try:
-            # Blocking: more operations at once than connections wait for their turn instead of failing.
-            # Any: redis-py types the arguments in part only.
+            # Blocking pool: operations beyond the number of connections wait instead of failing. Any: redis-py types
+            # the arguments only in part.
             pool = cast(Any, aioredis.BlockingConnectionPool).from_url(
                 url,
                 max_connections=_MAX_CONNECTIONS,
@@ -169,37 +171,37 @@ class StateServer:
                 socket_connect_timeout=_OPERATION_TIMEOUT_S,
                 health_check_interval=15,
                 retry=Retry(NoBackoff(), 1),
-                # What uvloop raises for a write to a connection that was reset a moment ago.
+                # uvloop raises this for a write to a connection that was just reset.
                 retry_on_error=[RuntimeError],
                 **{name: value for name, value in access.items() if value is not None},
             )
         except ValueError as error:
-            # Not what the library says: it may quote a part of the password.
+            # The library's message is not used, as it may quote a part of the password.
             why = f"must be redis://, rediss:// or unix:// with a host or path (got {redact(url)!r})"
             raise ConfigError("redis_url", why) from error
         self._redis = aioredis.Redis.from_pool(pool)
         self.url = redact(url)  # without its password
-        self.reachable = False  # whether the last operation got an answer
+        self.reachable = False  # whether the last operation was answered
         self._acquire = self._redis.register_script(_ACQUIRE)
         self._release = self._redis.register_script(_RELEASE)
         self._incarnation = self._redis.register_script(_INCARNATION)
 
     @property
     def redis(self) -> aioredis.Redis:
-        """The client that stores use. Await its commands through `run`."""
+        """The client for stores. Await its commands through `run`."""
         return self._redis
 
     async def run(self, operation: Awaitable[T]) -> T:
-        """Awaits one Redis command.
+        """Await one Redis command.
 
         Raises:
-            Unavailable: no answer in time.
+            Unavailable: it was not answered in time.
         """
         cancelled_before = _cancel_count()
         try:
             async with asyncio.timeout(2 * _OPERATION_TIMEOUT_S):
                 result = await operation
-        except Exception as error:  # the library lets through what its sockets, its parser and the text raise
+        except Exception as error:  # the library passes on errors of its sockets, parser and decoder
             self.reachable = False
             _unless_cancelled(cancelled_before)
             why = redact(f"{self.url}: {error or type(error).__name__}")
@@ -209,7 +211,7 @@ class StateServer:
         return result
 
     async def take_incarnation(self, kind: str, name: str) -> Incarnation:
-        """`next_incarnation`, once the server gives one; says every few seconds that it is being waited for."""
+        """`next_incarnation`, retried until the server answers; logs every few seconds that it waits."""
         log, waited_s = get_logger(), 0.0
         while True:
             try:
@@ -225,16 +227,16 @@ class StateServer:
                 return incarnation
 
     async def next_incarnation(self, kind: str, name: str) -> Incarnation:
-        """A number that grows with every start of the process called `name`, over restarts of this server too."""
+        """A number that grows with every start of the process called `name`, even over restarts of the state server."""
         key = f"{KEY_PREFIX}incarnations:{kind}"
-        # Any: a script's result has no type.
+        # Any: results of scripts have no type.
         return Incarnation(int(await self.run(cast(Awaitable[Any], self._incarnation(keys=[key], args=[name])))))
 
     async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str, above: int = 0) -> int | None:
-        """Takes or renews a lease and publishes the holder's address under it.
+        """Take or renew a lease and publish the holder's address.
 
-        Gives its fencing token (grows with every change of holder, and is `above` what others have seen), or None if
-        somebody else holds it.
+        Returns the fencing token, which grows with every change of holder and is greater than `above`; None if another
+        process holds the lease.
         """
         keys = [lease_key(name), f"{lease_key(name)}:token", address_key(name), candidates_key(name)]
         args = [holder, int(ttl_s * 1000), address, above]
@@ -246,7 +248,7 @@ class StateServer:
         await self.run(cast(Awaitable[Any], self._release(keys=keys, args=[holder])))
 
     async def leader_address(self, name: str) -> str | None:
-        """Where the holder of a lease is reached; None while nobody holds it."""
+        """Address of a lease's holder; None if there is none."""
         return await self.run(cast(Awaitable[str | None], self._redis.get(address_key(name))))
 
     async def close(self) -> None:
@@ -255,7 +257,8 @@ class StateServer:
 
 
 def state_server(settings: ServiceSettings) -> StateServer:
-    """
+    """The state server according to the settings.
+
     Raises:
         ConfigError: a setting or file cannot be used.
     """

@@ -1,7 +1,7 @@
-"""Tasks of a service: what goes wrong in one ends neither the service nor, for long, the task.
+"""Tasks of a service: an error in one ends neither the service nor, permanently, the task.
 
-Only a broken invariant of this process, or a wrong setting, goes through. What sockets, libraries, event loops and
-other processes raise is counted, logged once for each place it comes from, and the loop begins again.
+Only a broken invariant of this process or an invalid setting is raised. Errors from sockets, libraries, event loops and
+other processes are counted, logged once for each place they come from, and the task is restarted.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from ballast.service.metrics import TASK_FAILURES
 
 _FIRST_BACK_OFF_S: Final = 0.1
 _LONGEST_BACK_OFF_S: Final = 5.0
-_MAX_CAUSES: Final = 256  # told apart in the log; beyond that failures are only counted
+_MAX_CAUSES: Final = 256  # distinct causes in the log; further failures are only counted
 
 T = TypeVar("T")
 Loop = Callable[[], Coroutine[Any, Any, None]]
@@ -24,22 +24,22 @@ _logged: set[tuple[str, str, tuple[str, int]]] = set()
 
 
 async def keep_up(run: Loop, name: str) -> None:
-    """Runs it until it returns or this is cancelled, however often it fails; after a pause that grows up to 5 s.
+    """Run it until it returns or is cancelled; after each failure it is restarted after a pause that grows up to 5 s.
 
     Raises:
-        InvariantViolation, ConfigError: as it does, alone or in a group.
+        InvariantViolation, ConfigError: raised by it, alone or in a group.
     """
     clock, back_off_s = asyncio.get_running_loop(), _FIRST_BACK_OFF_S
     while True:
         began_s = clock.time()
         try:
             return await run()
-        except Exception as error:  # noqa: BLE001 - the one place that decides what may end a service
+        except Exception as error:  # noqa: BLE001 - the one place that decides which errors end a service
             note_failure(name, error)
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            note_failure(name, error)  # of a call, which gRPC tells by cancelling whoever waits for it
+            note_failure(name, error)  # of a call: gRPC cancels the task that awaits it
         if clock.time() - began_s > _LONGEST_BACK_OFF_S:
             back_off_s = _FIRST_BACK_OFF_S
         await asyncio.sleep(back_off_s)
@@ -47,7 +47,7 @@ async def keep_up(run: Loop, name: str) -> None:
 
 
 async def unless_it_fails(work: Coroutine[Any, Any, T], otherwise: T) -> T:
-    """Its result; `otherwise` if it fails by something unforeseen, for who waits for an answer of any kind."""
+    """The result, or `otherwise` after an unexpected error, for callers that need an answer in any case."""
     try:
         return await work
     except Exception as error:  # noqa: BLE001 - as above
@@ -70,10 +70,10 @@ def _may_end_it(error: BaseException) -> bool:
 
 
 def note_failure(task: str, error: BaseException) -> None:
-    """Counts and logs the failure of something that goes on, or is done without.
+    """Count and log a failure after which the caller continues.
 
     Raises:
-        InvariantViolation, ConfigError: it is one, or a group with one: the service ends by it.
+        InvariantViolation, ConfigError: the error is one, or a group that contains one: it ends the service.
     """
     if _may_end_it(error):
         raise error
@@ -86,9 +86,9 @@ def note_failure(task: str, error: BaseException) -> None:
 
 
 class Work(asyncio.TaskGroup):
-    """A task group that begins nothing any more once it has begun to end, and leaves nothing behind then.
+    """A task group that starts no task once it has begun to end.
 
-    Streams and requests end behind the loop that owns this group, and what they tell the core may ask for more work.
+    Streams and requests end after the loop that owns this group, and their events may still start work.
     """
 
     def __init__(self) -> None:
@@ -100,17 +100,17 @@ class Work(asyncio.TaskGroup):
         return await super().__aenter__()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Something that comes to an end; if it fails, that is all."""
+        """Start a task that ends by itself; its failure is logged and otherwise ignored."""
         guarded = _once(work)
         try:
             task = self.create_task(guarded, name=name)
-            task.add_done_callback(lambda _: work.close())  # cancelled before it has begun: as below
+            task.add_done_callback(lambda _: work.close())  # if cancelled before its start, see below
         except RuntimeError:
             guarded.close()
-            work.close()  # else its never having been awaited is complained about at some other time
+            work.close()  # avoids a 'never awaited' warning
             if not self._is_open:
                 raise
 
     def keep(self, run: Loop, name: str) -> asyncio.Task[None]:
-        """Something that goes on (`keep_up`)."""
+        """Start a task that runs until cancelled (`keep_up`)."""
         return self.create_task(keep_up(run, name), name=name)

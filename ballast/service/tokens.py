@@ -1,4 +1,4 @@
-"""Tokens of clients: a file with one line for each, NAME ROLE sha256:HEX [CLASS,...]. The token itself is not stored.
+"""Clients' tokens: a file with a line NAME ROLE sha256:HEX [CLASS,...] for each. The tokens themselves are not stored.
 
 Tokens are 256 random bits, so a plain hash keeps them secret. Lines that begin with # are comments.
 """
@@ -25,7 +25,7 @@ _MAX_FILE_BYTES = 4 << 20
 
 
 class TokenRole(StrEnum):
-    INFER = "infer"  # generate, and cancel what it has started
+    INFER = "infer"  # generate, and cancel own requests
     OPERATE = "operate"  # everything
 
 
@@ -34,7 +34,7 @@ class Token:
     name: str
     role: TokenRole
     digest: str  # hexadecimal
-    classes: frozenset[PriorityClass] = ALL_CLASSES  # that its requests may be of
+    classes: frozenset[PriorityClass] = ALL_CLASSES  # priority classes that its requests may have
 
 
 def new_token() -> str:
@@ -46,7 +46,9 @@ def digest_of(token: str) -> str:
 
 
 def cluster_token(secret: bytes) -> str:
-    """The token by which the cluster's own processes operate it: who has the secret needs no line in the file."""
+    """The token with which the cluster's own processes operate it. It is derived from the secret and needs no line in
+    the file.
+    """
     return _PREFIX + base64.urlsafe_b64encode(hmac.digest(secret, b"ballast operate token", "sha256")).decode()
 
 
@@ -54,7 +56,7 @@ def read_tokens(path: Path) -> dict[str, Token]:
     """The tokens of a file, by name.
 
     Raises:
-        ConfigError: names the line that is wrong.
+        ConfigError: a line is invalid; the message names it.
     """
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
@@ -88,7 +90,7 @@ def _parse(line: str) -> Token | None:
 
 
 def write_tokens(path: Path, tokens: Iterable[Token]) -> None:
-    """Writes in one piece: a reader meanwhile sees the old file or the new one. Readable by its owner only."""
+    """Write the file atomically, readable by its owner only."""
     body = "".join(f"{token.name} {token.role} {_HASH}{token.digest}{_classes_of(token)}\n" for token in tokens)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -105,13 +107,10 @@ def _classes_of(token: Token) -> str:
 
 
 class TokenBook:
-    """The tokens of a file, read again when it changes. `cluster`: as `cluster_token`, valid beside them."""
+    """The tokens of a file, reloaded when it changes. `cluster`: the token of `cluster_token`, valid in addition."""
 
     def __init__(self, path: Path, cluster: str | None = None) -> None:
-        """
-        Raises:
-            ConfigError: the file cannot be used.
-        """
+        """Raises ConfigError if the file cannot be used."""
         self._path = path
         self._own = {} if cluster is None else {digest_of(cluster): Token("cluster", TokenRole.OPERATE, "")}
         self._by_digest: Mapping[str, Token] = {}
@@ -122,7 +121,9 @@ class TokenBook:
         return self._by_digest.get(digest_of(token))
 
     async def follow(self) -> None:
-        """Runs for ever. A file that becomes unreadable leaves the tokens as they were, which is said once."""
+        """Reload the file when it changes, forever. If it becomes unreadable, the previous tokens stay valid, and a
+        warning is logged once.
+        """
         while True:
             await asyncio.sleep(_LOOK_S)
             stamp = await asyncio.to_thread(self._stamp_now)

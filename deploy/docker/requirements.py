@@ -1,6 +1,7 @@
-"""`python requirements.py EXTRA,...`: what those extras of the two distributions need of others, one in a line.
+"""`python requirements.py EXTRA,...`: prints the third-party requirements of these extras of both distributions, one
+per line.
 
-For the images, which install it before the sources come. Standard library only.
+Used by the images, which install them before the sources are copied. Standard library only.
 """
 
 import re
@@ -14,7 +15,7 @@ _OURS = re.compile(r"(ballast-serve(?:-cluster)?)(?:\[([^\]]*)\])?(?:==.*)?")
 
 
 def requirements(root: Path, extras: Iterable[str]) -> list[str]:
-    """Requirements of ballast-serve with these extras, those on our own distributions followed."""
+    """Requirements of ballast-serve with these extras, including those of our own distributions."""
     projects = {"ballast-serve": _project(root), "ballast-serve-cluster": _project(root / "cluster")}
     seen: set[tuple[str, str]] = set()
 

@@ -1,1 +1,1 @@
-"""Boards for Grafana, rules for Prometheus, and what finds the services."""
+"""Grafana dashboards, Prometheus rules and service discovery."""

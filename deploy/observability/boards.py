@@ -1,7 +1,7 @@
-"""Makes the two Grafana boards: `python -m deploy.observability.boards` writes them beside this file.
+"""Generates the two Grafana dashboards: `python -m deploy.observability.boards` writes them beside this file.
 
-Written as a list of panels and not by clicking, so that a renamed metric is changed in one place; a test asks every
-query of a cluster under load.
+Dashboards are lists of panels in code, so that a renamed metric is changed in one place; a test runs every query
+against a cluster under load.
 """
 
 import json
@@ -18,7 +18,7 @@ _MODEL = 'model_name=~"$model"'
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One diagram. `queries`: legend -> PromQL. `unit`: Grafana's name of it."""
+    """One panel. `queries`: legend -> PromQL. `unit`: its name in Grafana."""
 
     title: str
     unit: str
@@ -29,7 +29,7 @@ class Panel:
 
 
 def _quantiles(metric: str) -> dict[str, str]:
-    """Quantiles of a histogram over all dispatchers: median and the slow ends."""
+    """Median and high quantiles of a histogram over all dispatchers."""
     rates = f"sum by (le) (rate({metric}_bucket{{{_MODEL}}}[$__rate_interval]))"
     return {name: f"histogram_quantile({q}, {rates})" for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
 
@@ -236,7 +236,7 @@ def queries(panels: Sequence[Panel]) -> list[str]:
 
 
 def text(name: str) -> str:
-    """The board's file."""
+    """Contents of the dashboard's file."""
     return json.dumps(board(name), indent=1) + "\n"
 
 

@@ -1,8 +1,8 @@
-"""`python -m deploy.observability.traced_drop`: traces of requests that live through a drop, as Jaeger shows them.
+"""`python -m deploy.observability.traced_drop`: traces of requests during a drop, as shown by Jaeger.
 
 Starts a cluster of emulated GPUs and a collector, sends requests, drops parameters under them, and prints the trace of
-a request that has moved beside the transition's. `--out FILE` writes both in Jaeger's JSON form, which its page opens
-("Upload"); `--otlp FILE` writes what the services have sent, which Tempo takes.
+a migrated request beside that of the transition. `--out FILE` writes both in Jaeger's JSON form, which its UI opens
+("Upload"); `--otlp FILE` writes the spans as sent by the services, which Tempo imports.
 """
 
 import argparse
@@ -32,18 +32,18 @@ _REQUESTS, _TOKENS = 16, 300
 _WIDTH = 56
 _IDS = ("traceId", "spanId", "parentSpanId")
 
-Json = dict[str, Any]  # Any: OTLP's and Jaeger's own
+Json = dict[str, Any]  # Any: JSON of OTLP and Jaeger
 
 
 @dataclass
 class Collector:
-    """Takes spans as Jaeger and Tempo do: OTLP over HTTP; keeps them in its JSON form."""
+    """Receives spans as Jaeger and Tempo do, OTLP over HTTP, and keeps them in OTLP's JSON form."""
 
     url: str = ""
     bodies: list[Json] = field(default_factory=list[Json])
 
     def spans(self) -> list[Json]:
-        """Each with `service` and `instance`."""
+        """All spans, each with its `service` and `instance`."""
         found: list[Json] = []
         for body in list(self.bodies):
             for resource in body["resourceSpans"]:
@@ -75,7 +75,7 @@ def collecting() -> Generator[Collector]:
 
 
 def _with_hex_ids(of: Json) -> Json:
-    """OTLP's JSON form writes ids in hexadecimal digits, protobuf's own in base64."""
+    """OTLP's JSON form has ids in hexadecimal, protobuf's own JSON form in base64."""
     return {key: base64.b64decode(value).hex() if key in _IDS else value for key, value in of.items()}
 
 
@@ -89,7 +89,7 @@ def attributes(of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_request(spans: Sequence[Json]) -> tuple[list[Json], list[Json]] | None:
-    """The spans of a request that was moved by a drop, and those of the drop; None: not all has come yet."""
+    """Spans of a request that was moved by a drop, and spans of the drop; None: some have not arrived yet."""
     for root in spans:
         is_moved = any(event["name"] == "moved" for event in root.get("events", ()))
         if root["name"] != "request" or not is_moved or not root.get("links"):
@@ -103,7 +103,7 @@ def moved_request(spans: Sequence[Json]) -> tuple[list[Json], list[Json]] | None
 
 
 def to_jaeger(spans: Sequence[Json]) -> Json:
-    """What Jaeger's `/api/traces` answers, for one trace."""
+    """Response of Jaeger's `/api/traces` for one trace."""
     processes = {who: f"p{number}" for number, who in enumerate(sorted({(s["service"], s["instance"]) for s in spans}))}
     return {
         "traceID": spans[0]["traceId"],
@@ -147,7 +147,7 @@ def _tags(values: Mapping[str, Any]) -> list[Json]:
 
 
 def waterfall(spans: Sequence[Json]) -> str:
-    """One line for each span, in order of their begin."""
+    """One line per span, sorted by start."""
     ordered = sorted(
         spans, key=lambda s: (int(s["startTimeUnixNano"]), "parentSpanId" in s, -int(s["endTimeUnixNano"]))
     )
@@ -164,7 +164,7 @@ def waterfall(spans: Sequence[Json]) -> str:
 
 
 async def drop_under_load(cluster: LocalCluster) -> None:
-    """Requests for some seconds, and a drop in their middle."""
+    """Send requests for some seconds, with a drop in the middle."""
     sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
     async with AsyncClient(cluster.address) as client, open_channel(cluster.address) as channel:
         asked = [
@@ -180,7 +180,7 @@ async def drop_under_load(cluster: LocalCluster) -> None:
 
 
 async def traced(folder: Path) -> tuple[Collector, list[Json], list[Json]]:
-    """What the collector has, a request's trace, and the drop's."""
+    """(the collector, spans of a moved request, spans of the drop)."""
     made = stand_in(folder / "stand-in", catalogue_machine("A100-40G", "Qwen2.5-14B", 4096))
     with collecting() as collector:
         flags = flags_for(collector)

@@ -1,1 +1,1 @@
-"""The HTTP door: what OpenAI's clients speak, on top of the SDK. Stateless; any number of them may run."""
+"""The HTTP gateway: OpenAI's and Anthropic's APIs on top of the SDK. Stateless; any number of replicas may run."""

@@ -1,4 +1,4 @@
-"""`python -m services.gateway`: builds the parts, wires them, and waits for the signal to stop."""
+"""`python -m services.gateway`: builds and wires the parts, then waits for the signal to stop."""
 
 import contextlib
 import sys
@@ -29,7 +29,7 @@ from tools.dashboard.app import build_app as build_page
 from tools.dashboard.watched import Watched
 
 _NAME = "gateway"
-_MODEL_REFRESH_S = 10.0  # after which facts about the model are asked for anew
+_MODEL_REFRESH_S = 10.0  # how long facts about the model are cached
 
 
 async def main(life: Lifecycle) -> None:
@@ -37,14 +37,14 @@ async def main(life: Lifecycle) -> None:
     gateway_id = settings.gateway_id or f"gateway-{uuid.uuid4().hex[:8]}"
     logs.configure(service=_NAME, instance=gateway_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
-    # Clients bring their tokens, which dispatchers look at.
+    # Clients' own tokens are forwarded; dispatchers check them.
     security = Security(Role.GATEWAY, settings)
     security.ensure_guarded([settings.host])
     try:
         client = AsyncClient(
             settings.dispatchers,
             resume_s=settings.resume_s,
-            token="",  # not BALLAST_TOKEN of whoever started it: that would let everybody in
+            token="",  # not BALLAST_TOKEN of the environment, which would give every client its rights
             ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
         )
     except InvalidRequest as error:
@@ -56,7 +56,7 @@ async def main(life: Lifecycle) -> None:
         model = ServedModel(client, names, _MODEL_REFRESH_S)
         tool_format = None if settings.tool_call_parser == "auto" else ToolFormat(settings.tool_call_parser)
         reasoning = ReasoningParser(settings.reasoning_parser)
-        exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # on the port of all else
+        exposition = MetricsServer("", 0, service=_NAME, instance=gateway_id).shown  # served on the gateway's own port
         exposition.model_name = lambda: model.name
         jobs = None
         if settings.jobs is not None:
@@ -99,12 +99,12 @@ async def main(life: Lifecycle) -> None:
 
 
 def own_right(security: Security) -> dict[str, str]:
-    """What a call shows that this gateway makes for itself."""
+    """Metadata for calls that the gateway makes on its own behalf."""
     return {} if security.secret is None else {"authorization": f"Bearer {cluster_token(security.secret)}"}
 
 
 def page_access(security: Security, settings: GatewaySettings) -> Access:
-    """The rights by which the page asks dispatchers, whoever looks at it."""
+    """Credentials with which the dashboard asks dispatchers, whoever views it."""
     return Access(
         token=None if security.secret is None else cluster_token(security.secret),
         ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,

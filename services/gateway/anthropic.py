@@ -1,4 +1,6 @@
-"""/v1/messages, Anthropic's form of a chat: the request as a chat, the answer as blocks, failures in its words."""
+"""/v1/messages, Anthropic's form of a chat: converts the request to a chat, and the answer and failures to Anthropic's
+format.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -52,10 +54,10 @@ class MessagesRequest(BaseModel):
     context_management: Any = None
 
     def as_chat(self) -> ChatRequest:
-        """The chat that it asks for.
+        """The equivalent chat request.
 
         Raises:
-            Failure: for what a chat cannot do.
+            Failure: the request uses something that a chat does not support.
         """
         if self.max_tokens is None:
             raise invalid("max_tokens", "is missing", code="missing_required_parameter")
@@ -84,7 +86,7 @@ class MessagesRequest(BaseModel):
         )
 
     def as_tokens(self) -> TokenizeRequest:
-        """What counts its tokens."""
+        """The equivalent request for counting tokens."""
         return TokenizeRequest(model=self.model, messages=self._messages(), tools=self._tools())
 
     def _messages(self) -> list[Message]:
@@ -113,12 +115,12 @@ def failure_form(failure: Failure, request_id: str) -> dict[str, object]:
 
 
 def status_of(failure: Failure) -> int:
-    """Anthropic's clients know overload by a number of its own."""
+    """HTTP status of a failure; Anthropic has its own status for overload."""
     return _OVERLOADED if failure.code == "overloaded" else failure.status
 
 
 def _turn(field: str, message: Message) -> list[Message]:
-    """A turn as messages: results of tools are messages of their own, and come first."""
+    """A turn as messages: tool results become messages of their own, placed first."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise invalid(f"{field}.role", f"must be user or assistant, not {role!r}")
@@ -141,7 +143,7 @@ def _turn(field: str, message: Message) -> list[Message]:
             case "thinking":
                 thought += str(block.get("thinking", ""))
             case "redacted_thinking":
-                pass  # encrypted for Anthropic's own models: no other can read it
+                pass  # encrypted for Anthropic's own models
             case _:
                 texts.append(_text(place, [block]))
     said: Message = {"role": role, "content": "\n".join(texts)}
@@ -151,7 +153,7 @@ def _turn(field: str, message: Message) -> list[Message]:
 
 
 def _text(field: str, content: object) -> str:
-    """The text of a content, which is a string or a list of blocks."""
+    """Text of a content, which is a string or a list of blocks."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -200,17 +202,17 @@ def _format(given: object) -> Block | None:
 
 
 class MessagesWriter:
-    """Writes one answer, in one piece or as events."""
+    """Writes one answer, complete or as events."""
 
     def __init__(self, head: Head, wishes: Wishes, stop: Sequence[str]) -> None:
         self._head = head
         self._parser = wishes.parser()
         self._stop = stop
         self._blocks: list[Block] = []
-        self._pieces: list[str] = []  # of the block that is being written
+        self._pieces: list[str] = []  # of the current block
         self._is_open = False
-        self._cut: set[int] = set()  # blocks that are calls without an end
-        self._has_begun = False  # as a stream
+        self._cut: set[int] = set()  # indices of incomplete tool calls
+        self._has_begun = False  # the stream has begun
         self._has_called = False
 
     def complete(self, generations: Sequence[Generation]) -> Mapping[str, object]:
@@ -221,7 +223,7 @@ class MessagesWriter:
         return message | self._end(generation)
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """The chunk as events; empty if there is nothing to say yet."""
+        """Events for a chunk; may be empty."""
         events: list[bytes] = []
         if not self._has_begun:
             self._has_begun = True
@@ -233,7 +235,7 @@ class MessagesWriter:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """The last event has been the end."""
+        """Nothing: the last chunk's events end the stream."""
         return b""
 
     def _write(self, part: Generation | GenerationChunk) -> list[bytes]:
@@ -261,7 +263,7 @@ class MessagesWriter:
                 return self._close(keep=complete)
 
     def _say(self, block: Block) -> list[bytes]:
-        """Goes on with the block of this type, or opens it."""
+        """Continue the current block if it has this type, otherwise open a new one."""
         if self._is_open and self._blocks[-1]["type"] == block["type"]:
             return []
         events = self._close()
@@ -274,7 +276,7 @@ class MessagesWriter:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self, *, keep: bool = True) -> list[bytes]:
-        """Ends the block that is being written, if one is. A call that was cut off is not kept."""
+        """End the current block, if any. An incomplete tool call is removed."""
         if not self._is_open:
             return []
         self._is_open = False
@@ -312,7 +314,7 @@ class MessagesWriter:
 
 
 def _input(arguments: str) -> Block:
-    """The arguments as an object, which is what Anthropic's form has; others are put into one."""
+    """Arguments as an object, which Anthropic's format requires; other values are wrapped in one."""
     try:
         given: object = json.loads(arguments, parse_constant=str)
     except (ValueError, RecursionError):

@@ -1,4 +1,4 @@
-"""The HTTP side: routes, bounds, disconnects, errors, metrics."""
+"""The HTTP side: routes, limits, disconnects, errors, metrics."""
 
 import asyncio
 import gzip
@@ -34,15 +34,15 @@ from services.gateway.errors import Failure, failure_of, invalid
 from services.gateway.metrics import ClusterGauges, GatewayMetrics
 from services.gateway.openai.writing import dumps, event
 
-_CLIENT_GONE = 499  # nginx's number for a client that has closed the connection
+_CLIENT_GONE = 499  # nginx's status for a client that disconnected
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
 _PASSED_ON = ("authorization", "traceparent", "tracestate", *TARGET_HEADERS)
-_TRACED = ("chatcmpl", "cmpl", "resp", "msg")  # kinds of calls that generate something
+_TRACED = ("chatcmpl", "cmpl", "resp", "msg")  # kinds of calls that generate tokens
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
-_LARGE_BYTES = 16 << 10  # a smaller body costs less than asking who sends it
+_LARGE_BYTES = 16 << 10  # smaller bodies cost less than authenticating the caller first
 _MAX_HEADER_CHARS = {"authorization": 4096, "traceparent": 128, "tracestate": 512, **dict.fromkeys(TARGET_HEADERS, 32)}
-# Paths of OpenAI and vLLM that want another kind of model.
+# Paths of OpenAI and vLLM that need another kind of model.
 _UNSERVED = {
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "ranks",
@@ -80,8 +80,9 @@ def build_app(
     jobs: HttpClient | None = None,
     cluster: ClusterGauges | None = None,
 ) -> Starlette:
-    """`exporter` sends a span for each call that generates something; None: there are no traces. `jobs`: where files
-    and batches go. `cluster`: shown beside the gateway's own metrics."""
+    """Build the application. `exporter` sends a span for each generating call; None: no traces. `jobs`: service for
+    files and batches. `cluster`: metrics of the whole cluster, served beside the gateway's own.
+    """
     door = Door(metrics, bounds, is_stopping, exporter, endpoints.admit)
     served: list[tuple[str, str, str, Handler]] = [
         ("POST", "/v1/chat/completions", "chatcmpl", endpoints.chat),
@@ -96,7 +97,7 @@ def build_app(
         ("GET", "/health", "health", endpoints.health),
         ("GET", "/live", "live", endpoints.live),
         ("GET", "/version", "version", endpoints.version),
-        ("GET", "/ping", "ping", endpoints.health),  # as SageMaker asks
+        ("GET", "/ping", "ping", endpoints.health),  # for SageMaker
         ("POST", "/ping", "ping", endpoints.health),
         ("GET", "/load", "load", door.load),
     ]
@@ -134,7 +135,7 @@ async def _refuse(path: str, what: str, _: Call) -> Reply:
 
 
 def allowing(app: ASGIApp, origins: str) -> ASGIApp:
-    """The application, for pages of these origins too: several with commas, or *; empty: of none."""
+    """The application with CORS for the given origins: comma-separated, or *; empty: none."""
     allowed = [origin.strip() for origin in origins.split(",") if origin.strip()]
     if not allowed:
         return app
@@ -143,11 +144,11 @@ def allowing(app: ASGIApp, origins: str) -> ASGIApp:
 
 
 class _App(Starlette):
-    """An application that finds the door by the method and the whole path. All else goes the long way, through
-    Starlette's layers, each of which costs something for every event of a stream.
+    """Application that routes known (method, path) pairs directly. All others pass through Starlette's layers, each of
+    which costs time for every event of a stream.
     """
 
-    # Any: what Starlette takes.
+    # Any: Starlette's own arguments.
     def __init__(self, direct: Mapping[tuple[str, str], ASGIApp], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._direct = direct
@@ -159,12 +160,12 @@ class _App(Starlette):
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    at: Context  # of this gateway's span
-    parent_id: str  # of the client's; "": none
+    at: Context  # this gateway's span
+    parent_id: str  # span id of the client; "": none
 
 
 class Door:
-    """Carries out calls: what comes in is bounded, who goes away is noticed, what fails is told."""
+    """Runs calls: limits requests, detects disconnects, and converts failures to responses."""
 
     def __init__(
         self,
@@ -174,7 +175,7 @@ class Door:
         exporter: Exporter | None = None,
         admit: Admit | None = None,
     ) -> None:
-        """`admit` raises for a caller whom dispatchers would refuse."""
+        """`admit` raises for callers whom dispatchers would refuse."""
         self._exporter = exporter
         self._admit = admit
         self._metrics = metrics
@@ -183,13 +184,13 @@ class Door:
         self._in_flight = 0
 
     def endpoint(self, route: str, kind: str, act: Handler) -> ASGIApp:
-        """`kind` begins the ids of its requests."""
+        """`kind`: prefix of the request ids."""
 
         return _Asgi(partial(self._serve, route, kind, act))
 
     async def load(self, _: Call) -> Reply:
-        """As vLLM says it."""
-        return {"server_load": self._in_flight - 1}  # without this one
+        """vLLM's /load."""
+        return {"server_load": self._in_flight - 1}  # without this call
 
     async def _serve(self, route: str, kind: str, act: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.perf_counter()
@@ -203,7 +204,7 @@ class Door:
             self._check_room(route)
             metadata = passed_on(headers)
             if self._admit is not None and _may_be_large(headers):
-                await self._admit(metadata)  # before anything of it is read
+                await self._admit(metadata)  # before reading the body
             body = await self._read_body(receive, headers)
             if traced is not None:
                 metadata["traceparent"] = traced.at.traceparent
@@ -218,7 +219,7 @@ class Door:
                     await answer.send_events(reply, call.reply_headers)
         except ClientGone:
             answer.status = _CLIENT_GONE
-        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes an answer
+        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a response
             await self._fail(route, request_id, error, answer)
         finally:
             self._in_flight -= 1
@@ -230,7 +231,9 @@ class Door:
                 self._tell(traced, route, request_id, answer.status, took_s)
 
     def handing_on(self, route: str, jobs: HttpClient | None) -> ASGIApp:
-        """Calls that the jobs service answers: bodies and answers go through as they are, whatever their length."""
+        """Endpoint that forwards calls to the jobs service. Bodies and responses are streamed unchanged, whatever their
+        length.
+        """
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
             began_s = time.perf_counter()
@@ -247,10 +250,10 @@ class Door:
                 answer.status = _CLIENT_GONE
             except BrokenCall as error:
                 answer.status = 502
-                if not answer.has_begun:  # else returning is what ends the connection: the client sees it was cut off
+                if not answer.has_begun:  # otherwise closing the connection tells the client
                     failure = Failure(502, "server_error", "jobs_broke_off", f"the jobs service: {error}")
                     await self._fail(route, answer.request_id, failure, answer)
-            except Exception as error:  # noqa: BLE001 - every failure becomes an answer
+            except Exception as error:  # noqa: BLE001 - every failure becomes a response
                 await self._fail(route, answer.request_id, error, answer)
             finally:
                 self._in_flight -= 1
@@ -261,7 +264,7 @@ class Door:
         return _Asgi(serve)
 
     def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
-        """A span in the trace that the client has begun, or in a new one."""
+        """A span in the client's trace, or in a new one."""
         if self._exporter is None or kind not in _TRACED:
             return None
         parent = Context.read(headers.get("traceparent", "")) or Context.new()
@@ -326,14 +329,14 @@ class Door:
 
 
 class Unpacked:
-    """A body as it comes, unpacked if it is packed.
+    """Decompresses a body while it is received.
 
     Args:
-        encoding: What the header content-encoding says.
-        limit: Bytes beyond which it need not be unpacked any further.
+        encoding: Value of the content-encoding header.
+        limit: Maximum number of bytes to decompress.
 
     Raises:
-        Failure: on construction for an encoding that is not known; of `more` and `end` for a body that is not in it.
+        Failure: the encoding is unknown (on construction), or the body is not in it (in `more` and `end`).
     """
 
     def __init__(self, encoding: str, limit: int) -> None:
@@ -358,9 +361,9 @@ class Unpacked:
 
 
 class Watch:
-    """Cancels what its block does when the client goes away, and raises ClientGone then.
+    """Cancels the task of its block if the client disconnects, and then raises ClientGone.
 
-    The body has to have been read: what comes next can only be the end of the connection.
+    The body must have been read, so that only a disconnect can follow.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -392,10 +395,10 @@ class Watch:
 
 
 class HttpAnswer:
-    """What goes back to one client."""
+    """The response to one client."""
 
     def __init__(self, send: Send, request_id: str, accepted: str = "") -> None:
-        """`accepted`: how the client wants it packed."""
+        """`accepted`: the accept-encoding header."""
         self.status = 500
         self._packs = "gzip" in accepted
         self._send = send
@@ -426,7 +429,7 @@ class HttpAnswer:
         await self._write(b"", more=False)
 
     async def send_failure(self, failure: Failure) -> None:
-        """Sends it as the whole answer, or as the last event of one that has begun."""
+        """Send a failure as the whole response, or as the last event of a stream that has begun."""
         if self.has_begun:
             self.status = failure.status
             await self._write(self._failure_event(failure), more=False)
@@ -446,7 +449,7 @@ class HttpAnswer:
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def pass_on(self, message: Message) -> None:
-        """Part of an answer that another server has made."""
+        """Forward a part of another server's response."""
         self.has_begun = True
         await self._send(message)
 
@@ -455,7 +458,7 @@ class HttpAnswer:
 
 
 class AnthropicAnswer(HttpAnswer):
-    """The same, with failures in Anthropic's form."""
+    """`HttpAnswer` with failures in Anthropic's format."""
 
     def _failure(self, failure: Failure) -> tuple[int, Mapping[str, object]]:
         return anthropic.status_of(failure), anthropic.failure_form(failure, self.request_id)
@@ -465,7 +468,7 @@ class AnthropicAnswer(HttpAnswer):
 
 
 class _Asgi:
-    """Starlette hands the bare ASGI call to whatever is not a function."""
+    """Wraps a function, to which Starlette would pass a Request instead of the bare ASGI call."""
 
     def __init__(self, serve: ASGIApp) -> None:
         self._serve = serve
@@ -475,10 +478,10 @@ class _Asgi:
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """What goes on to dispatchers. A trace that makes no sense is left out.
+    """Metadata to forward to dispatchers. An invalid trace is omitted.
 
     Raises:
-        Unauthenticated: no token can look like this.
+        Unauthenticated: the header cannot be a token.
     """
     found: dict[str, str] = {}
     for name in _PASSED_ON:
@@ -487,7 +490,7 @@ def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
             found[name] = value
         elif value is not None and name == "authorization":
             raise Unauthenticated("the header authorization is longer than 4096 characters, or not ASCII")
-    if "authorization" not in found and "x-api-key" in headers:  # as Anthropic's clients send it
+    if "authorization" not in found and "x-api-key" in headers:  # Anthropic's clients send this header
         return passed_on({**headers, "authorization": f"Bearer {headers['x-api-key']}"})
     return found
 
@@ -502,7 +505,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _ids(kind: str, given: str | None) -> tuple[str, str]:
-    """The id of a request at dispatchers, which is unique, and the one that its client is told."""
+    """The unique id of a request at dispatchers, and the id shown to the client."""
     if given is None or _REQUEST_ID.fullmatch(given) is None:
         minted = f"{kind}-{secrets.token_hex(16)}"
         return minted, minted

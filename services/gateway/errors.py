@@ -1,4 +1,4 @@
-"""What failures look like to an OpenAI client: an HTTP status, and a body of OpenAI's form."""
+"""Failures as shown to OpenAI clients: an HTTP status and a body in OpenAI's format."""
 
 import math
 import re
@@ -6,7 +6,7 @@ import re
 from ballast.common import errors
 from ballast.service.failures import Failure, invalid
 
-# Names of fields that a client has sent under another name.
+# Our field names -> the names in the client's request.
 _PARAMS = {
     "sampling.max_tokens": "max_tokens",
     "sampling.grammar": "response_format",
@@ -18,7 +18,7 @@ _PARAMS = {
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The answer to a client whose request ended with this error."""
+    """The response to a client whose request failed with this error."""
     match error:
         case Failure():
             return error
@@ -54,11 +54,11 @@ def _invalid_request(error: errors.InvalidRequest) -> Failure:
         why = "the request is larger than dispatchers take (their --max-message-bytes)"
         return invalid(None, why, code="body_too_large", status=413)
     param = _PARAMS.get(error.field, error.field.removeprefix("sampling.").removeprefix("grammar."))
-    param = re.sub("^token_ids", "prompt", param)  # one of them, as in token_ids[7]
+    param = re.sub("^token_ids", "prompt", param)  # may have an index, as in token_ids[7]
     longest = re.search(r"max_model_len\D*(\d+)", error.why)
     if longest is None:
         return invalid(param, error.why)
-    # LiteLLM, LangChain and others know this error by these words.
+    # LiteLLM, LangChain and others recognise this error by these words.
     why = f"This model's maximum context length is {longest[1]} tokens: {error.why}"
     return invalid(param, why, code="context_length_exceeded")
 

@@ -1,4 +1,4 @@
-"""Requests to dispatchers: one for each choice of an answer, and their chunks as one stream."""
+"""Requests to dispatchers, one per choice of an answer, and their chunks merged into one stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -9,14 +9,14 @@ from ballast.client.codec import Messages
 from ballast.common.sampling import PriorityClass, SamplingParams
 from services.gateway.metrics import GatewayMetrics
 
-Numbered = tuple[int, GenerationChunk]  # with the number of its choice
+Numbered = tuple[int, GenerationChunk]  # (index of the choice, chunk)
 
-_UNREAD_CHUNKS = 4  # of each choice: what is not read stays at the dispatcher, which merges it
+_UNREAD_CHUNKS = 4  # per choice; further chunks stay at the dispatcher, which merges them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One choice: exactly one of `prompt`, `token_ids` and `messages`."""
+    """The prompt of one choice: exactly one of `prompt`, `token_ids` and `messages`."""
 
     sampling: SamplingParams
     prompt: str | None = None
@@ -27,14 +27,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestCaller:
-    """What all choices of a request have in common.
+    """Properties shared by all choices of a request.
 
     Attributes:
-        request_id: Of the first choice; the others have a number behind it.
+        request_id: Of the first choice; a number is appended for the others.
         priority: Its class.
-        metadata: Passed on to dispatchers: authorization, traceparent.
-        fit_max_tokens: Nobody has asked for so many tokens: as many as the model's length has room for.
-        cache_salt: KV is shared only with requests that give the same.
+        metadata: Forwarded to dispatchers: authorization, traceparent.
+        fit_max_tokens: The client has given no limit: generate as many tokens as the model's length permits.
+        cache_salt: KV is shared only with requests that have the same salt.
     """
 
     request_id: str
@@ -45,17 +45,17 @@ class RequestCaller:
 
 
 class Generator:
-    """Asks dispatchers, and counts what it has asked for."""
+    """Sends requests to dispatchers and counts them."""
 
     def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
         self._client = client
         self._gauge = metrics.generations
 
     async def collect(self, asks: Sequence[Ask], caller: RequestCaller) -> list[Generation]:
-        """All answers, in order. If one fails the others are cancelled.
+        """All answers, in order. If one fails, the others are cancelled.
 
         Raises:
-            BallastError: why the first that failed did.
+            BallastError: the error of the first that failed.
         """
         if len(asks) == 1:
             return [await self._collect(asks[0], caller, 0)]
@@ -68,7 +68,7 @@ class Generator:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stream(self, asks: Sequence[Ask], caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
-        """Chunks with the number of their choice. Close it, and what still runs is cancelled."""
+        """Chunks with the index of their choice. Closing it cancels running requests."""
         return self._one(asks[0], caller) if len(asks) == 1 else self._many(asks, caller)
 
     async def _one(self, ask: Ask, caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
@@ -88,7 +88,7 @@ class Generator:
                     async with self._begin(ask, caller, index) as stream:
                         async for chunk in stream:
                             await queue.put((index, chunk))
-            except Exception as error:  # noqa: BLE001 - raised by whoever reads the queue
+            except Exception as error:  # noqa: BLE001 - raised by the reader of the queue
                 last = error
             await queue.put((index, last))
 
@@ -143,7 +143,7 @@ def _request_id(caller: RequestCaller, index: int) -> str:
 
 
 async def first_of(chunks: AsyncGenerator[Numbered, None]) -> Numbered:
-    """The first chunk: what fails before it is raised here, not in the stream."""
+    """Wait for the first chunk, so that an early failure is raised here and not in the stream."""
     try:
         return await anext(chunks)
     except BaseException:

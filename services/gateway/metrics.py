@@ -1,4 +1,4 @@
-"""What Prometheus gets to see of a gateway, and routers of the cluster behind it."""
+"""Prometheus metrics of a gateway, and cluster gauges for routers."""
 
 import asyncio
 import contextlib
@@ -14,12 +14,12 @@ from ballast.client.stream import Metadata
 from ballast.common.errors import BallastError
 from ballast.service.metrics import E2E_BUCKETS_S, TTFT_BUCKETS_S
 
-_FRESH_S = 0.2  # routers ask many times a second
+_FRESH_S = 0.2  # routers poll many times a second
 _ASK_S = 1.0
 
 
 class GatewayMetrics:
-    """Labels: `route` (closed set) and `status` (of HTTP; 499: the client went away)."""
+    """Labels: `route` (closed set) and `status` (HTTP status; 499: the client disconnected)."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -49,12 +49,12 @@ class GatewayMetrics:
 
 
 class ClusterGauges(Collector):
-    """The whole cluster as one server of vLLM: what a router asks each server for that it may choose. None of it is
-    shown while dispatchers do not answer.
+    """Gauges of the whole cluster as if it were one vLLM server, for routers that choose between servers. Omitted while
+    dispatchers do not answer.
 
     Args:
-        client: Asks dispatchers.
-        metadata: By which right.
+        client: Used to ask dispatchers.
+        metadata: Credentials for these calls.
     """
 
     def __init__(self, client: AsyncClient, metadata: Metadata) -> None:
@@ -65,7 +65,7 @@ class ClusterGauges(Collector):
         self._asking = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Asks all dispatchers, unless that has just been done."""
+        """Ask all dispatchers, unless the values are fresh."""
         async with self._asking:
             if time.monotonic() < self._fresh_until_s:
                 return

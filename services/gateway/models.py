@@ -1,4 +1,4 @@
-"""What is served, and what clients call it."""
+"""The served model and its names."""
 
 import asyncio
 import hashlib
@@ -13,30 +13,30 @@ from ballast.common.errors import BallastError
 from ballast.common.model import ModelInfo
 from services.gateway.errors import invalid
 
-_ADMITTED_S = 30.0  # a token that was good is taken for good so long; dispatchers look at each request all the same
+_ADMITTED_S = 30.0  # how long a valid token is cached; dispatchers check each request regardless
 _MOST_ADMITTED = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class KnownModel:
-    """The model as dispatchers know it."""
+    """The model as described by dispatchers."""
 
-    name: str  # what answers call it
+    name: str  # its name in answers
     info: ModelInfo
     chat_template: str
-    default_sampling: Mapping[str, float]  # for requests that give none
-    names: tuple[str, ...]  # what clients may call the model alone
+    default_sampling: Mapping[str, float]  # used for parameters that a request omits
+    names: tuple[str, ...]  # accepted names of the model without an adapter
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of LoRA adapters, by which clients ask for the model with one of them."""
+        """Names of the LoRA adapters, which clients use as model names."""
         return tuple(adapter.name for adapter in self.info.adapters if adapter.name not in self.names)
 
     def adapter_of(self, asked: str | None) -> str:
-        """The adapter of a request for that model; empty: none. Who names no model means the one without an adapter.
+        """Name of the adapter requested by a model name; empty: none, also if the request names no model.
 
         Raises:
-            Failure: it is not served here.
+            Failure: no such model is served.
         """
         if not asked or asked in self.names:
             return ""
@@ -47,12 +47,12 @@ class KnownModel:
 
 
 class ServedModel:
-    """Keeps facts about the model for a while: a request needs them, and they hardly ever change.
+    """Caches facts about the model, which every request needs and which rarely change.
 
     Args:
-        client: Asks dispatchers.
-        names: What clients call the model; empty: its own name.
-        refresh_s: Facts are asked for anew when they are older.
+        client: Used to ask dispatchers.
+        names: Names of the model for clients; empty: its own name.
+        refresh_s: Maximum age of the facts.
     """
 
     def __init__(self, client: AsyncClient, names: Sequence[str], refresh_s: float) -> None:
@@ -63,18 +63,18 @@ class ServedModel:
         self._fresh_until_s = 0.0
         self._asking = asyncio.Lock()
         self._single_tokens: dict[str, int | None] = {}
-        self._admitted_until_s: OrderedDict[bytes, float] = OrderedDict()  # by the hash of what callers show
+        self._admitted_until_s: OrderedDict[bytes, float] = OrderedDict()  # by the hash of the caller's credentials
 
     @property
     def name(self) -> str:
-        """The name that answers give it; empty while it is not known."""
+        """The model's name in answers; empty while unknown."""
         return self._known.name if self._known is not None else ""
 
     async def get(self, metadata: Metadata | None) -> KnownModel:
-        """The model as it was known lately.
+        """The model, from the cache or from dispatchers.
 
         Raises:
-            BallastError: it has never been known, and nobody says it.
+            BallastError: dispatchers do not answer, and nothing is cached.
         """
         if self._known is not None and time.monotonic() < self._fresh_until_s:
             return self._known
@@ -89,9 +89,10 @@ class ServedModel:
             return self._known
 
     async def admit(self, metadata: Metadata | None) -> None:
-        """
+        """Check the caller's credentials; a recent check is reused.
+
         Raises:
-            BallastError: dispatchers refuse this caller, or cannot be reached.
+            BallastError: dispatchers refuse the caller, or cannot be reached.
         """
         given = (metadata or {}).get("authorization", "")
         digest = hashlib.sha256(given.encode()).digest()
@@ -104,7 +105,7 @@ class ServedModel:
             self._admitted_until_s.popitem(last=False)
 
     async def ask(self, metadata: Metadata | None) -> KnownModel:
-        """The model as dispatchers describe it now."""
+        """Ask dispatchers for the model and cache the answer."""
         info = await self._client.model_info(metadata=metadata)
         template = await self._client.chat_template(metadata=metadata)
         defaults = await self._client.default_sampling(metadata=metadata)
@@ -114,7 +115,7 @@ class ServedModel:
         return self._known
 
     async def single_token(self, text: str, metadata: Metadata | None) -> int | None:
-        """The token that stands for a text by itself; None: it takes several, or dispatchers do not say."""
+        """The single token that encodes a text; None: there are several, or dispatchers do not answer."""
         if text not in self._single_tokens:
             try:
                 ids = await self._client.tokenize(text, add_special_tokens=False, metadata=metadata)

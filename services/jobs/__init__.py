@@ -1,1 +1,1 @@
-"""Batches of requests that have time: files in, files out, as OpenAI has them."""
+"""Batches of requests without a deadline of their own: input files, output files, as in OpenAI's API."""

@@ -1,4 +1,4 @@
-"""`python -m services.jobs`: builds the parts, wires them, and waits for the signal to stop."""
+"""`python -m services.jobs`: builds and wires the parts, then waits for the signal to stop."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's Files and Batches. A standby hands requests on to the active replica."""
+"""The HTTP side: OpenAI's Files and Batches. A standby forwards requests to the leader."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ _FORWARDED: Final = "x-ballast-forwarded"
 _PIECE_TIMEOUT_S: Final = 60.0
 _MAX_JSON_BYTES: Final = 64 << 10
 _UNITS_S: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
-_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # OpenAI's
+_MAX_METADATA, _MAX_KEY, _MAX_VALUE = 16, 64, 512  # OpenAI's limits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,9 @@ class Quotas:
 
 
 class Desk:
-    """Takes requests. `runner` is there while this replica is the active one; else they go to `leader`."""
+    """Handles requests. `runner` is set while this replica is the leader; otherwise requests are
+    forwarded to `leader`.
+    """
 
     def __init__(self, quotas: Quotas, book: TokenBook | None) -> None:
         self.runner: Runner | None = None
@@ -190,9 +192,10 @@ class Desk:
         return JSONResponse({"status": "ok"})
 
     def owner_of(self, request: Request) -> str:
-        """
+        """Name of the caller's token.
+
         Raises:
-            Failure: tokens are asked for, and there is none that is known.
+            Failure: tokens are required, and the caller has no valid one.
         """
         if self._book is None:
             return ""
@@ -232,7 +235,7 @@ def build_app(desk: Desk) -> Starlette:
 
 
 class _JobsEndpoint:
-    """One route: by this replica, or by the active one. Every failure becomes an answer."""
+    """A route, handled by this replica or by the leader. Every failure becomes a response."""
 
     def __init__(self, desk: Desk, act: Handler) -> None:
         self._desk = desk
@@ -248,7 +251,7 @@ class _JobsEndpoint:
             answer = await self._act(request, runner, self._desk.owner_of(request))
         except (ClientGone, ClientDisconnect):
             return None
-        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes an answer
+        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a response
             answer = _refusal(_failure_of(error))
         return await answer(scope, receive, send)
 
@@ -286,7 +289,7 @@ def _too_much(why: str) -> Failure:
     return Failure(429, "insufficient_quota", "quota_exceeded", why, headers={"retry-after": "60"})
 
 
-async def _next(pieces: Any) -> bytes | None:  # Any: as Starlette types its streams
+async def _next(pieces: Any) -> bytes | None:  # Any: Starlette's type of streams
     try:
         async with asyncio.timeout(_PIECE_TIMEOUT_S):
             return await anext(pieces, None)

@@ -1,4 +1,4 @@
-"""Asks gateways to answer lines: one after the other, past those that are not there."""
+"""Sends lines to gateways, skipping those that cannot be reached."""
 
 import json
 import math
@@ -13,7 +13,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class GatewayAnswer:
-    """What a gateway said. `retry_after_s`: None where it names no time."""
+    """A gateway's response. `retry_after_s`: None if it names no time."""
 
     status: int
     request_id: str
@@ -28,10 +28,11 @@ class Gateways:
         self._next = 0
 
     async def ask(self, url: str, body: bytes) -> GatewayAnswer:
-        """
+        """Send one request to the next gateway that can be reached.
+
         Raises:
-            Unavailable: none can be connected to.
-            BrokenCall: the call ended in the middle.
+            Unavailable: none can be reached.
+            BrokenCall: the connection was lost during the call.
         """
         for _ in self._clients[1:]:
             try:

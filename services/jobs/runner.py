@@ -1,6 +1,6 @@
-"""Carries batches through: checks input files, sends lines, stores results, writes output files.
+"""Runs batches: validates input files, sends lines, stores results, writes output files.
 
-Whatever it was doing when its process died is done anew: a check begins again, lines without a result are sent again,
+Whatever was in progress when the process died is redone: validation restarts, lines without a result are sent again,
 output files are written again.
 """
 
@@ -26,14 +26,14 @@ from services.jobs.core.verdict import Again, KeepResult
 from services.jobs.gateways import Gateways
 from services.jobs.store import Full, Result, Store, Upload
 
-_GROUP_S: Final = 0.05  # results of so long are one transaction
-_TICK_S: Final = 0.5  # how often windows are looked at
+_GROUP_S: Final = 0.05  # results within this time are stored in one transaction
+_TICK_S: Final = 0.5  # interval of checks for expired batches
 _HOUSE_S: Final = 300.0
-_LINES_AT_ONCE: Final = 512  # that are read from the store
+_LINES_AT_ONCE: Final = 512  # read from the store at a time
 
 P = ParamSpec("P")
 T = TypeVar("T")
-Attempt = Callable[[], Coroutine[Any, Any, Any]]  # Any: as coroutines are typed
+Attempt = Callable[[], Coroutine[Any, Any, Any]]  # Any: send and receive types of coroutines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +43,11 @@ class Rules:
     max_lines: int
     max_line_bytes: int
     keep_s: float
-    full_pause_s: float = 1.0  # between two looks whether there is room
+    full_pause_s: float = 1.0  # interval of checks for free disk space
 
 
 class Runner:
-    """Runs the batches of a store while `run` runs. `now_s` is the time on the wall, and never goes back."""
+    """Runs the batches of a store while `run` runs. `now_s`: wall-clock time that never goes back."""
 
     def __init__(self, store: Store, gateways: Gateways, rules: Rules, now_s: Callable[[], float]) -> None:
         self.is_full = False
@@ -57,20 +57,20 @@ class Runner:
         self._rules = rules
         self._thread = ThreadPoolExecutor(1, "store")
         self._queue = Queue(low=min(_LINES_AT_ONCE, rules.in_flight))
-        self._batches: dict[str, JobBatch] = {}  # that have not ended
-        self._changing = asyncio.Lock()  # of the above
+        self._batches: dict[str, JobBatch] = {}  # not ended
+        self._changing = asyncio.Lock()  # guards `_batches`
         self._calls: dict[str, set[asyncio.Task[None]]] = {}  # by batch
-        self._stages: dict[str, asyncio.Task[None]] = {}  # checks and endings under way
+        self._stages: dict[str, asyncio.Task[None]] = {}  # validations and finalisations in progress
         self._unsaved: list[tuple[Pick, Result]] = []
         self._results_came = asyncio.Event()
         self._wake = asyncio.Event()
 
     async def stored(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """A call of the store, in its thread."""
+        """Run a call of the store in its thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Run until cancelled."""
         for batch in await self.stored(self.store.open_batches):
             self._take(batch)
         try:
@@ -82,9 +82,10 @@ class Runner:
             self._thread.shutdown(wait=True)
 
     async def add(self, batch: JobBatch) -> None:
-        """
+        """Add a batch.
+
         Raises:
-            Full: nothing was taken.
+            Full: there is no disk space; nothing was stored.
         """
         async with self._changing:
             await self.stored(self.store.add_batch, batch)
@@ -93,9 +94,12 @@ class Runner:
         self._wake.set()
 
     async def cancel(self, batch_id: str, owner: str) -> JobBatch:
-        """
+        """Cancel a batch.
+
         Raises:
-            NotFound, NotPossible, Full
+            NotFound: the owner has no such batch.
+            NotPossible: it has ended.
+            Full: there is no disk space.
         """
         if batch_id not in self._batches or self._batches[batch_id].owner != owner:
             batch = await self.stored(self.store.batch, batch_id, owner)
@@ -127,7 +131,7 @@ class Runner:
                     await self._wake.wait()
 
     async def _look(self, tasks: asyncio.TaskGroup) -> None:
-        """Moves each batch on as far as its lines and the time say, and begins what its state asks for."""
+        """Advance each batch according to its lines and the time, and start what its state requires."""
         for batch_id in list(self._batches):
             open_count = len(self._calls.get(batch_id, ()))
             try:
@@ -154,7 +158,7 @@ class Runner:
     async def _change(
         self, batch_id: str, make: Callable[[JobBatch], JobBatch], lines: list[JobLine] | None = None
     ) -> JobBatch:
-        """Stores what becomes of a batch, then lets it be so."""
+        """Store a batch's next state, then apply it."""
         async with self._changing:
             old = self._batches[batch_id]
             new = make(old)
@@ -176,7 +180,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _noting_full(self) -> Generator[None]:
-        """What found no room is tried again by whoever comes next."""
+        """Context manager that records a full disk; the next caller tries again."""
         try:
             yield
         except Full as error:
@@ -310,7 +314,7 @@ class Runner:
         checker.end()
 
     async def _end(self, batch_id: str) -> None:
-        """Writes the files of results once nothing of the batch is under way, and ends it."""
+        """Wait until no call of the batch is open, write its result files and end it."""
         while self._is_under_way(batch_id):  # noqa: ASYNC110 - several things have to end
             await asyncio.sleep(_GROUP_S)
         await self._until_there_is_room(lambda: self._write_files(self._batches[batch_id]))
@@ -360,7 +364,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------ all else
 
     async def _keep_house(self) -> None:
-        """Deletes what is too old."""
+        """Delete expired files and batches."""
         while True:
             before_s = self.now_s() - self._rules.keep_s
             for file_id in await self.stored(self.store.outdated_files, before_s):

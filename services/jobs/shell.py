@@ -1,4 +1,4 @@
-"""The life of a replica: while it has the lease it opens the folder and runs the batches, else it hands requests on."""
+"""Lifecycle of a replica: the leader opens the folder and runs the batches, a standby forwards requests."""
 
 import asyncio
 import sqlite3
@@ -22,8 +22,9 @@ Dial = Callable[[str], HttpClient]
 
 
 class WallClock:
-    """The time on the wall as it was when this began, or when something was last stored, if that is later. From then on
-    it goes by a clock that nobody sets: windows pass as they should, and times of states are in order."""
+    """Wall-clock time that never goes back: the time at the start, or that of the last stored change if later, advanced
+    by the monotonic clock.
+    """
 
     def __init__(self, stored_s: float) -> None:
         self._offset_s = max(time.time(), stored_s) - time.monotonic()
@@ -43,7 +44,7 @@ class JobsShell:
         self._changed = asyncio.Event()
 
     def change_leadership(self, token: int | None) -> None:
-        """The lease's token, or None for standing by: what runs is stopped."""
+        """The lease's token, or None for a standby: running work is stopped."""
         self._token = token
         self._desk.runner = None
         self._changed.set()
@@ -74,7 +75,7 @@ class JobsShell:
         try:
             store = await asyncio.to_thread(Store, self._folder, token)
         except Fenced:
-            # The state server has lost its memory: the lease is made anew with a higher token.
+            # The state server has lost its data: the lease is renewed with a higher token.
             self._floor.fenced(await asyncio.to_thread(Store.last_epoch, self._folder))
             raise
         try:
@@ -87,7 +88,7 @@ class JobsShell:
 
 
 class Leader:
-    """A client of whoever has the lease."""
+    """A client of the leader."""
 
     def __init__(self, address: LeaderAddress, own: str, dial: Dial) -> None:
         self._address = address
@@ -96,7 +97,7 @@ class Leader:
         self._client: tuple[str, HttpClient] | None = None
 
     def __call__(self) -> HttpClient | None:
-        """None: there is none, or it is this replica, which does not know yet."""
+        """None: there is no leader, or it is this replica, which has not been notified yet."""
         current = self._address.current
         if current is None or current == self._own:
             return None

@@ -1,9 +1,9 @@
-"""What is kept, in one folder: jobs.sqlite, and the files of clients in files/.
+"""Storage in one folder: jobs.sqlite, and clients' files in files/.
 
-A file is written as ID.part, synced, renamed, and then has a row; so whatever has no row is of a write that was cut
-off, and is removed when the folder is opened. A line's result is a column of its row, written once, in one
-transaction with the counts of its batch. Every transaction first looks whether the folder still belongs to this process
-(`epoch`, the fencing token of the lease): one that was taken for dead and wakes up writes nothing.
+A file is written as ID.part, synced and renamed, and then gets a row. Files without a row are remains of interrupted
+writes, and are removed when the folder is opened. A line's result is a column of its row, written once, in one
+transaction with the counts of its batch. Every transaction first checks that the folder still belongs to this process
+(`epoch`, the fencing token of the lease), so that a process that was presumed dead writes nothing when it wakes up.
 
 Calls block; the runner makes them in a thread.
 """
@@ -41,11 +41,11 @@ CREATE TABLE IF NOT EXISTS lines (
 
 
 class Full(BallastError):
-    """The disk has no room. Nothing was written."""
+    """The disk is full. Nothing was written."""
 
 
 class Fenced(BallastError):
-    """The folder belongs to another process by now."""
+    """The folder belongs to another process now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What came of a line; `text` is the line of the output file."""
+    """Result of a line; `text` is the line of the output file."""
 
     batch_id: str
     number: int
@@ -70,7 +70,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class CallerUsage:
-    """What one key has here."""
+    """Storage used by one owner."""
 
     file_bytes: int
     open_batches: int
@@ -78,15 +78,15 @@ class CallerUsage:
 
 
 class Store:
-    """Used by one thread at a time, but for `Upload`s, which are files of their own.
+    """Used by one thread at a time, except for `Upload`s, which are files of their own.
 
     Args:
-        epoch: The fencing token of this process.
-        before_write: Called with the name of each write before it is made; tests let it fail.
+        epoch: Fencing token of this process.
+        before_write: Called with the name of each write before it is made; tests make it fail.
 
     Raises:
-        Fenced: a process with a higher token was here.
-        Unavailable: another process holds a lock: it was stopped in the middle of a write.
+        Fenced: a process with a higher token has opened the folder.
+        Unavailable: another process holds a lock: it was stopped during a write.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class Store:
 
     @staticmethod
     def last_epoch(folder: Path) -> int:
-        """The highest token that was here; 0: none."""
+        """The highest token that has opened the folder; 0: none."""
         path = folder / "jobs.sqlite"
         if not path.exists():
             return 0
@@ -128,11 +128,11 @@ class Store:
             try:
                 return int(_meta(db, "epoch"))
             except sqlite3.OperationalError:
-                return 0  # a process has died before it made the tables
+                return 0  # a process died before it created the tables
 
     @property
     def last_s(self) -> float:
-        """The latest time that was written here: clocks may have been set back since."""
+        """Latest time stored here; clocks may have been set back since."""
         return _meta(self._db, "now_s")
 
     def _take_over(self) -> None:
@@ -172,7 +172,7 @@ class Store:
         return Upload(self._files, StoredFile(file_id, owner, purpose, name, 0, created_s), self._before_write)
 
     def add_file(self, file: StoredFile) -> None:
-        """Once its contents are in place."""
+        """Add a file whose contents are in place."""
         try:
             with self._transaction("add a file", now_s=file.created_s):
                 self._insert_file(file)
@@ -185,9 +185,10 @@ class Store:
         self._db.execute("INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?)", values)
 
     def file(self, file_id: str, owner: str) -> StoredFile:
-        """
+        """A file of an owner.
+
         Raises:
-            NotFound: there is none, or it is another key's.
+            NotFound: the owner has no such file.
         """
         found = self._db.execute(f"SELECT {_FILE} FROM files WHERE id = ? AND owner = ?", (file_id, owner)).fetchone()
         if found is None:
@@ -208,7 +209,9 @@ class Store:
         return self._files / file_id
 
     def delete_file(self, file_id: str) -> None:
-        """Its bytes first, which works without room; then its row, which a full disk leaves to the next start."""
+        """Delete a file: first its contents, which needs no space; then its row, which on a full disk is left to the
+        next start.
+        """
         self._before_write("delete a file")
         self.path(file_id).unlink(missing_ok=True)
         with contextlib.suppress(Full), self._transaction("forget a file"):
@@ -224,7 +227,7 @@ class Store:
         return [str(row[0]) for row in self._db.execute(query, (before_s,))]
 
     def usage(self, owner: str | None = None) -> CallerUsage:
-        """Of one key; None: of all."""
+        """Usage of one owner; None: of all."""
         mine, values = ("owner = ?", (owner,)) if owner is not None else ("1", ())
         stored = self._db.execute(f"SELECT coalesce(sum(bytes), 0) FROM files WHERE {mine}", values).fetchone()[0]
         query = f"""SELECT count(*), coalesce(sum(total - completed - failed), 0) FROM batches
@@ -242,14 +245,14 @@ class Store:
             )
 
     def save_batch(self, batch: JobBatch, now_s: float, lines: Sequence[JobLine] = ()) -> None:
-        """`lines`: all of it, when they have been checked."""
+        """Store a batch. `lines`: all of its lines, when they have been validated."""
         with self._transaction("save a batch", now_s=now_s):
             self._update(batch)
             rows = ((batch.id, line.number, line.custom_id, line.offset, line.length) for line in lines)
             self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, NULL, NULL)", rows)
 
     def end_batch(self, batch: JobBatch, now_s: float, files: Sequence[StoredFile]) -> None:
-        """Its files are in place: they hold the results from now on."""
+        """End a batch. Its files are in place and contain the results from now on."""
         with self._transaction("end a batch", now_s=now_s):
             for file in files:
                 self._insert_file(file)
@@ -263,9 +266,10 @@ class Store:
         )
 
     def batch(self, batch_id: str, owner: str) -> JobBatch:
-        """
+        """A batch of an owner.
+
         Raises:
-            NotFound: there is none, or it is another key's.
+            NotFound: the owner has no such batch.
         """
         found = self._db.execute(f"SELECT {_BATCH} FROM batches WHERE id = ? AND owner = ?", (batch_id, owner))
         row = found.fetchone()
@@ -274,7 +278,7 @@ class Store:
         return _batch_of(row)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> list[JobBatch]:
-        """The newest first."""
+        """An owner's batches, newest first."""
         where, values = _page("batches", owner, after, newest_first=True)
         query = f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY serial DESC LIMIT ?"
         return [_batch_of(row) for row in self._db.execute(query, (*values, limit))]
@@ -298,7 +302,7 @@ class Store:
         return [JobLine(*row) for row in self._db.execute(query, (batch_id, after, limit))]
 
     def save_results(self, results: Sequence[Result], now_s: float) -> dict[str, tuple[int, int]]:
-        """Those that are the first of their line; how many were stored, per batch: successes and others."""
+        """Store results of lines that have none yet. Returns batch -> (successes, failures) stored."""
         stored: dict[str, tuple[int, int]] = {}
         with self._transaction("save results", now_s=now_s):
             for one in results:
@@ -316,7 +320,7 @@ class Store:
         return stored
 
     def results(self, batch_id: str, after: int, limit: int) -> list[tuple[int, str, bool, str | None]]:
-        """Number, custom id, whether it is a success, and the result if there is one; in order of lines."""
+        """(number, custom id, success, result or None) in order of lines."""
         query = """SELECT number, custom_id, coalesce(is_success, 0), result FROM lines
                    WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
         rows = self._db.execute(query, (batch_id, after, limit))
@@ -324,7 +328,7 @@ class Store:
 
 
 class Upload:
-    """A file that is being written. Ends with `commit`, which puts it in its place, or `abort`."""
+    """A file being written. Ends with `commit`, which renames it to its final name, or with `abort`."""
 
     def __init__(self, folder: Path, file: StoredFile, before_write: Callable[[str], None]) -> None:
         self._folder = folder
@@ -343,7 +347,7 @@ class Upload:
             self.bytes += len(data)
 
     def commit(self) -> StoredFile:
-        """The row is not made by this."""
+        """Put the file in place. Does not add its row."""
         self.write(b"")
         assert self._open is not None, "write has opened it"
         with _with_names():
@@ -362,9 +366,9 @@ class Upload:
         return StoredFile(file.id, file.owner, file.purpose, file.name, self.bytes, file.created_s)
 
     def abort(self) -> None:
-        """Also after `commit`."""
+        """Remove the file; also after `commit`."""
         if self._open is not None:
-            with contextlib.suppress(OSError):  # what was buffered finds no room
+            with contextlib.suppress(OSError):  # flushing may fail on a full disk
                 self._open.close()
         for path in (self._part, self._folder / self._file.id):
             path.unlink(missing_ok=True)
@@ -375,7 +379,7 @@ _BATCH: Final = "rest, total, completed, failed"
 
 
 def _page(table: str, owner: str, after: str | None, newest_first: bool) -> tuple[str, list[object]]:
-    """The condition for what follows `after` in a list."""
+    """SQL condition for the items of a list that follow `after`."""
     if after is None:
         return "owner = ?", [owner]
     compare = "<" if newest_first else ">"

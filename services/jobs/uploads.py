@@ -1,4 +1,4 @@
-"""Form bodies with a file: read piece by piece, the file into the store as it comes."""
+"""Multipart forms with a file: parsed piece by piece, with the file streamed into the store."""
 
 from collections.abc import Callable
 from typing import Final
@@ -15,13 +15,13 @@ _MAX_FIELDS: Final = 16
 
 
 class FileForm:
-    """`multipart/form-data` with one file named `file`, and small fields beside it.
+    """`multipart/form-data` with one file named `file`, and small fields.
 
     Args:
-        open_file: Begins the upload; gets the name that the client gave the file.
+        open_file: Begins the upload; called with the client's file name.
 
     Raises:
-        Failure: the content type is none that has a boundary.
+        Failure: the content type has no valid boundary.
     """
 
     def __init__(self, content_type: str, max_file_bytes: int, open_file: Callable[[str], Upload]) -> None:
@@ -34,7 +34,7 @@ class FileForm:
         self._open_file = open_file
         self._header = (bytearray(), bytearray())
         self._disposition = b""
-        self._field: str | None = None  # None: what comes is the file
+        self._field: str | None = None  # None: within the file
         self._value = bytearray()
         self._is_whole = False
         try:
@@ -55,10 +55,11 @@ class FileForm:
             raise invalid(None, f"the form has a wrong boundary: {error}") from error
 
     def feed(self, data: bytes) -> None:
-        """
+        """Parse a piece of the body.
+
         Raises:
-            Failure: it is no form, or something in it is too large.
-            Full: the disk has no room.
+            Failure: the form is malformed, or something in it is too large.
+            Full: the disk is full.
         """
         try:
             self._parser.write(data)
@@ -66,7 +67,7 @@ class FileForm:
             raise invalid(None, f"the form cannot be read: {error}") from error
 
     def end(self) -> Upload:
-        """The file, whole, and not in its place yet.
+        """The complete upload, not committed yet.
 
         Raises:
             Failure: something is missing.
@@ -81,7 +82,7 @@ class FileForm:
         if self.upload is not None:
             self.upload.abort()
 
-    # What the parser calls.
+    # Callbacks of the parser.
 
     def _begin_part(self) -> None:
         self._disposition = b""

@@ -1,7 +1,8 @@
 """Synthetic arrivals of a scenario: a rate with bursts, and gamma-distributed intervals.
 
 Intervals of mean one are drawn in operational time and mapped through the inverse of the rate's integral, so that
-bursts have the given bounds and the same variability inside as outside. Lengths are drawn from a data set's fit.
+bursts have the given bounds and the variability is the same inside and outside. Lengths are drawn from a data set's
+fit.
 """
 
 import itertools
@@ -16,8 +17,10 @@ _LENGTHS = "burstgpt"  # default data set
 
 
 def generated(spec: Arrivals, lengths: str | None, seed: int) -> Trace:
-    """Raises:
-    ConfigError: unknown lengths.
+    """Draw a trace.
+
+    Raises:
+        ConfigError: the lengths are unknown.
     """
     rng, kind = random.Random(seed), lengths_of(lengths or _LENGTHS)
     requests = tuple(TraceRequest(round(at_s, 6), *kind.draw(rng)) for at_s in _instants_s(spec, rng))
@@ -31,7 +34,7 @@ def _instants_s(spec: Arrivals, rng: random.Random) -> Iterator[float]:
     operational = 0.0
     pieces = _pieces(spec)
     begin_s, end_s, rate = next(pieces)
-    done = 0.0  # operational time at the beginning of the piece
+    done = 0.0  # operational time at the start of the piece
     while True:
         operational += rng.gammavariate(shape, 1.0 / shape)
         while operational > done + (end_s - begin_s) * rate:

@@ -20,23 +20,23 @@ from tools.model.tokenizer import write_tokenizer
 
 _GPU_BLOCK_TOKENS = 64
 _GPU_FLAGS = ("--block-size", str(_GPU_BLOCK_TOKENS), "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
-_STAND_IN_VOCABULARY = 4096  # of a made-up tokenizer
+_STAND_IN_VOCABULARY = 4096  # of a generated tokenizer
 _DEFAULT_MEMORY_BYTES = 1 << 30  # the workers' default
 MACHINE_FILE = "machine.json"
 _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Machine:
-    """One instance of that model on as many of those GPUs as it needs. `vocab_size`: of another tokenizer.
+    """One instance of the model on the number of GPUs it needs. `vocab_size`: of a different tokenizer.
 
     Raises:
-        ConfigError: names the catalogue's entries.
+        ConfigError: unknown GPU or model; the message lists the catalogue's entries.
     """
     return machine_of(find_gpu(gpu, "--profile"), find_model(model), vocab_size)
 
 
 def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Machine:
-    """One instance of that model on as many GPUs as the model's entry says."""
+    """One instance of the model on the number of GPUs in the model's entry."""
     figures = timings()
     cluster = Cluster(gpu=card, gpu_count=1, gpus_per_host=card.gpus_per_host)
     roofline, gpus = RooflineOf(spec, cluster, figures), spec.gpus_per_instance
@@ -59,7 +59,7 @@ def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Mac
         link_bytes_per_s=card.nic_bytes_per_s * figures.link_fraction * gpus,
         host_bytes_per_s=card.host_bytes_per_s * gpus,
         disk_bytes_per_s=figures.disk_bytes_per_s,
-        remap_s_per_byte=figures.remap_s / (spec.parameter_bytes / 2),  # bytes moved by a drop of half the layers
+        remap_s_per_byte=figures.remap_s / (spec.parameter_bytes / 2),  # bytes that a drop of half the layers moves
     )
 
 
@@ -67,7 +67,7 @@ def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) 
     """The machine on which `ballast profile` has measured that checkpoint.
 
     Raises:
-        ConfigError: no profile, of another model, or without figures that an emulation needs.
+        ConfigError: the file is not a profile of this model, or lacks figures needed by an emulation.
     """
     profile = read_profile(path)
     if profile.key.parameter_count != checkpoint.parameter_count or profile.key.layer_count != checkpoint.layer_count:
@@ -110,7 +110,7 @@ class EmulatedModel:
 
     @property
     def worker_flags(self) -> list[str]:
-        """Defaults of workers on GPUs, as in simulations; later flags override them."""
+        """Flags with the defaults of GPU workers, as in simulations; later flags override them."""
         flags = ["--engine", "emulated", "--profile", str(self.machine_file)]
         return flags if self.machine.execution.kind == "measured" else [*_GPU_FLAGS, *flags]
 
@@ -118,10 +118,10 @@ class EmulatedModel:
 def emulated_model(folder: Path, profile: str, model: Path, memory_bytes: int | None = None) -> EmulatedModel:
     """Resolve `profile` and `model`. Missing files (machine, tokenizer) are created in `folder`.
 
-    `profile` is a GPU of the catalogue, or a file: of a GPU (YAML), of a machine, or of `ballast profile`.
+    `profile` is a GPU of the catalogue, or a file with a GPU (YAML), a machine, or the output of `ballast profile`.
 
     Raises:
-        ConfigError: unknown, or inconsistent.
+        ConfigError: they are unknown or inconsistent.
     """
     path = Path(profile)
     if is_gpu_file(profile) or not path.is_file():
@@ -133,14 +133,14 @@ def emulated_model(folder: Path, profile: str, model: Path, memory_bytes: int | 
 
 
 def stand_in(folder: Path, machine: Machine) -> EmulatedModel:
-    """Create the files that services need of a checkpoint: a tokenizer and the machine."""
+    """Create the files that services need from a checkpoint: a tokenizer and the machine."""
     folder.mkdir(parents=True, exist_ok=True)
     write_tokenizer(folder, machine.model.vocab_size, qwen=False, max_len=machine.model.max_model_len)
     return EmulatedModel(folder, machine, write_machine(folder / MACHINE_FILE, machine))
 
 
 def emulation_of(folder: Path, machine: Machine) -> Emulation:
-    """Service arguments of a comparison; `folder` gets the created files."""
+    """Emulation for a comparison; creates its files in `folder`."""
     outline = machine.model.model_copy(update={"vocab_size": _STAND_IN_VOCABULARY})
     made = stand_in(folder, machine.model_copy(update={"model": outline}))
     engine = emulate(made.machine, block_tokens=_GPU_BLOCK_TOKENS)

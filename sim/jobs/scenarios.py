@@ -1,4 +1,4 @@
-"""From a scenario to a simulation's job."""
+"""Converts a scenario to a simulation's job."""
 
 import json
 from pathlib import Path
@@ -21,8 +21,10 @@ _BURST_WINDOW_S = 30.0
 
 
 def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
-    """Raises:
-    ConfigError: something is missing, unknown or inconsistent.
+    """The job of a scenario.
+
+    Raises:
+        ConfigError: a field is missing, unknown or inconsistent.
     """
     cluster = find_cluster(scenario.cluster)
     model = model_of(scenario.model, cluster.gpu)
@@ -57,10 +59,10 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
 
 
 def model_of(text: str, gpu: Gpu) -> ModelSpec:
-    """A model of the catalogue; or of any config.json: in a folder, or of org/name[@revision] at a hub.
+    """A model of the catalogue, or of a config.json in a folder or of org/name[@revision] on a hub.
 
     Raises:
-        ConfigError: none of these, or of an unsupported kind.
+        ConfigError: it is none of these, or of an unsupported kind.
     """
     if hub_name(text) is None and not Path(text).is_dir():
         return find_model(text)
@@ -76,9 +78,10 @@ def model_of(text: str, gpu: Gpu) -> ModelSpec:
 
 
 def trace_of(scenario: Scenario, max_model_len: int) -> Trace:
-    """
+    """The scenario's trace, read or generated.
+
     Raises:
-        ConfigError: the scenario has neither a trace nor arrivals, or they cannot be read.
+        ConfigError: the scenario has neither a trace nor arrivals, or they are invalid.
     """
     if scenario.trace is not None:
         trace = upscaled(read_trace(Path(scenario.trace)), scenario.rate_scale, scenario.seed)

@@ -1,8 +1,8 @@
-"""Steady state of an instance: a closed form of the roofline, without a simulation.
+"""Steady state of an instance, in closed form from the roofline, without simulation.
 
 Requests stay for the duration of their answers, and hold on average their prompt and half of their answer. A token
-takes one step: parameters and all KV are read, in the time that prompts leave. So demand grows faster than the rate,
-and diverges from some rate on.
+takes one step, which reads the parameters and all KV in the time that prefills leave. So demand grows faster than the
+rate, and diverges at some rate.
 """
 
 import math
@@ -18,11 +18,11 @@ from sim.hardware import Cluster, ModelSpec, Timings
 from tools.bench.traces import Trace, TraceRequest
 
 _ROUNDS = 4000
-_ENDLESS = 50.0  # times the capacity: counts as divergent
+_ENDLESS = 50.0  # multiple of the capacity that counts as divergent
 PEAK_S = 30.0
 _BURST_S = 60.0
 _STEP_S = 0.5
-_LEAST_SHARE = 0.01  # minimum fraction of the time for answers
+_LEAST_SHARE = 0.01  # minimum fraction of the time for decoding
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class Load:
     rate_per_s: float
     input_tokens: float
     output_tokens: float
-    product: float  # mean of input times output
-    square: float  # mean of squared outputs
+    product: float  # mean of input times output length
+    square: float  # mean of the squared output length
 
     @staticmethod
     def of(requests: Sequence[TraceRequest], rate_per_s: float) -> "Load":
@@ -49,18 +49,18 @@ class Load:
 @dataclass(frozen=True, slots=True)
 class Settled:
     prompt_share: float  # fraction of the time
-    demand_tokens: float  # KV with unlimited memory; infinity: divergent
+    demand_tokens: float  # KV tokens with unlimited memory; infinity: divergent
     token_s: float
     capacity_tokens: float
 
     @property
     def demand(self) -> float:
-        """As a fraction of the memory."""
+        """KV demand as a fraction of the memory."""
         return self.demand_tokens / self.capacity_tokens
 
 
 def capacity_tokens(model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
-    """KV tokens beside the parameters of one instance."""
+    """KV capacity of one instance in tokens."""
     budget = cluster.gpu.memory_bytes * timings.memory_fraction * model.gpus_per_instance
     return (budget - model.parameter_bytes) / model.kv_bytes_per_token
 
@@ -84,18 +84,18 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
 
 
 def prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
-    """Prefill time of a prompt alone at the full rate: a lower bound."""
+    """Prefill time of a prompt alone at the full rate, a lower bound."""
     return tokens * (costs.token_s + costs.row_s + tokens / 2 * costs.pair_s) * layers
 
 
 def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Sequence[tuple[float, Load]]) -> float:
-    """Peak KV demand over phases (seconds, load), as a fraction of the memory, if it were unlimited."""
+    """Peak KV demand over phases (seconds, load) with unlimited memory, as a fraction of the memory."""
     costs, layers = SimRoofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     running = held = most = 0.0
     for seconds, load in phases:
         prompts = load.rate_per_s * prompt_s(costs, layers, load.input_tokens)
-        kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # while KV is held
+        kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # mean tokens of held KV
         for _ in range(int(seconds / _STEP_S)):
             layer_s = costs.dense_work_s(running) + held * costs.context_s
             step_s = costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s
@@ -108,15 +108,15 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 
 def carried_by_pairs(parameter_share: float) -> float:
-    """Load of a pair relative to a single instance where reading memory limits: more room, but longer token times, as
-    each microbatch reads the parameters. `parameter_share`: of the memory.
+    """Load of a pair relative to a single instance if reading memory is the bottleneck: more capacity, but longer token
+    times, as each microbatch reads the parameters. `parameter_share`: of the memory.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)
 
 
 def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> float:
-    """Fraction of all engines' time for the prompts of the densest half minute."""
+    """Fraction of all engines' time spent on the prompts of the busiest half minute."""
     if not trace.requests:
         return 0.0
     costs, instances = SimRoofline(model, cluster, timings).costs, cluster.instances_of(model)
@@ -128,8 +128,8 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
 
 
 def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> bool:
-    """True if the densest window, of a request's duration, diverges even with unlimited memory, although prompts alone
-    leave time.
+    """True if the busiest window as long as a request diverges even with unlimited memory, although prompts alone leave
+    time.
     """
     instances, whole = cluster.instances_of(model), trace.requests
     if not whole or trace.span_s <= _BURST_S:

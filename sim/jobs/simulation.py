@@ -1,6 +1,6 @@
 """From a trace, a model and a cluster to a result file, by simulation.
 
-Services have their default settings; only sizes with CPU defaults (requests and tokens per step) are those of a GPU.
+Services use their default settings, except for sizes whose defaults suit CPUs (requests and tokens per step).
 """
 
 import math
@@ -52,7 +52,7 @@ from tools.bench.results import (
 )
 from tools.bench.traces import Trace
 
-Progress = Callable[[str, int, float], None]  # policy, requests ended, instant of the trace
+Progress = Callable[[str, int, float], None]  # (policy, requests ended, time in the trace)
 
 _DROP = "drop"  # Ballast's policy; the others are baselines
 _OUTCOMES = {
@@ -66,13 +66,13 @@ _OUTCOMES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerSize:
-    """Sizes of vLLM on such GPUs, and of KunServe (EuroSys '26, section 5.1: blocks of 64 tokens)."""
+    """Sizes used by vLLM on such GPUs and by KunServe (EuroSys '26, section 5.1: blocks of 64 tokens)."""
 
     block_tokens: int = 64
     max_running_count: int = 256
     max_batch_tokens: int = 2048
     lookahead: bool = True
-    tpot_target_s: float | None = None  # None: none
+    tpot_target_s: float | None = None  # None: no target
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,7 +87,7 @@ class SimJob:
     timings: Timings = field(default_factory=timings)
     check_every: int = 0
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # in the trace's time: later requests stay open
+    stop_after_s: float | None = None  # in the trace's time; later requests stay open
     time_scale: float = 1.0
     length_scale: float = 1.0
     answer_scale: float | None = None
@@ -147,7 +147,7 @@ def production_rules(worker: WorkerSize) -> ClusterRules:
 
 
 def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> MonitorRules:
-    """The monitor's rules, with only as many samples per instance as decisions need."""
+    """The monitor's rules, with no more samples per instance than decisions need."""
     pressure = pressure_rules(
         overload_threshold_fraction=settings.overload_threshold_fraction,
         relief_threshold_fraction=settings.relief_threshold_fraction,
@@ -161,12 +161,12 @@ def _monitor_rules(settings: MonitorSettings, report_interval_s: float) -> Monit
 
 
 def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = None) -> BenchResult:
-    """One run for each policy.
+    """Run each policy once.
 
     Raises:
-        ConfigError: an unknown policy, or the model does not fit.
+        ConfigError: a policy is unknown, or the model does not fit.
     """
-    ruled = {spec.label: rules for spec, rules in specs_of(job)}  # validates all before any run
+    ruled = {spec.label: rules for spec, rules in specs_of(job)}  # validates all before the first run
     runs: dict[str, SimRun] = {}
     for name, rules in ruled.items():
         told = None if progress is None else partial(progress, name)
@@ -199,15 +199,15 @@ def _options(job: SimJob, rules: ClusterRules) -> WorldOptions:
 
 
 def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
-    """Resolves the names and knobs of the job's policies.
+    """The job's policies with their rules.
 
     Raises:
-        ConfigError: an unknown policy or knob, or an invalid value.
+        ConfigError: a policy or knob is unknown, or a value is invalid.
     """
     plain = production_rules(job.worker)
     found: list[tuple[PolicySpec, ClusterRules]] = []
     for word in job.policies:
-        find_policy(word.split(":")[0])  # raises, naming the known ones
+        find_policy(word.split(":")[0])  # raises an error that lists the known ones
         spec = parse_policies(word)[0]
         found.append((spec, with_knobs(spec, find_policy(spec.policy)(plain))))
     labels = [spec.label for spec, _ in found]
@@ -217,7 +217,7 @@ def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
 
 
 def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
-    """Static pipelines form microbatches by token counts by default, like the systems they represent."""
+    """By default static pipelines form microbatches by token counts, like the systems they represent."""
     worker, transitions, knobs = rules.worker, rules.planner.transitions, dict(spec.knobs)
     if spec.policy == "static-pipeline":
         knobs.setdefault("microbatching", "token-count")
@@ -332,7 +332,7 @@ def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> B
 
 
 def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | float | bool | None]:
-    """Everything needed to repeat the run and to compare a repetition."""
+    """Settings needed to repeat the run and to compare a repetition."""
     cluster = job.cluster
     settings: dict[str, str | int | float | bool | None] = {
         "gpu": cluster.gpu_name,
@@ -358,13 +358,15 @@ def _settings(job: SimJob, runs: Mapping[str, SimRun]) -> dict[str, str | int | 
 
 
 def stranded_fraction(samples: Sequence[SimSample]) -> float:
-    """Fraction of waiting time spent on a full instance while another one has room."""
+    """Fraction of the waiting time that requests spent on a full instance while another one had room."""
     waiting = sum(sample.waiting_count for sample in samples)
     return sum(sample.stranded_count for sample in samples) / waiting if waiting else 0.0
 
 
 def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
-    """SLO scales are multiples of the medians of the best baseline: of policies without dropping, if there is one."""
+    """Results by policy. SLO scales are multiples of the best baseline's medians; policies that do not drop are the
+    baselines, if there are any.
+    """
     seen = {name: replay_run(run) for name, run in runs.items()}
     alone = {name: policy_result(run, name) for name, run in seen.items()}
     baselines = [name for name in runs if name.split(":")[0] != _DROP] or list(runs)

@@ -1,8 +1,8 @@
 """The fewest GPUs that meet a goal on a trace, for each policy.
 
-The search starts from closed forms: computing time of the prompts, and memory of running requests' KV. From there it
-proceeds in growing steps, then by bisection. A run ends as soon as too many requests have certainly missed the goal, or
-the result of every request is certain.
+The search starts from closed forms: compute time of the prompts, and memory of the running requests' KV. It then
+proceeds in growing steps and by bisection. A run ends as soon as too many requests have certainly missed the goal, or
+the outcome of every request is certain.
 """
 
 import math
@@ -28,34 +28,34 @@ from tools.bench.traces import Trace, TraceRequest
 
 DROP = "drop"
 PARK, BOTH = "recompute:park=on", "drop:park=on"  # idle instances are parked
-_PATIENCE_S = 60.0  # after the last arrival and its goal, for step goals
+_PATIENCE_S = 60.0  # after the last arrival and its deadline, for goals on steps
 _WINDOWS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 _LOOK_S = 0.2  # polling interval for other processes' reports
 _USED = 0.8  # fraction of the memory in the first guess, as arrivals are uneven
 
-Progress = Callable[[str, int, int, float], None]  # policy, GPUs, requests ended, instant of the trace
+Progress = Callable[[str, int, int, float], None]  # (policy, GPUs, requests ended, time in the trace)
 
 
 @dataclass(frozen=True, slots=True)
 class SizingRun:
-    """One tried number of GPUs."""
+    """Result of one tried number of GPUs."""
 
     gpu_count: int
     keeps: bool
     met_share: float  # of all requests; an upper bound if the run ended early
-    ended_early_s: float | None  # instant of the trace at which a miss was certain
+    ended_early_s: float | None  # time in the trace at which a miss was certain
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     tpot_p50_s: float | None
     drop_count: int
-    mean_on: float  # GPUs with allocated memory, on average until the last arrival or the end
-    leave_count: int  # instances parked
-    soon_count: int  # of these, needed again within a minute
+    mean_on: float  # mean number of GPUs with allocated memory, until the last arrival or the end
+    leave_count: int  # times that an instance was parked
+    soon_count: int  # of these, instances needed again within a minute
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Result of a policy."""
+    """Results of one policy."""
 
     policy: str
     gpu_count: int | None  # None: not even the maximum suffices
@@ -68,10 +68,10 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class SizingBounds:
-    """Instances, by closed forms."""
+    """Bounds on the number of instances, in closed form."""
 
-    prompts: int  # lower bound for any policy: prompts computed in time
-    memory: float  # estimated peak of KV demand, in instances
+    prompts: int  # lower bound for any policy: all prompts computed in time
+    memory: float  # estimated peak of KV demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,11 @@ def size(job: SimJob, slo: Slo, most_gpus: int, progress: Progress | None = None
     """The fewest GPUs for each policy of the job.
 
     Args:
-        most_gpus: Maximum.
-        processes: Parallel searches, one for each policy.
+        most_gpus: Maximum to try.
+        processes: Number of parallel searches, one per policy.
 
     Raises:
-        ConfigError: not even one instance is allowed, there is no request, or as `simulate`.
+        ConfigError: the maximum allows no instance, the trace is empty, or as for `simulate`.
     """
     each = job.model.gpus_per_instance
     if most_gpus < each:
@@ -137,7 +137,7 @@ def _spared(count: int, slo: Slo) -> int:
 
 
 def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
-    """Peak of KV demand, with step times of a nearly full memory."""
+    """Peak of KV demand, with the step times of a nearly full memory."""
     costs, layers = SimRoofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     mean = sum(r.input_tokens + r.output_tokens / 2 for r in requests) / len(requests)
@@ -182,7 +182,7 @@ def _search(job: SimJob, slo: Slo, most: int, bounds: SizingBounds, progress: Pr
 
 
 def fewest(keeps: Callable[[int], bool], guess: int, least: int, most: int) -> int | None:
-    """The fewest that meet the goal, assuming monotonicity; None: not even `most`. Starts at `least`."""
+    """The fewest instances that meet the goal, assuming monotonicity; None: not even `most` do. Starts at `least`."""
     least = min(least, most)
     step = max(1, guess // 8)
     if keeps(guess):
@@ -212,7 +212,7 @@ def fewest(keeps: Callable[[int], bool], guess: int, least: int, most: int) -> i
 
 
 class Judge:
-    """Counts requests that meet the goal during a run: by first tokens and steps."""
+    """Counts requests that meet the goal by TTFT and TPOT while a run is in progress."""
 
     def __init__(self, slo: Slo, records: Iterable[RequestRecord]) -> None:
         self._slo = slo
@@ -223,16 +223,16 @@ class Judge:
 
     @property
     def fails(self) -> bool:
-        """True if too many have missed it already."""
+        """True if too many requests have missed the goal."""
         return self.missed_count > _spared(self._count, self._slo)
 
     @property
     def met_share(self) -> float:
-        """An upper bound while some are open."""
+        """Share of requests that meet the goal; an upper bound while some are open."""
         return 1.0 - self.missed_count / self._count
 
     def look(self, now_s: float) -> bool:
-        """Update. True if the verdict is final."""
+        """Update the counts. Returns True if the verdict is final."""
         while self._coming and self._coming[-1].arrival_s <= now_s:
             self._open.append(self._coming.pop())
         still: list[RequestRecord] = []
@@ -247,7 +247,7 @@ class Judge:
         return self.fails or not (still or self._coming)
 
     def close(self, now_s: float) -> None:
-        """The simulation has ended: open requests are judged by their steps so far."""
+        """Judge open requests by their steps so far, after the end of the simulation."""
         for record in self._open:
             token_count = len(record.token_times_s)
             kept = token_count > 0 and now_s - record.token_times_s[0] <= (self._slo.tpot_s or math.inf) * token_count
@@ -257,7 +257,7 @@ class Judge:
         self._open, self._coming = [], []
 
     def _kept(self, record: RequestRecord, now_s: float) -> bool | None:
-        """None: open."""
+        """Whether the request meets the goal; None: open."""
         slo, times_s = self._slo, record.token_times_s
         if record.outcome not in (Outcome.OPEN, Outcome.FINISHED):
             return False
@@ -273,7 +273,7 @@ class Judge:
 
 
 def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None = None) -> SizingRun:
-    """True if the job's cluster meets the goal with its only policy."""
+    """True if the job's cluster meets the goal with the job's only policy."""
     (_, rules), *_ = specs_of(job)
     patience_s = slo.ttft_s + (_PATIENCE_S if slo.tpot_s is not None else 0.0)
     world = world_of(replace(job, stop_after_s=job.trace.span_s + patience_s), rules)
@@ -320,7 +320,7 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 # ---------------------------------------------------------------- several processes
 
 _Told = tuple[str, int, int, float]
-_queue: "Queue[_Told] | None" = None  # in a search process: to the waiting one
+_queue: "Queue[_Told] | None" = None  # in a search process: reports to the parent
 
 
 def _listen(queue: "Queue[_Told]") -> None:

@@ -1,4 +1,4 @@
-"""What-if analysis: the same trace with one parameter changed."""
+"""What-if analysis: simulates a trace with one parameter varied."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class Point:
     condition: str
     policy: str
     gpu_count: int
-    met_share: float | None  # None: there is no SLO
+    met_share: float | None  # None: no SLO
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     tpot_p50_s: float | None
@@ -56,19 +56,19 @@ def _gpus(scenario: Scenario, value: float) -> Scenario:
 
 
 SWEEPS: Mapping[str, Callable[[Scenario, float], Scenario]] = {
-    "rate": _rate,  # factor of the request rate
-    "burst": _burst,  # factor of requests in the densest half minute
+    "rate": _rate,  # factor on the request rate
+    "burst": _burst,  # factor on requests in the busiest half minute
     "gpus": _gpus,
-    "network": _network,  # Gbit/s of each GPU's card
+    "network": _network,  # Gbit/s of each GPU's network card
 }
-SLO = "slo"  # seconds of TTFT: needs no run
+SLO = "slo"  # seconds of TTFT; needs no further run
 
 
 def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
-    """`rate=0.5,1,2`.
+    """Parse `rate=0.5,1,2`.
 
     Raises:
-        ConfigError: an unknown name, or values that are no numbers above 0.
+        ConfigError: the name is unknown, or a value is not a positive number.
     """
     name, equals, values = text.partition("=")
     if name not in (*SWEEPS, SLO) or not equals:
@@ -85,9 +85,10 @@ def parse_sweep(text: str) -> tuple[str, tuple[float, ...]]:
 def sweep(
     scenario: Scenario, name: str, values: Sequence[float], slo: Slo | None, progress: Progress | None = None
 ) -> list[Point]:
-    """
+    """Run every condition.
+
     Raises:
-        ConfigError: as `job_of` and `simulate`.
+        ConfigError: as for `job_of` and `simulate`.
     """
     if name == SLO:
         return _slo_sweep(scenario, values, slo, progress)

@@ -40,6 +40,7 @@ _BLOCKS_IN_EXTENT = 2
 _OFFLINE = 0.3  # of the clusters have offline work beside the requests
 _SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: those that swap take longer
 _CACHING = 0.7  # share of the clusters
+_LOSES = 0.2  # share of the clusters that lose a follower while an instance is outside
 _LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with requests longer than that, which an instance hardly holds
 _STORY_S = 9.0  # requests come for so long, in two bursts
 _HEALED_WITHIN_S = 60.0
@@ -208,6 +209,7 @@ def _story(seed: int) -> Story:
         migrates=rng.random() < 0.3,
         clients_leave=rng.random() < 0.3,
         parker=random.Random(-seed - 1) if seed % 3 == 1 else None,
+        loser=of_loss if worker_count > 2 and (of_loss := random.Random(-seed - 3)).random() < _LOSES else None,
         lost=epochs.forget,
     )
     standings = Counter[str]()
@@ -289,7 +291,9 @@ def _check_stages(world: World) -> None:
 
 def _ended(world: World) -> Counter[str]:
     records = [record for node in world.planners.values() for record in node.records]
-    return Counter(f"{r.journal.kind} {r.journal.stage}" for r in records)
+    found = Counter(f"{r.journal.kind} {r.journal.stage}" for r in records)
+    stands_in = [r for r in records if r.by == "loss" and r.journal.kind is TransitionKind.DROP]
+    return found + Counter(f"stand-in {r.journal.stage}" for r in stands_in)
 
 
 def _migrated(world: World) -> Counter[str]:

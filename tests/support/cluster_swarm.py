@@ -30,6 +30,7 @@ _MIGRATED_EVERY_S = 0.15
 _LEAVES_EVERY_S = 0.1
 _PARKED_EVERY_S = 0.7
 _TOLD_S = 0.005  # until watchers have heard of a layout
+_LOOKS_S = 0.2  # between two looks for a pipeline that can lose a follower
 
 
 class Kind(StrEnum):
@@ -135,6 +136,7 @@ class Swarm:
     migrates: bool  # requests are moved from one group to another, again and again
     clients_leave: bool  # now and then one, before its request has ended
     parker: random.Random | None  # draws whom an operator parks and wakes, again and again
+    loser: random.Random | None  # draws whom a pipeline loses while an instance serves alone, which may stand in
     lost: Callable[[], None]  # nobody remembers the last epochs: all planners and the state server were lost at once
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
@@ -156,6 +158,10 @@ class Swarm:
             self.world.clock.every(
                 _PARKED_EVERY_S, b"operator parks", lambda: self._park(parker), first_s=self.world.zero_s
             )
+        if (loser := self.loser) is not None:
+            self.world.clock.every(
+                _LOOKS_S, b"follower is lost", lambda: self._lose_follower(loser), first_s=self.world.zero_s
+            )
         if self.clients_leave:
             self.world.clock.every(_LEAVES_EVERY_S, b"client leaves", self._leave, first_s=self.world.zero_s)
 
@@ -167,6 +173,22 @@ class Swarm:
         worker_id = parker.choice(sorted(world.instances))
         event = p.StandingRequested(now_s, "operator", f"park {now_s}", worker_id, away=parker.random() < 0.5)
         world.planner.feed(event)
+
+    def _lose_follower(self, loser: random.Random) -> None:
+        """An operator makes a pipeline of all but one; then one of its followers ends, once."""
+        world, now_s, stored = self.world, self.world.clock.now_s, self.world.state.stored
+        if self.is_over or stored is None or world.crashed or self.loser is None or not self._planners:
+            return
+        sizes = {len(group.members) for group in stored.layout.groups}
+        if sizes == {1}:
+            names = tuple(sorted(world.instances))[:-1]
+            world.planner.feed(p.DropRequested(now_s, "operator", f"lose {now_s}", worker_ids=names, hold_s=2.0))
+        elif 1 in sizes and loser.random() < 0.5:
+            members = [m.worker_id for g in stored.layout.groups for m in g.members[1:]]
+            victim, for_s = loser.choice(members), loser.choice((None, 0.3, 2.5, 7.0))
+            self.loser = None
+            self.told.append(f"follower {victim} ends for {for_s} s at {now_s - world.zero_s:.3f} s")
+            world.strike(Fault(at_s=0.0, kind=FaultKind.CRASH, worker=int(victim[1:]), duration_s=for_s))
 
     def _journaled(self, journal: Journal) -> None:
         members, aimed = changed_members(journal.base, journal.target), self._aimed

@@ -1,1 +1,1 @@
-"""Replaying load and measuring it."""
+"""Load generation and measurement."""

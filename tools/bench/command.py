@@ -1,4 +1,4 @@
-"""`ballast bench`: what its commands are called and take."""
+"""`ballast bench`: its subcommands and their flags."""
 
 import argparse
 import asyncio
@@ -26,12 +26,12 @@ from tools.local.cluster import LocalCluster
 if TYPE_CHECKING:
     from argparse import _SubParsersAction  # pyright: ignore[reportPrivateUsage] -- it has no public name
 
-_INTERRUPTED = 130  # exit status, as a shell has it for Ctrl-C
+_INTERRUPTED = 130  # exit status of shells for Ctrl-C
 _FAILED = 1
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate: Emulate) -> None:
-    """`emulate`: what `--profile GPU --model NAME` mean."""
+    """Add the subcommands. `emulate`: resolves `--profile GPU` and `--model NAME`."""
     parser = subparsers.add_parser("bench", help="put a cluster under load and measure it")
     commands = parser.add_subparsers(dest="bench_command", required=True)
     replay = commands.add_parser(
@@ -65,7 +65,9 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0 all requests finished, 1 some did not, 130 interrupted (results are written all the same)."""
+    """Returns the exit status: 0 all requests finished, 1 some did not, 130 interrupted (results are written
+    nevertheless).
+    """
     return asyncio.run(_replay(args))
 
 
@@ -94,7 +96,7 @@ async def _replay(args: argparse.Namespace) -> int:
 
 
 async def _write_timeline(address: str, path: Path | None, console: Console) -> None:
-    """While the workers are there. A result without it is still a result."""
+    """Write the timeline while the workers still run. Failing to do so does not invalidate the result."""
     if path is None:
         return
     try:

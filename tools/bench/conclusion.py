@@ -1,4 +1,4 @@
-"""The conclusion of a comparison, in one paragraph."""
+"""Conclusion of a comparison in one paragraph."""
 
 import math
 
@@ -8,12 +8,12 @@ from tools.bench.shortage import in_words, is_memory_short, shortage
 from tools.bench.slo import LENIENT, Slo
 
 _PLAIN = "recompute"
-_ALIKE = 1.1  # two figures within this factor are called equal
-_BEARABLE_TPOT = 1.25  # factor of the token time; more is named as a price
+_ALIKE = 1.1  # figures within this factor are called equal
+_BEARABLE_TPOT = 1.25  # factor of token time above which it is mentioned as a price
 
 
 def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
-    """Words for what the figures say; no figure that is not in the result. The verdict is by the goal."""
+    """Conclusion from the figures of the result only. The verdict depends on the goal."""
     drop = result.policies.get("drop")
     others = {name: policy for name, policy in result.policies.items() if name != "drop"}
     sentences = [_demand(result)]
@@ -27,7 +27,7 @@ def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
 
 
 def _plain(result: BenchResult) -> str:
-    """The policy that differs from drop in dropping alone; else another one; else itself."""
+    """Name of the baseline that differs from drop only in not dropping; else another policy; else drop itself."""
     names = [_PLAIN, *(name for name in result.policies if name != "drop"), *result.policies]
     return next(name for name in names if name in result.policies)
 
@@ -89,7 +89,7 @@ def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
 
 
 def _advice(result: BenchResult, drop: PolicyResult, name: str, slo: Slo) -> str:
-    """A verdict by the goal, and the scarce resource if it is missed."""
+    """Verdict on the goal, and the scarce resource if the goal is missed."""
     other = result.policies[name]
     ours, theirs = slo.met_share(drop), slo.met_share(other)
     keeps, other_keeps = ours >= slo.share, theirs >= slo.share
@@ -113,7 +113,7 @@ def _advice(result: BenchResult, drop: PolicyResult, name: str, slo: Slo) -> str
 
 
 def _size(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
-    """Instances of the slower run for the same work, at the pace of the faster one."""
+    """Number of instances of the slower run, scaled to the pace of the faster one, for the same work."""
     gpus, span_s = result.config.cluster.get("gpu_count"), result.trace.span_s
     if not isinstance(gpus, int) or span_s <= 0.0:
         return ""

@@ -1,7 +1,7 @@
-"""Clusters of emulated workers, which take a GPU's time: starting them, and checking that this machine kept up.
+"""Clusters of emulated workers, which take a GPU's time: starts them, and checks that this machine kept up.
 
-Services, links, transitions and KV accounting are real and share this machine's processors. If these are too few, steps
-or the client are late, and the run is void.
+Services, links, transitions and KV accounting are real and share this machine's processors. If there are too few, steps
+or the client run late, and the run is void.
 """
 
 import os
@@ -19,7 +19,7 @@ from tools.model.info import CheckpointInfo
 
 MOST_LOST = 0.02  # fraction of the total ideal step time
 MOST_LAG_S = 0.25  # P99
-_FEW = 2  # requests of a lightly loaded worker
+_FEW = 2  # requests on a lightly loaded worker
 _SAID = re.compile(r" emulated .*\bdue_s=([0-9.]+).* late_s=([0-9.]+).* lost_s=([0-9.]+)")
 
 
@@ -27,17 +27,17 @@ _SAID = re.compile(r" emulated .*\bdue_s=([0-9.]+).* late_s=([0-9.]+).* lost_s=(
 class Emulation:
     """An emulated machine, with the functions that a comparison needs."""
 
-    info: CheckpointInfo  # of the model; its folder has what services want of a checkpoint
-    gpu: str  # of an instance, for people
+    info: CheckpointInfo  # of the model; its folder contains the checkpoint files that services read
+    gpu: str  # display name of an instance
     worker_flags: Sequence[str]
-    memory_bytes: int  # of each worker
-    capacity_tokens: int  # of KV, per worker with all parameters
-    prompt_s: Callable[[int], float]  # of that many tokens
-    step_s: Callable[[int, int], float]  # of so many requests, each with so many tokens
-    last_token: Callable[[Sequence[int], int], int]  # of the answer to a prompt, of that many tokens
+    memory_bytes: int  # per worker
+    capacity_tokens: int  # KV tokens of a worker with full parameters
+    prompt_s: Callable[[int], float]  # prefill time of a prompt of that many tokens
+    step_s: Callable[[int, int], float]  # step time of (requests, tokens of each)
+    last_token: Callable[[Sequence[int], int], int]  # (prompt, output length) -> last token of the answer
 
     def speed(self, input_tokens: int, output_tokens: int, workers: int) -> Speed:
-        """The paces that probes would measure."""
+        """The speeds that the probes would measure."""
         few, full = _FEW, max(_FEW + 1, self.capacity_tokens // (input_tokens + output_tokens))
 
         def pace(count: int) -> SizingPace:
@@ -49,7 +49,7 @@ class Emulation:
 
 
 class ProcessorUsage:
-    """Processor time that a cluster and its client take from here on."""
+    """Processor time used by the cluster and its client since construction."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._pids = {process.pid for of in cluster.processes.values() for process in of}
@@ -72,20 +72,20 @@ def with_settings(result: BenchResult, more: Mapping[str, str | float]) -> Bench
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """Delays of the steps of all workers."""
+    """Delays of all workers' steps."""
 
     late_share: float  # fraction of the ideal step time
-    lost_share: float  # fraction of it not caught up
+    lost_share: float  # fraction of the ideal step time that was never caught up
 
 
 def lateness(log_dir: Path) -> Lateness:
-    """Delays and lost time of all workers' steps, as logged at their end.
+    """Delays and lost time of all workers' steps, from the last line of each log.
 
     Raises:
-        Unavailable: not logged.
+        Unavailable: a worker has not logged them.
     """
     logs = (log.read_text(errors="replace") for log in log_dir.glob("worker-*.log"))
-    last = [found[-1] for log in logs if (found := list(_SAID.finditer(log)))]  # the logs of earlier runs stay
+    last = [found[-1] for log in logs if (found := list(_SAID.finditer(log)))]  # logs also contain earlier runs
     due_s, late_s, lost_s = (sum(float(match[number]) for match in last) for number in (1, 2, 3))
     if not due_s:
         raise Unavailable("workers", f"have not said in {log_dir} how long their steps took")
@@ -93,16 +93,17 @@ def lateness(log_dir: Path) -> Lateness:
 
 
 def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
-    """
+    """The result with the processor use and delays of the emulation added.
+
     Raises:
-        Unavailable: as `lateness`.
+        Unavailable: as for `lateness`.
     """
     late = lateness(log_dir)
     return with_settings(result, {"late_share": round(late.late_share, 5), "lost_share": round(late.lost_share, 5)})
 
 
 def why_void(result: BenchResult) -> str:
-    """Empty: the machine kept up."""
+    """Why the run is void; empty if the machine kept up."""
     [policy] = result.policies.values()
     lost, lag_s = float(result.config.cluster["lost_share"] or 0.0), policy.send_lag_s.p99 or 0.0
     if lost > MOST_LOST:
@@ -117,7 +118,7 @@ def _cpu_s(pids: set[int]) -> float:
     for pid in pids:
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        except OSError:  # it has ended, or this system says nothing of that kind
+        except OSError:  # the process has ended, or this system has no /proc
             continue
         ticks += int(fields[11]) + int(fields[12])
     return ticks / os.sysconf("SC_CLK_TCK")

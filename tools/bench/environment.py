@@ -55,7 +55,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the folder of this source, None where there is no repository or no git."""
+    """Output of git in the folder of this source; None without a repository or git."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)

@@ -12,11 +12,11 @@ through the quantiles P50, P80, P95 and P99 which the first arXiv version of Kun
 2), with straight lines in the logarithm between them. The ends are free: the upper one lies a little above P99, the
 lower one is chosen so that the mean is the stated one. Stated means: 603 input, 289 output tokens.
 
-The kind `answers` has lengths of its own: short prompts and longer answers, so that a request keeps its memory for
-long and computes little. A burst of such requests runs out of memory first.
+The kind `answers` has its own lengths: short prompts and longer answers, so that a request holds its memory for long
+and needs little compute. A burst of such requests exhausts memory first.
 
-The kind `spike` has the lengths of BurstGPT and a higher and relatively shorter burst: before and after it little of
-the memory is taken, as where the average is far below the peak.
+The kind `spike` has the lengths of BurstGPT and a higher and relatively shorter burst, with little memory in use before
+and after it: a load whose average is far below its peak.
 
 All draws come from `random.Random(seed)`; the same arguments give the same file.
 """
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from tools.bench.traces import TraceRequest, write_trace
 
-# (probability, tokens), ascending in both.
+# (probability, tokens), both ascending
 Quantiles = tuple[tuple[float, float], ...]
 BURSTGPT_INPUT: Quantiles = ((0.0, 37), (0.5, 400), (0.8, 1146), (0.95, 1804), (0.99, 2009), (1.0, 2100))
 BURSTGPT_OUTPUT: Quantiles = ((0.0, 25), (0.5, 249), (0.8, 462), (0.95, 715), (0.99, 1161), (1.0, 1500))
@@ -81,7 +81,7 @@ def generate(spec: BurstySpec = BurstySpec(), seed: int = 1) -> tuple[TraceReque
 
 
 def _arrival_s(spec: BurstySpec, operational: float) -> float:
-    """The instant until which the rate integrates to `operational`."""
+    """The instant up to which the rate integrates to `operational`."""
     before = spec.base_rate * spec.burst_start_s
     within = spec.base_rate * spec.burst_factor * spec.burst_s
     if operational <= before:
@@ -92,7 +92,7 @@ def _arrival_s(spec: BurstySpec, operational: float) -> float:
 
 
 def sample_length(quantiles: Quantiles, probability: float) -> int:
-    """The length at `probability`, between the two quantiles around it on a straight line of logarithms."""
+    """The length at `probability`, interpolated in the logarithm between the two nearest quantiles."""
     for (p_low, low), (p_high, high) in itertools.pairwise(quantiles):
         if probability <= p_high:
             share = (probability - p_low) / (p_high - p_low)

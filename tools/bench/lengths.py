@@ -1,7 +1,7 @@
 """Lengths of prompts and answers, for traces without suitable ones.
 
-A pool is a file of real requests, drawn with replacement, prompt and answer together. Of some data sets only statistics
-are published: those are fitted, as `Lengths.source` says in every result.
+A pool is a file of real requests, drawn with replacement, prompt and answer together. For some data sets only
+statistics are published: a distribution is fitted to them, which `Lengths.source` states in every result.
 
 | name      | published                                            | fit |
 |-----------|------------------------------------------------------|-----|
@@ -12,7 +12,7 @@ are published: those are fitted, as `Lengths.source` says in every result.
 | longbench | means 5900 and 499 (likewise)                        | log-normal |
 | longanswers | the prompts' mean, as BurstGPT's; that of the answers, 1,000, is chosen | log-normal |
 
-Of a log-normal fit the mean (after truncating prompts to the maximum) is the published one, the spread is assumed.
+A log-normal fit has the published mean (after truncating prompts to the maximum) and an assumed spread.
 """
 
 import math
@@ -29,7 +29,7 @@ _AZURECONV_INPUT: Quantiles = ((0.0, 30), (0.5, 998), (0.8, 1159), (0.95, 4080),
 _AZURECONV_OUTPUT: Quantiles = ((0.0, 83), (0.5, 202), (0.8, 411), (0.95, 451), (0.99, 585), (1.0, 700))
 _AGIEVAL_INPUT: Quantiles = ((0.0, 20), (0.5, 128), (0.8, 556), (0.95, 619), (0.99, 651), (1.0, 700))
 _AGIEVAL_OUTPUT: Quantiles = ((0.0, 275), (0.5, 363), (0.8, 450), (0.95, 578), (0.99, 698), (1.0, 900))
-_ASSUMED_SIGMA = 0.7  # of the logarithm, where only means are published
+_ASSUMED_SIGMA = 0.7  # of the logarithm, if only means are published
 
 Draw = Callable[[random.Random], tuple[int, int]]
 
@@ -37,15 +37,15 @@ Draw = Callable[[random.Random], tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class Lengths:
     name: str
-    source: str  # for the result
+    source: str  # stated in the result
     draw: Draw
 
 
 def lengths_of(name: str) -> Lengths:
-    """A fitted data set by its name, or a pool by its path.
+    """The fitted data set of that name, or the pool in the file of that path.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: there is neither.
     """
     if name in _FITTED:
         source, draw = _FITTED[name]

@@ -1,4 +1,4 @@
-"""`ballast bench overload`: its flags, and what it says at the end."""
+"""`ballast bench overload`: its flags and its final output."""
 
 import argparse
 import asyncio
@@ -31,11 +31,11 @@ _EMULATED = (
     " replayed at its own pace with its own lengths. As long as it lasts the machine should do nothing else: a run in"
     " which it could not keep up is void"
 )
-# Without emulation; what is not given stays as the trace has it with emulated workers.
+# Defaults without emulation; with emulated workers they are taken from the trace.
 _OWN = {"demand": 0.55, "mean_tokens": 240.0, "sequences_each": 8, "probe_s": PROBE_S, "max_num_seqs": 64}
-_ONLY_OWN = ("sequences_each", "probe_s")  # about this machine's speed and memory
+_ONLY_OWN = ("sequences_each", "probe_s")  # apply to real workers only: this machine's memory and speed
 
-# What --profile GPU and --model NAME mean; the folder is for what services want of a checkpoint.
+# (folder for the checkpoint files, GPU, model name) -> emulated machine
 Emulate = Callable[[Path, str, Path], Emulation]
 
 
@@ -146,7 +146,7 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True)
 class _ComparisonPart:
-    """One number of workers."""
+    """The part of a comparison for one number of workers."""
 
     workers: int
     out: Path
@@ -154,7 +154,7 @@ class _ComparisonPart:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0 all runs are there, 1 some failed, 130 interrupted."""
+    """Returns the exit status: 0 all runs exist, 1 some failed, 130 interrupted."""
     console = open_console()
     settle(args)
     if args.repetitions < 1:
@@ -186,10 +186,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def settle(args: argparse.Namespace) -> None:
-    """Fills in what was not given, which depends on the engine.
+    """Fill in defaults that depend on the engine.
 
     Raises:
-        ConfigError: flags that make no sense together.
+        ConfigError: the flags contradict each other.
     """
     args.policies = args.policies or ",".join(COMPARED)
     args.peak = NO_PEAK if args.peak is None else args.peak
@@ -214,7 +214,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
-    """What needs more workers than there are is left out where there are other numbers of workers for it."""
+    """The comparison for each number of workers. Policies that need more workers are left out of the smaller ones."""
     numbers = _numbers(args.workers)
     specs = parse_policies(args.policies)
     for spec in specs:
@@ -238,7 +238,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _longer(workload: Workload) -> float:
-    """Than what `--span-s` says, because its burst is repeated."""
+    """Factor by which a workload lasts longer than `--span-s`, because its burst is repeated."""
     return workload.trace.span_s / workload.base.span_s if workload.base.span_s else 1.0
 
 

@@ -1,4 +1,4 @@
-"""The plan of a comparison of overload policies: sizes, scales and duration. Kept in `plan.json`."""
+"""The plan of a comparison of overload policies: sizes, scales and duration. Stored in `plan.json`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,15 +11,15 @@ from tools.bench.progress import minutes
 from tools.model.info import CheckpointInfo
 
 RUN_OVERHEAD_S = 8.5  # start, warm-up and end of a cluster
-_TAIL_SHARE = 0.2  # of the span: from the last arrival to the last answer
-_PROBE_SHARE = 2.8  # two probes, each with its time to get going
-NO_PEAK = 1e9  # times the capacity
-_OVERFLOW = 1.05  # of the capacity: a peak below it tells no policy from another
-_SHORTEST_SPAN_S = 10.0  # of a workload: below it there is hardly a burst
+_TAIL_SHARE = 0.2  # fraction of the span from the last arrival to the last answer
+_PROBE_SHARE = 2.8  # duration of two probes with ramp-up, in units of `probe_s`
+NO_PEAK = 1e9  # multiple of the capacity
+_OVERFLOW = 1.05  # multiple of the capacity; policies do not differ on a lower peak
+_SHORTEST_SPAN_S = 10.0  # a shorter workload has hardly a burst
 
 
 def setting_variable(name: str) -> str:
-    """monitor.dwell_s -> BALLAST_MONITOR__DWELL_S."""
+    """Environment variable of a setting: monitor.dwell_s -> BALLAST_MONITOR__DWELL_S."""
     return "BALLAST_" + name.upper().replace(".", "__")
 
 
@@ -33,31 +33,31 @@ class ComparisonArguments(BaseModel):
     workers: int
     seed: int
     deadline_s: float
-    demand_fraction: float | None  # null: arrivals as the trace has them
+    demand_fraction: float | None  # null: the trace's arrivals
     peak_fraction: float = NO_PEAK
-    mean_tokens: float | None  # null: lengths as the trace has them
-    answer_share: float | None = None  # of the tokens of the mean request; null: as in the trace
+    mean_tokens: float | None  # null: the trace's lengths
+    answer_share: float | None = None  # fraction of the mean request's tokens; null: as in the trace
     sequences_each: int
     span_s: float | None
-    max_num_seqs: int | None  # null: as workers have it
+    max_num_seqs: int | None  # null: the worker's default
     settings: dict[str, str]
-    gpu: str | None = None  # that emulated workers take the time of
+    gpu: str | None = None  # GPU emulated by the workers
 
 
 class WorkloadPlan(BaseModel):
-    """How a workload is replayed, in all runs alike."""
+    """How a workload is replayed, the same in all runs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     word: str
     length_scale: float
-    answer_scale: float | None = None  # null: answers are shortened like prompts
+    answer_scale: float | None = None  # null: answers are scaled like prompts
     rate_factor: float
     span_s: float
     request_count: int
     device_memory_bytes: int
-    undropped_tokens: int  # that the workers really have: of what is asked for they leave a part unused
-    few_tokens_per_s: float  # output, all workers
+    undropped_tokens: int  # usable KV tokens of all workers; less than requested, as a remainder stays unused
+    few_tokens_per_s: float  # output tokens of all workers
     full_tokens_per_s: float
     forecast_demand_fraction: float
     forecast_peak_fraction: float
@@ -77,7 +77,7 @@ class Timetable:
     """Estimated duration of one comparison."""
 
     workers: int
-    spans_s: Mapping[str, float]  # of each workload as it is replayed
+    spans_s: Mapping[str, float]  # workload -> its duration as replayed
     policies: Sequence[str]
     repetitions: int
     probe_s: float
@@ -104,15 +104,16 @@ class Timetable:
 
 
 def run_s(span_s: float) -> float:
-    """One run: start and warm-up of a cluster, the arrivals, and what has piled up by then."""
+    """Duration of one run: start and warm-up of a cluster, the arrivals, and the backlog left by then."""
     return RUN_OVERHEAD_S + (1 + _TAIL_SHARE) * span_s
 
 
 def span_within(tables: Sequence[Timetable], minutes_given: float) -> float:
-    """The span of workloads (1 s in `tables`, more for those that are repeated) with which all of it takes so long.
+    """The span of workloads with which the whole comparison takes `minutes_given`. `tables` have spans of 1 s, more for
+    repeated workloads.
 
     Raises:
-        ConfigError: that would be too short to be a burst.
+        ConfigError: the span would be too short for a burst.
     """
     runs = sum(table.run_count for table in tables)
     fixed_s = sum(table.probing_s for table in tables) + runs * RUN_OVERHEAD_S
@@ -175,10 +176,10 @@ def arguments_of(
     settings: Mapping[str, str],
     gpu: str | None = None,
 ) -> ComparisonArguments:
-    """Checked; the settings on top of those that suit short traces.
+    """Check the arguments and add them to the settings that suit short traces.
 
     Raises:
-        ConfigError: naming the flag.
+        ConfigError: an argument is invalid; the message names the flag.
     """
     for name, value, least in (
         ("workers", workers, 1),

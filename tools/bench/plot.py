@@ -1,4 +1,4 @@
-"""A result as a figure over time. matplotlib comes with the `bench` extra and is imported only here."""
+"""Draws a result over time. matplotlib comes with the `bench` extra and is imported only here."""
 
 # pyright: reportUnknownMemberType=false
 
@@ -16,8 +16,8 @@ from tools.bench.style import BLUE, GREEN, GREY, MIB, ORANGE, RC, VERMILION
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_REPORT_S = 0.2  # until all workers have reported their capacity after a transition
-_WIDE, _NARROW = 6.0, 4.4  # inches of a column, where there are up to two and more
+_REPORT_S = 0.2  # time until all workers have reported their capacity after a transition
+_WIDE, _NARROW = 6.0, 4.4  # inches per column, for up to two columns and for more
 _FAILURE_MARKS = {
     RequestOutcome.REFUSED: "refused",
     RequestOutcome.DEADLINE: "over its deadline",
@@ -26,9 +26,9 @@ _FAILURE_MARKS = {
 
 
 def plot_result(result: BenchResult, path: Path) -> None:
-    """Draw request rate, KV demand, TTFT and load over time, one column for each policy. The suffix names the format.
+    """Draw request rate, KV demand, TTFT and load over time, one column per policy. The suffix selects the format.
 
-    Grey: groups of several members, so parameters are dropped; darker while a transition is under way.
+    Grey marks groups of several members, whose parameters are dropped; darker during a transition.
 
     Raises:
         ConfigError: matplotlib is not installed, the format is unknown or the file cannot be written.
@@ -48,7 +48,7 @@ def plot_result(result: BenchResult, path: Path) -> None:
             if count > 1:
                 axes[0][column].set_title(name, pad=14)
         for row in (0, 1, 3):
-            axes[row][0].set_ylim(bottom=0)  # last: it ends the scaling that all columns of the row share
+            axes[row][0].set_ylim(bottom=0)  # last, as it freezes the axis limits that the columns of a row share
         figure.suptitle(_title(result), fontsize=11)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -64,7 +64,7 @@ def _title(result: BenchResult) -> str:
 
 
 def _draw_policy(axes: "list[Axes]", policy: PolicyResult, end_s: float) -> None:
-    """`end_s`: of all policies of the figure, so that the same time and the same arrivals look the same."""
+    """Draw one column. `end_s`: the common end of all policies' time axes."""
     rate, memory, ttft, load = axes
     _draw_rate(rate, policy, end_s)
     _draw_memory(memory, policy)
@@ -89,9 +89,9 @@ Span = tuple[float, float, str]
 
 
 def merged_spans(policy: PolicyResult) -> list[Span]:
-    """(begin, end, sizes of the groups) while the layout had groups of several members, at the samples' resolution.
+    """(begin, end, group sizes) of the periods with groups of several members, at the samples' resolution.
 
-    Begins with the transition where one is known for the change.
+    A period begins with its transition if one is known.
     """
     spans: list[Span] = []
     begins_s = {t.epoch: t.at_s for t in policy.transitions}
@@ -109,10 +109,10 @@ def merged_spans(policy: PolicyResult) -> list[Span]:
 
 
 def settled_capacity(policy: PolicyResult) -> tuple[list[float], list[int]]:
-    """Instants and bytes of the KV capacity, without samples from within a transition.
+    """Times (s) and KV capacities (bytes), without samples taken during a transition.
 
-    While layers are dropped or loaded, a leader reports what the smallest of its stages is sure to have: often less
-    than before and after.
+    While layers are dropped or loaded, a leader reports the guaranteed capacity of its smallest stage, which is often
+    lower than before and after.
     """
     spans = [
         (t.at_s, t.at_s + t.duration_s + _REPORT_S)
@@ -129,7 +129,7 @@ def settled_capacity(policy: PolicyResult) -> tuple[list[float], list[int]]:
 
 
 def _name_groups(axis: "Axes", spans: list[Span]) -> None:
-    """Above the first panel: how many members the groups have."""
+    """Label the group sizes above the first panel."""
     for begin_s, _, name in spans:
         axis.annotate(
             f"parameters dropped, groups of {name}",
@@ -144,13 +144,13 @@ def _name_groups(axis: "Axes", spans: list[Span]) -> None:
 
 
 def _name_transitions(axis: "Axes", policy: PolicyResult) -> None:
-    """Beside each dark band: which way it goes."""
+    """Label each transition band with its direction."""
     for transition in policy.transitions:
         if transition.kind is None:
             continue
         axis.annotate(
             transition.kind,
-            (transition.at_s + (transition.duration_s or 0.0), 0.9),  # below the line of the capacity
+            (transition.at_s + (transition.duration_s or 0.0), 0.9),  # below the capacity line
             xycoords=axis.get_xaxis_transform(),
             xytext=(3, -3),
             textcoords="offset points",

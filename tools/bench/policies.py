@@ -1,4 +1,4 @@
-"""What `--policies` names: an overload policy with its knobs, and the flags of the services that they stand for.
+"""The words of `--policies`: an overload policy with its knobs, and the service flags they stand for.
 
 `recompute`, `drop:restore=off`, `static-pipeline:degree=4`, `recompute:watermark=0.1:label=no thrashing`: knobs follow
 the name after colons, so that a sweep is a list of such words.
@@ -16,15 +16,15 @@ _SWAPPING = (OverloadPolicy.SWAP, OverloadPolicy.DROP)
 POLICIES = ("recompute", "swap", "migrate", "static-pipeline", "drop")
 
 
-# With and without a watermark: which of both thrashes less depends on the workload.
+# With and without a watermark: which one preempts less depends on the workload.
 COMPARED = ("recompute:watermark=0", "recompute", "swap", "migrate", "static-pipeline", "drop")
-# KunServe, EuroSys '26, figure 14: what each step adds.
+# KunServe, EuroSys '26, figure 14: the contribution of each step.
 ABLATION = (
     "drop:microbatching=token-count:transfers=naive:label=naive drop",
     "drop:microbatching=token-count:label=+ coordinated exchange",
     "drop:label=+ lookahead",
 )
-# Each contestant's own knobs around their defaults, so that nobody is beaten for being tuned badly.
+# Each policy's own knobs around their defaults, so that no baseline loses for lack of tuning.
 SWEEP = (
     "recompute",
     *(f"recompute:watermark={x}" for x in ("0", "0.2")),
@@ -39,7 +39,7 @@ SWEEP = (
 class _Knob:
     service: Service
     flag: str  # or dev.NAME
-    of: tuple[str, ...]  # the policies that have it
+    of: tuple[str, ...]  # policies that have the knob
     what: str
 
     def words(self, value: str) -> list[str]:
@@ -70,7 +70,7 @@ KNOBS: dict[str, _Knob] = {
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """One contestant. Two of the same policy differ in their knobs."""
+    """One policy with its knobs. Two entries of the same policy differ in their knobs."""
 
     label: str
     policy: str
@@ -78,14 +78,14 @@ class PolicySpec:
 
     @property
     def pipeline_degree(self) -> int:
-        """Instances of a group at the start."""
+        """Instances per group at the start."""
         return int(self.knobs.get("degree", "2")) if self.policy == OverloadPolicy.STATIC_PIPELINE else 1
 
     def flags(self) -> dict[Service, list[str]]:
         policy = ["--overload-policy", self.policy]
         flags: dict[Service, list[str]] = {"planner": [*policy], "worker": [*policy]}
         if self.policy == OverloadPolicy.STATIC_PIPELINE and "microbatching" not in self.knobs:
-            flags["worker"] += ["--dev", "microbatching=token-count"]  # as the rival that it stands for
+            flags["worker"] += ["--dev", "microbatching=token-count"]  # as in the system that it models
         for name, value in self.knobs.items():
             knob = KNOBS[name]
             flags.setdefault(knob.service, []).extend(knob.words(value))
@@ -93,9 +93,10 @@ class PolicySpec:
 
 
 def parse_policies(text: str) -> list[PolicySpec]:
-    """
+    """Parse the argument of `--policies`.
+
     Raises:
-        ConfigError: an unknown policy or knob, or the same label twice.
+        ConfigError: an unknown policy or knob, or a label that occurs twice.
     """
     specs = [_parse(word.strip()) for word in text.split(",") if word.strip()]
     labels = [spec.label for spec in specs]

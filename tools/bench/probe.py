@@ -1,4 +1,4 @@
-"""Requests before the measured ones: to measure a cluster's speed, and to warm it up."""
+"""Requests before the measured ones: measure a cluster's speed and warm it up."""
 
 import asyncio
 import itertools
@@ -14,14 +14,14 @@ from tools.bench.sizing import SizingPace
 from tools.bench.target import ClusterTarget
 
 PROBE_S = 5.0
-_WARMUP_SHARE = 0.4  # on top of that
+_WARMUP_SHARE = 0.4  # additional warm-up, as a fraction of the probe time
 _DEADLINE_S = 60.0
 
 
 async def probe(
     address: str, *, concurrency: int, input_tokens: int, output_tokens: int, probe_s: float = PROBE_S
 ) -> SizingPace:
-    """Keeps `concurrency` requests running and measures for `probe_s`, after a while to get going.
+    """Keep `concurrency` requests running and measure for `probe_s` after a warm-up.
 
     Raises:
         Unavailable: nothing was generated.
@@ -54,8 +54,8 @@ async def probe(
 
 
 async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, output_tokens: int) -> None:
-    """`rounds` requests one after the other in each of `lanes`: touches code and memory. Few at once, so that no policy
-    acts.
+    """Run `rounds` requests one after the other in each of `lanes` to touch code and memory. Few at once, so that no
+    overload policy acts.
     """
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)
@@ -70,8 +70,8 @@ async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, o
         await _all_of([lane(number) for number in range(lanes)])
 
 
-async def _all_of(what: Sequence[Coroutine[Any, Any, None]]) -> None:  # Any: what nobody sends or receives
-    """Raises the first of this project's errors unwrapped."""
+async def _all_of(what: Sequence[Coroutine[Any, Any, None]]) -> None:  # Any: unused coroutine types
+    """Run all; the first BallastError is raised without its exception group."""
     try:
         async with asyncio.TaskGroup() as running:
             for number, one in enumerate(what):

@@ -1,4 +1,4 @@
-"""Progress of a replay or comparison: bars on a terminal, lines elsewhere."""
+"""Progress of a replay or a comparison: bars on a terminal, lines elsewhere."""
 
 import time
 from collections.abc import Sequence
@@ -16,13 +16,13 @@ _LOG_WIDTH = 120
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """Standard output, or error; in a file or pipe wide enough that no line is broken."""
+    """Console on standard output or standard error; wide enough in a file or a pipe that no line is wrapped."""
     console = Console(stderr=stderr)
     return console if console.is_terminal else Console(width=_LOG_WIDTH, stderr=stderr)
 
 
 class ProgressDisplay:
-    """A context manager that is called with each `ReplayProgress`."""
+    """Context manager that is called with each `ReplayProgress`."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -71,15 +71,17 @@ def describe(progress: ReplayProgress) -> str:
 
 
 class ComparisonDisplay:
-    """A context manager. `expected_s`: of each run, in order; what runs really take corrects the rest."""
+    """Context manager. `expected_s`: estimated duration of each run, in order, corrected by the runs that have
+    finished.
+    """
 
     def __init__(self, console: Console, expected_s: Sequence[float]) -> None:
         self._console = console
         self._expected_s = list(expected_s)
         self._total_s = sum(expected_s)
         self._index = -1
-        self._done_s = 0.0  # of the expected
-        self._taken_s = 0.0  # for those
+        self._done_s = 0.0  # estimated time of the finished runs
+        self._taken_s = 0.0  # real time of the finished runs
         self._began_s = 0.0
         self._title = ""
         self._bar = Bar(
@@ -104,7 +106,7 @@ class ComparisonDisplay:
 
     @property
     def left_s(self) -> float:
-        """Expected for what is not finished, the run under way included."""
+        """Estimated time left, in seconds, including the rest of the current run."""
         correction = self._taken_s / self._done_s if self._done_s else 1.0
         running_s = time.monotonic() - self._began_s if self._began_s else 0.0
         return max(0.0, (self._total_s - self._done_s) * correction - running_s)
@@ -145,5 +147,5 @@ class ComparisonDisplay:
 
 
 def minutes(duration_s: float) -> str:
-    """75 -> '1:15'."""
+    """Format seconds as minutes: 75 -> '1:15'."""
     return f"{int(duration_s) // 60}:{int(duration_s) % 60:02d}"

@@ -7,20 +7,20 @@ from enum import StrEnum
 
 class RequestOutcome(StrEnum):
     FINISHED = "finished"
-    REFUSED = "refused"  # RESOURCE_EXHAUSTED: a bound of the cluster was reached
+    REFUSED = "refused"  # RESOURCE_EXHAUSTED: a limit of the cluster was reached
     DEADLINE = "deadline"
     FAILED = "failed"
-    CANCELLED = "cancelled"  # by us: the replay was interrupted
+    CANCELLED = "cancelled"  # by the client: the replay was interrupted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerTransition:
-    """One drop or restore. Durations are the planner's, bytes summed over all members."""
+    """One drop or restore. Durations are the planner's; bytes are summed over all members."""
 
-    age_s: float  # since it began, when it was asked for
+    age_s: float  # seconds since it began
     epoch: int
     kind: str  # drop or restore
-    phase: str  # done, aborted, or how far it is
+    phase: str  # done, aborted or the current phase
     reason: str
     summary: str
     duration_s: float  # sum of all phases so far
@@ -35,7 +35,7 @@ class PlannerTransition:
 
 @dataclass(slots=True)
 class BenchRecord:
-    """One request of the trace. `planned_s` is when the trace wants it, `submit_s` when it was really sent."""
+    """One request of the trace. `planned_s`: its time in the trace; `submit_s`: when it was sent."""
 
     index: int
     request_id: str
@@ -43,11 +43,11 @@ class BenchRecord:
     wanted_tokens: int
     planned_s: float
     submit_s: float
-    token_times_s: "array[float]" = field(default_factory=lambda: array("d"))  # one for each token received
+    token_times_s: "array[float]" = field(default_factory=lambda: array("d"))  # one per received token
     end_s: float | None = None
-    outcome: RequestOutcome = RequestOutcome.CANCELLED  # unless and until it ends in another way
+    outcome: RequestOutcome = RequestOutcome.CANCELLED  # until it ends in another way
     error: str = ""
-    prompt_token_ids: list[int] = field(default_factory=list[int])  # only if they are to be recorded
+    prompt_token_ids: list[int] = field(default_factory=list[int])  # only if recording is on
     output_token_ids: list[int] = field(default_factory=list[int])
 
     @property
@@ -56,12 +56,12 @@ class BenchRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Counted from the planned arrival, so that a late sender does not hide waiting time."""
+        """Time to first token since the planned arrival, so that a late sender does not hide waiting time."""
         return self.token_times_s[0] - self.planned_s if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; a single token has none."""
+        """Mean time per output token after the first; None for a single token."""
         times_s = self.token_times_s
         return (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
 
@@ -72,7 +72,7 @@ class BenchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSample:
-    """The cluster at one instant, summed over its instances. Demand counts what runs, waits and is in the backlog."""
+    """The cluster at one instant, summed over its instances. Demand counts running, waiting and backlogged requests."""
 
     at_s: float
     kv_demand_bytes: int
@@ -88,9 +88,9 @@ class StatusSample:
 
 @dataclass(frozen=True, slots=True)
 class TimedTransition:
-    """A drop or restore as the planner tells it."""
+    """A drop or a restore as reported by the planner."""
 
-    at_s: float  # when it began
+    at_s: float  # its start
     told: PlannerTransition
 
 
@@ -100,8 +100,8 @@ class ReplayRun:
 
     records: list[BenchRecord]
     samples: list[StatusSample]
-    complete: bool  # False: interrupted
+    complete: bool  # False if interrupted
     duration_s: float  # from time zero to the end of the last request
     failed_sample_count: int
     transitions: list[TimedTransition] = field(default_factory=list[TimedTransition])
-    bubble_fraction: float | None = None  # of all stages: idle though there was work
+    bubble_fraction: float | None = None  # idle share of all stages while there was work

@@ -1,6 +1,6 @@
 """Open-loop replay of a trace: requests are sent at the trace's times, independent of earlier ones.
 
-Free of gRPC: the cluster is a `Target` (see `tools.bench.target`), so that the replay can be tested against timers.
+Independent of gRPC: the cluster is a `Target` (see `tools.bench.target`), so that tests can replay against timers.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _STATUS_INTERVAL_S = 0.5
 
 
 class Target(Protocol):
-    """A cluster that can be put under load. Failures are `BallastError`s."""
+    """A cluster under load. Its failures are `BallastError`s."""
 
     def generate(
         self,
@@ -28,31 +28,31 @@ class Target(Protocol):
         deadline_s: float,
         last_token: int | None = None,
     ) -> AsyncIterator[Sequence[int]]:
-        """New tokens as they arrive, exactly `max_tokens` in all; raises where the request ends in another way.
+        """New tokens as they arrive, exactly `max_tokens` in all; raises if the request ends in another way.
 
-        With `last_token` as many are asked for as the model gives, and the answer ends by itself at that token.
+        With `last_token` the model's maximum is requested instead, and the answer ends by itself at that token.
         """
         ...
 
     async def sample(self) -> StatusSample:
-        """The cluster now; `at_s` is left to the caller."""
+        """Sample the cluster; the caller sets `at_s`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    seed: int = 0  # of the prompts
-    deadline_s: float = 300.0  # of each request
+    seed: int = 0  # for the prompts
+    deadline_s: float = 300.0  # per request
     record_tokens: bool = False
     request_id_prefix: str = "replay"
-    stop_after_s: float | None = None  # of the trace's time: a request that is there then stays open
-    # Of an answer of so many tokens, where it is known: how long it is is then nothing that the cluster is told.
+    stop_after_s: float | None = None  # in the trace's time; requests in progress then stay open
+    # Last token of an answer of that length, if known: the cluster is then not told the length.
     last_token: Callable[[Sequence[int], int], int] | None = None
 
 
 @dataclass(slots=True)
 class ReplayProgress:
-    """Counts for whoever watches."""
+    """Counts of a running replay, for display."""
 
     total_count: int
     span_s: float  # arrival of the last request
@@ -60,7 +60,7 @@ class ReplayProgress:
     sent_count: int = 0
     finished_count: int = 0
     refused_count: int = 0
-    failed_count: int = 0  # all other endings
+    failed_count: int = 0  # all other outcomes
     token_count: int = 0
 
     @property
@@ -73,7 +73,7 @@ class ReplayProgress:
 
     @property
     def eta_s(self) -> float:
-        """Seconds until the last arrival; after that, from the rate at which requests have ended so far."""
+        """Estimated seconds until the last arrival; after it, estimated from the rate at which requests end."""
         left_s = self.span_s - self.elapsed_s
         if left_s > 0 or not self.ended_count:
             return max(left_s, 0.0)
@@ -83,7 +83,7 @@ class ReplayProgress:
 class Replay:
     """One replay of `trace` on `target`, with prompts of random tokens below `vocab_size`.
 
-    `stop()` ends it early; what was seen until then is kept.
+    `stop()` ends it early and keeps the records so far.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class Replay:
         self._samples: list[StatusSample] = []
         self._failed_sample_count = 0
         self._stopped = asyncio.Event()
-        self._zero_s = 0.0  # on the loop's clock
+        self._zero_s = 0.0  # in the event loop's time
 
     def stop(self) -> None:
         self._stopped.set()
 
     def now_s(self) -> float:
-        """Since time zero of the replay."""
+        """Seconds since time zero of the replay."""
         return asyncio.get_running_loop().time() - self._zero_s
 
     async def run(self) -> ReplayRun:
@@ -123,7 +123,7 @@ class Replay:
         return ReplayRun(self._records, self._samples, complete, max(ends_s, default=0.0), self._failed_sample_count)
 
     async def _run_requests(self) -> bool:
-        """Returns True if all requests were sent and have ended, or the time limit was reached."""
+        """Returns True if all requests were sent and ended, or if the time limit was reached."""
         async with asyncio.TaskGroup() as requests:
             stopping = requests.create_task(self._stopped.wait(), name="wait for stop")
             sending = requests.create_task(self._send_all(), name="send")
@@ -135,7 +135,7 @@ class Replay:
         return complete and not self._stopped.is_set()
 
     async def _send_all(self) -> None:
-        """Sends each request at its time, then waits for all; when cancelled, cancels those that run."""
+        """Send each request at its time, then wait for all. Cancelling it cancels the running requests."""
         last_token = self._options.last_token
         async with asyncio.TaskGroup() as requests:
             for index, request in enumerate(self._trace.requests):
@@ -162,7 +162,7 @@ class Replay:
         return record
 
     async def _follow(self, record: BenchRecord, prompt: list[int], last_token: int | None) -> None:
-        """Read one stream to its end and record the ending."""
+        """Read one stream to its end and record the outcome."""
         try:
             wanted, deadline_s = record.wanted_tokens, self._options.deadline_s
             stream = self._target.generate(record.request_id, prompt, wanted, deadline_s, last_token)
@@ -207,5 +207,5 @@ class Replay:
 
 
 def random_prompt(seed: int, index: int, token_count: int, vocab_size: int) -> list[int]:
-    """The prompt of request `index`: depends on the arguments alone."""
+    """The prompt of request `index`, a pure function of the arguments."""
     return np.random.default_rng((seed, index)).integers(vocab_size, size=token_count).tolist()

@@ -1,6 +1,6 @@
-"""The JSON result files of `bench` and `sim`. Documented in docs/results-schema.md; a test keeps the two together.
+"""JSON result files of `bench` and `sim`. Documented in docs/results-schema.md; a test keeps the two in step.
 
-Absent measurements are null, never zero. Lengths of time are seconds, sizes bytes, shares fractions of one.
+Missing measurements are null, never zero. Durations are in seconds, sizes in bytes, shares are fractions of one.
 """
 
 import itertools
@@ -26,7 +26,7 @@ class _StrictModel(BaseModel):
 
 
 class Summary(_StrictModel):
-    """A distribution. All null when nothing was measured (count 0)."""
+    """A distribution. All fields are null if nothing was measured (count 0)."""
 
     count: int
     mean: float | None = None
@@ -46,16 +46,16 @@ class Summary(_StrictModel):
 
 
 class SloReference(_StrictModel):
-    """What scale 1 means: the median of the policy named here."""
+    """The latencies at SLO scale 1: the medians of the policy named here."""
 
     policy: str
     ttft_s: float | None
     tpot_s: float | None
-    calm: bool = False  # of the requests only that came while memory sufficed: most of the others waited for it
+    calm: bool = False  # only requests served while memory sufficed, as most others waited for memory
 
 
 class Series(_StrictModel):
-    """The cluster over time, as sampled; columns of equal length."""
+    """The cluster over time, as sampled; all columns have the same length."""
 
     at_s: list[float]
     kv_demand_bytes: list[int]
@@ -64,12 +64,12 @@ class Series(_StrictModel):
     running_count: list[int]
     waiting_count: list[int]
     preemptions_total: list[int]
-    epoch: list[int] = []  # of the layout; empty in files that are older than the column
+    epoch: list[int] = []  # of the layout; empty in files older than this column
     group_sizes: list[list[int]] = []  # members of each group
 
 
 class TransitionResult(_StrictModel):
-    """One change of the layout. Null: not measured, or no drop or restore."""
+    """One change of the layout. Null: not measured, or neither a drop nor a restore."""
 
     at_s: float
     epoch: int
@@ -87,7 +87,7 @@ class TransitionResult(_StrictModel):
 
 
 class RequestResult(_StrictModel):
-    """One request. Token ids only where they were to be recorded."""
+    """One request. Token ids only if recorded."""
 
     index: int
     request_id: str
@@ -109,27 +109,27 @@ class PolicyResult(_StrictModel):
     """Results of one overload policy."""
 
     duration_s: float
-    request_count: int  # sent
+    request_count: int  # requests sent
     outcomes: dict[RequestOutcome, int]
     input_token_count: int  # of the requests that finished
     output_token_count: int  # of all requests
     ttft_s: Summary
     tpot_s: Summary
-    itl_s: Summary  # between consecutive tokens as they reached the client
+    itl_s: Summary  # between consecutive tokens at the client
     e2e_s: Summary
-    send_lag_s: Summary  # how late requests were sent: a limit of the client, contained in ttft_s and e2e_s
-    throughput_tokens_per_s: float | None  # output tokens by duration
+    send_lag_s: Summary  # delay of sending, a limit of the client; included in ttft_s and e2e_s
+    throughput_tokens_per_s: float | None  # output tokens divided by the duration
     slo_reference: SloReference
-    slo_violation_fraction: dict[int, float | None]  # scale -> share of requests over it in TTFT or TPOT, or not served
+    slo_violation_fraction: dict[int, float | None]  # scale -> share of requests above it or not served
     ttft_slo_violation_fraction: dict[int, float | None]
     tpot_slo_violation_fraction: dict[int, float | None]
     series: Series
     failed_sample_count: int
     transitions: list[TransitionResult]
     bubble_fraction: float | None = None
-    verified_count: int | None = None  # answers computed anew
-    token_mismatches: int | None = None  # among them; null until verified
-    near_ties: int | None = None  # differences excused because rounding decides there
+    verified_count: int | None = None  # answers recomputed for comparison
+    token_mismatches: int | None = None  # of the verified answers; null until verified
+    near_ties: int | None = None  # differences excused because rounding decides between the tokens
     requests: list[RequestResult]
 
 
@@ -160,7 +160,7 @@ class TraceInfo(_StrictModel):
     def of(
         trace: Trace, *, time_scale: float, length_scale: float, answer_scale: float | None = None, limit: int | None
     ) -> "TraceInfo":
-        """Facts of a trace that has been scaled by these factors."""
+        """Facts of a trace scaled by these factors."""
         return TraceInfo(
             source=trace.source,
             format=trace.format,
@@ -193,13 +193,13 @@ class Environment(_StrictModel):
     memory_bytes: int
     platform: str
     python: str
-    packages: dict[str, str]  # name -> version; only those installed
+    packages: dict[str, str]  # name -> version of the installed packages
     git_commit: str | None
     git_dirty: bool | None
 
 
 class BenchConfig(_StrictModel):
-    """How it was run. `cluster`: the known settings of the cluster."""
+    """Settings of the run. `cluster`: the known settings of the cluster."""
 
     seed: int
     deadline_s: float
@@ -208,17 +208,17 @@ class BenchConfig(_StrictModel):
 
 
 class ComparisonFacts(_StrictModel):
-    """What one run of `bench overload` has in common with the others, and what it is among them."""
+    """Facts that one run of `bench overload` shares with the others of its comparison, and its place among them."""
 
     workload: str
-    policy: str  # as it was asked for, with its knobs
+    policy: str  # as given on the command line, with its knobs
     overload_policy: str
     knobs: dict[str, str]
     repetition: int
     position: int  # in the order of all runs of the comparison
     warmup_request_count: int
     undropped_kv_bytes: int  # of all workers
-    forecast_demand_fraction: float  # of that, on average, when the rate was chosen
+    forecast_demand_fraction: float  # mean as a fraction of the capacity, when the rate was chosen
     plan_digest: str
 
 
@@ -228,17 +228,17 @@ class BenchResult(_StrictModel):
     schema_version: Literal[1] = SCHEMA_VERSION
     kind: Literal["bench", "sim"] = "bench"
     created_unix_s: float
-    complete: bool  # false: interrupted, the figures cover what was seen until then
+    complete: bool  # False if interrupted: the figures cover the time until then
     config: BenchConfig
     environment: Environment
     model: ModelFacts
     trace: TraceInfo
     comparison: ComparisonFacts | None = None
-    policies: dict[str, PolicyResult]  # name of the overload policy -> what it did
+    policies: dict[str, PolicyResult]  # name of the overload policy -> its results
 
 
 def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = None) -> PolicyResult:
-    """Figures of a run. `reference`: the medians that SLO scales multiply; by default this run's own."""
+    """Figures of a run. `reference`: the medians that SLO scales multiply; default: this run's own."""
     finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     ttft_s = Summary.of([r.ttft_s for r in finished if r.ttft_s is not None])
     tpot_s = Summary.of([r.tpot_s for r in finished if r.tpot_s is not None])
@@ -271,7 +271,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
 
 
 def slo_reference(run: ReplayRun, policy: str) -> SloReference:
-    """The medians of a run; of its calm part if most requests waited for memory: their latencies are no goal."""
+    """Medians of a run, or of its requests outside shortages if most waited for memory: their latencies are no goal."""
     finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     at_s = [sample.at_s for sample in run.samples]
     short = [sample.kv_demand_bytes > sample.kv_capacity_bytes > 0 for sample in run.samples]
@@ -287,9 +287,10 @@ def slo_reference(run: ReplayRun, policy: str) -> SloReference:
 
 
 def _is_calm(record: BenchRecord, at_s: Sequence[float], short_until: Sequence[int]) -> bool:
-    """Memory was never short between its arrival and its first token.
+    """Whether memory was never short between the request's arrival and its first token.
 
-    `at_s`: of the samples, each of which holds until the next. `short_until`: how many before each found it short.
+    `at_s`: sample times; a sample holds until the next. `short_until`: number of earlier samples that found memory
+    short.
     """
     first_token_s = record.token_times_s[0] if record.token_times_s else record.planned_s
     begin = max(0, bisect_right(at_s, record.planned_s) - 1)
@@ -300,9 +301,9 @@ Fractions = dict[int, float | None]
 
 
 def _slo_violations(records: list[BenchRecord], reference: SloReference) -> tuple[Fractions, Fractions, Fractions]:
-    """Shares over both SLOs together, over TTFT, over TPOT. A request that was not served violates all of them.
+    """Shares that violate either SLO, TTFT's and TPOT's. A request that was not served violates all of them.
 
-    Requests that we cancelled ourselves do not count.
+    Requests cancelled by the client do not count.
     """
     counted = [r for r in records if r.outcome is not RequestOutcome.CANCELLED]
     either: Fractions = {}
@@ -342,7 +343,7 @@ def _series(samples: list[StatusSample]) -> Series:
 
 
 def _transitions(run: ReplayRun) -> list[TransitionResult]:
-    """What the planner told, and other changes of the epoch as the samples saw them; the first layout is none."""
+    """The planner's transitions, and other changes of the epoch seen by the samples. The first layout is no change."""
     told = {timed.told.epoch for timed in run.transitions}
     changes = [after for before, after in itertools.pairwise(run.samples) if after.epoch != before.epoch]
     seen = [TransitionResult(at_s=s.at_s, epoch=s.epoch, reason=s.epoch_reason) for s in changes if s.epoch not in told]
@@ -389,7 +390,7 @@ def _request(record: BenchRecord) -> RequestResult:
 
 
 def write_result(path: Path, result: BenchResult) -> None:
-    """To the file, or to standard output if it is called -."""
+    """Write to the file, or to standard output for "-"."""
     if path == STANDARD_OUTPUT:
         print(result.model_dump_json(indent=1))
         return
@@ -401,7 +402,7 @@ def write_result(path: Path, result: BenchResult) -> None:
 
 
 def read_result(path: Path) -> BenchResult:
-    """Raises ConfigError naming the file and the first field that does not fit."""
+    """Raises ConfigError with the file and the first invalid field."""
     try:
         return BenchResult.model_validate_json(path.read_text())
     except OSError as error:

@@ -1,4 +1,4 @@
-"""One replay from the trace file to the result: read, scale, run, summarise. Shared by the CLI and the demo."""
+"""One replay from trace file to result: read, scale, run, summarise. Shared by the CLI and the demo."""
 
 import asyncio
 import contextlib
@@ -24,7 +24,7 @@ from tools.bench.target import ClusterTarget
 from tools.bench.traces import Trace, read_trace
 from tools.bench.transitions import PlannerSays, PlannerTransition, ask_planner
 
-_UNKNOWN_POLICY = "unknown"  # of a cluster whose planner cannot be asked
+_UNKNOWN_POLICY = "unknown"  # if the planner cannot be asked
 
 ClusterSettings = Mapping[str, str | int | float | bool | None]
 
@@ -33,7 +33,7 @@ ClusterSettings = Mapping[str, str | int | float | bool | None]
 class ReplayJob:
     """What to replay, and how. `policy`: the cluster's overload policy; None: the planner is asked."""
 
-    trace: Path | Trace  # a file, or what was made of one
+    trace: Path | Trace  # a file, or a trace derived from one
     time_scale: float = 1.0
     length_scale: float = 1.0
     limit: int | None = None
@@ -50,20 +50,20 @@ async def replay_on(
     planner: str | None = None,
     display: Callable[[ReplayProgress], None] | None = None,
 ) -> BenchResult:
-    """Replay on the dispatchers at `address` (host:port, several with commas). Ctrl-C ends it early: complete = False.
+    """Replay on the dispatchers at `address` (host:port, comma-separated). Ctrl-C ends it early: complete = False.
 
     Args:
-        cluster: Settings of the cluster worth writing down.
+        cluster: Settings of the cluster to store in the result.
         planner: host:port of the active planner, which is asked for its policy and the transitions of the run; None:
-            the dispatchers ask it.
-        display: Is told how far the replay has come; None: a bar on `console`.
+            it is asked through the dispatchers.
+        display: Called with the progress of the replay; None: a bar on `console`.
 
     Raises:
-        ConfigError: the trace cannot be read or a scale makes no sense.
-        Unavailable: nobody serves there.
+        ConfigError: the trace cannot be read, or a scale is invalid.
+        Unavailable: no dispatcher answers at `address`.
     """
     whole = read_trace(job.trace) if isinstance(job.trace, Path) else job.trace
-    options = replace(job.options, request_id_prefix=f"replay-{secrets.token_hex(4)}")  # two at once do not collide
+    options = replace(job.options, request_id_prefix=f"replay-{secrets.token_hex(4)}")  # unique among replays
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)
         model = await target.model()
@@ -87,7 +87,7 @@ async def replay_on(
 
 
 async def _ask_planner(address: str, console: Console) -> PlannerSays:
-    """Policy and transitions of the planner. A result without them is still valid."""
+    """Policy and transitions from the planner. A result without them is still valid."""
     try:
         return await ask_planner(address)
     except BallastError as error:
@@ -96,14 +96,14 @@ async def _ask_planner(address: str, console: Console) -> PlannerSays:
 
 
 def _timed(told: Sequence[PlannerTransition], now_s: float) -> list[TimedTransition]:
-    """Those that were under way since the first request."""
+    """The transitions in progress at or after the first request."""
     timed = [TimedTransition(now_s - transition.age_s, transition) for transition in told]
     return [one for one in timed if one.at_s + one.told.duration_s >= 0.0]
 
 
 @contextlib.contextmanager
 def _interrupted_by_ctrl_c(replay: Replay) -> Generator[None]:
-    """The first Ctrl-C stops the replay, the next one has its usual effect."""
+    """The first Ctrl-C stops the replay, the second has its usual effect."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:

@@ -1,10 +1,10 @@
-"""Which resource was scarce when requests were late, from a run's records."""
+"""Determines from a run's records which resource was scarce when requests were late."""
 
 from enum import StrEnum
 
 from tools.bench.results import BenchResult, PolicyResult
 
-COMPUTING_SHARE = 0.85  # fraction of the densest half minute taken by prompts; above it nothing else matters
+COMPUTING_SHARE = 0.85  # fraction of the busiest half minute spent on prefill; above it compute is the scarce resource
 _MOSTLY = 0.5  # fraction of the waiting time
 _FULL, _FREE = 0.95, 0.9
 
@@ -14,11 +14,11 @@ class Shortage(StrEnum):
     COMPUTING = "computing"
     READING = "reading of KV"
     PLACES = "places"
-    PLACEMENT = "placement"  # none: requests wait on a full instance while another one has room
+    PLACEMENT = "placement"  # no resource: requests wait on a full instance while another one has room
 
 
 def shortage(result: BenchResult, name: str) -> Shortage | None:
-    """What that policy's requests waited for; None: nothing recorded."""
+    """The resource that the policy's requests waited for; None: not recorded."""
     policy, cluster = result.policies[name], result.config.cluster
     stranded, prompts = cluster.get(f"{name}.stranded_fraction"), cluster.get("prompt_share")
     if isinstance(stranded, float) and stranded > _MOSTLY:

@@ -1,7 +1,8 @@
-"""How large a cluster's memory and how fast a trace has to be, so that a burst overflows the KV cache on any machine.
+"""Sizes a cluster's memory and a trace's rate so that a burst overflows the KV cache on any machine.
 
-Memory is sized in requests: each worker's KV holds so many mean ones beside the parameters. What the machine can do is
-measured by a probe (`tools.bench.probe`). What KV a trace would take if nobody ever waited is forecast from both.
+Memory is sized in requests: the KV of each worker holds a given number of mean requests beside the parameters. The
+speed of the machine is measured by a probe (`tools.bench.probe`). The KV demand of the trace without any waiting is
+forecast from both.
 """
 
 import math
@@ -12,27 +13,27 @@ from tools.bench.traces import Trace, TraceRequest
 from tools.bench.upscale import upscaled
 from tools.model.info import CheckpointInfo
 
-_STEP_S = 0.1  # of the forecast
+_STEP_S = 0.1  # time step of the forecast
 _BISECTIONS = 24
-_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # about 0.8 to 1.6 times
-_HOPELESS = 20.0  # times the wanted mean demand: the machine is far too slow
+_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # search grid for the rate, about 0.8 to 1.6 times
+_HOPELESS = 20.0  # multiple of the intended mean demand at which the machine is far too slow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingMemory:
-    """Memory of the cluster; tokens are of KV over all layers."""
+    """Memory of the cluster; tokens are KV tokens over all layers."""
 
     device_memory_bytes: int  # of each worker
     undropped_tokens: int
-    dropped_tokens: int  # when pairs of workers hold one copy of the layers
+    dropped_tokens: int  # if pairs of workers share one copy of the layers
 
 
 @dataclass(frozen=True, slots=True)
 class SizingPace:
-    """Speed of the machine with that many requests running."""
+    """Speed of the machine at a given number of running requests."""
 
     output_tokens_per_s: float  # of the cluster
-    seconds_per_token: float  # of one request, its prompt's share included
+    seconds_per_token: float  # of one request, including its prompt's share
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class SizingForecast:
 
 
 def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
-    """Mean tokens of prompts and of answers."""
+    """Mean number of prompt tokens and of answer tokens."""
     count = len(requests)
     return (
         max(1, round(sum(r.input_tokens for r in requests) / count)),
@@ -58,9 +59,10 @@ def length_scale_to(trace: Trace, mean_tokens: float) -> float:
 
 
 def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | None) -> tuple[float, float | None]:
-    """Scales of prompts and of answers, at most 1: the mean request has `mean_tokens`, that share in its answer.
+    """Scales (at most 1) of prompts and answers: the mean request has `mean_tokens` tokens, that share of them in its
+    answer.
 
-    With None both are shortened alike, and the second is None.
+    With a share of None both are scaled alike, and the second is None.
     """
     if answer_share is None:
         return length_scale_to(trace, mean_tokens), None
@@ -95,7 +97,7 @@ def size_memory(
     sequences_each: int,
     workers: int,
 ) -> SizingMemory:
-    """Room for `sequences_each` mean requests on each worker, but at least for the largest one."""
+    """Memory with room for `sequences_each` mean requests on each worker, and at least for the largest request."""
     mean_tokens, largest = sum(mean_request(requests)), max(r.input_tokens + r.output_tokens for r in requests)
     each_tokens = max(sequences_each * mean_tokens, math.ceil(1.25 * largest))
     freed_tokens = workers // 2 * (layer_parameter_bytes // kv_bytes_per_token)
@@ -107,7 +109,7 @@ def size_memory(
 
 
 def peak_output_tokens(requests: Sequence[TraceRequest], window_s: float) -> int:
-    """The most answer tokens of requests that arrive within `window_s`."""
+    """Maximum number of answer tokens of requests that arrive within `window_s`."""
     peak, tokens, first = 0, 0, 0
     for request in requests:
         tokens += request.output_tokens
@@ -119,13 +121,13 @@ def peak_output_tokens(requests: Sequence[TraceRequest], window_s: float) -> int
 
 
 def two_digits(scale: float) -> float:
-    """0.1567 -> 0.15."""
+    """Round down to two significant digits: 0.1567 -> 0.15."""
     digits = 1 - math.floor(math.log10(scale))
     return math.floor(scale * 10**digits) / 10**digits
 
 
 def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> SizingForecast:
-    """A request holds its prompt from its arrival on, and its growing answer at the probe's pace."""
+    """Forecast in which a request holds its prompt from its arrival on and an answer that grows at the probe's pace."""
     end_s = requests[-1].arrival_s
     demand = [0.0] * (int(end_s / _STEP_S) + 1)
     for request in requests:
@@ -140,7 +142,7 @@ def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> Sizi
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds for a token of one request, on a straight line through two probes: few requests, and a full cache."""
+    """Seconds per token of one request, linear between two probes: few requests, and a full cache."""
 
     few_count: int
     few: SizingPace
@@ -155,11 +157,11 @@ class Speed:
 def forecast_shared(
     requests: Sequence[TraceRequest], speed: Speed, hopeless_tokens: float = math.inf
 ) -> SizingForecast:
-    """The same as `forecast`, but the more requests run, the slower each of them gets on. It ends with the last
-    arrival, or when the demand is hopeless.
+    """`forecast` with a pace that slows down with the number of running requests. Ends with the last arrival, or when
+    the demand is hopeless.
     """
     demand: list[float] = []
-    running: list[tuple[TraceRequest, float]] = []  # with the tokens of its answer
+    running: list[tuple[TraceRequest, float]] = []  # with the answer tokens so far
     arrived = 0
     for index in range(int(requests[-1].arrival_s / _STEP_S) + 1):
         now_s = index * _STEP_S
@@ -176,7 +178,7 @@ def forecast_shared(
 
 
 def rate_for(trace: Trace, speed: Speed, limit: SizingForecast, seed: int) -> float:
-    """The factor for the rate of arrivals with which the KV demand reaches one of both limits."""
+    """The factor on the arrival rate at which the KV demand reaches one of the two limits."""
     low, high = 1e-3, 1.0
     while high < 1e3 and not _exceeds(trace, high, speed, limit, seed):
         low, high = high, high * 2
@@ -192,8 +194,8 @@ def rate_for(trace: Trace, speed: Speed, limit: SizingForecast, seed: int) -> fl
 
 
 def _highest(trace: Trace, factor: float, speed: Speed, limit: SizingForecast, seed: int) -> float:
-    """The factor near `factor` with the highest peak within the limits. Which lengths are drawn changes with it, so the
-    demand goes up and down, and bisection may have ended where the burst hardly overflows.
+    """The factor near `factor` with the highest peak within the limits. The lengths drawn vary with the factor, so the
+    demand is not monotonic, and bisection may have ended where the burst hardly overflows.
     """
     best, highest_tokens = factor, 0.0
     for step in range(-_STEPS_DOWN, _STEPS_UP):

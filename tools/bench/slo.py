@@ -1,4 +1,4 @@
-"""The goal that requests are to be served by: a latency, and the share of the requests that must keep it."""
+"""The goal for served requests: a latency and the share of requests that must meet it."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from tools.bench.results import PolicyResult, RequestResult
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
     ttft_s: float
-    tpot_s: float | None = None  # of each request, on average; None: whatever it is
+    tpot_s: float | None = None  # mean of each request; None: unlimited
     share: float = 0.99  # of all requests
 
     def __post_init__(self) -> None:
@@ -22,14 +22,16 @@ class Slo:
             raise ConfigError("--slo-share", f"must be above 0 and at most 1, got {self.share:g}")
 
     def met_by(self, request: RequestResult) -> bool:
-        """By its first token and its steps: whether it has ended when the clock stops is not asked."""
+        """Whether the request meets the goal by TTFT and TPOT; one still running at the end of the measurement may
+        count.
+        """
         if request.outcome not in (RequestOutcome.FINISHED, RequestOutcome.CANCELLED) or request.first_token_s is None:
             return False
         slow = self.tpot_s is not None and request.tpot_s is not None and request.tpot_s > self.tpot_s
         return not slow and request.first_token_s - request.planned_s <= self.ttft_s
 
     def met_share(self, policy: PolicyResult) -> float:
-        """Share of the policy's requests that keep it; 1 where there are none."""
+        """Share of the policy's requests that meet the goal; 1 if there are none."""
         return sum(map(self.met_by, policy.requests)) / len(policy.requests) if policy.requests else 1.0
 
     def __str__(self) -> str:
@@ -37,4 +39,4 @@ class Slo:
         return f"{100 * self.share:.4g} % of the requests get their first token within {duration(self.ttft_s)}{tokens}"
 
 
-LENIENT = Slo(ttft_s=2.0, share=0.9)  # where no other goal is given
+LENIENT = Slo(ttft_s=2.0, share=0.9)  # used if no other goal is given

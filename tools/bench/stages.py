@@ -1,4 +1,4 @@
-"""What the workers' stages did with their time, for the bubbles of a run."""
+"""Busy and idle time of the workers' stages, for the bubble fraction of a run."""
 
 import asyncio
 
@@ -11,11 +11,11 @@ from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 5.0
 
-StageSeconds = dict[str, tuple[float, float]]  # worker -> busy, idle though there was work; since its start
+StageSeconds = dict[str, tuple[float, float]]  # worker -> seconds busy, seconds idle with work, since start
 
 
 async def stage_seconds(client: AsyncClient) -> StageSeconds | None:
-    """Busy and idle seconds of all workers; None if one of them does not say."""
+    """Busy and idle seconds of all workers; None if a worker does not report them."""
     try:
         workers = (await client.status()).workers
         told = await asyncio.gather(*(_ask(worker.address) for worker in workers))
@@ -32,7 +32,7 @@ async def _ask(address: str) -> tuple[float, float]:
 
 
 def bubble_fraction(before: StageSeconds | None, after: StageSeconds | None) -> float | None:
-    """Idle share of the time between; None if it is not known of the same workers, or nobody did anything."""
+    """Idle share between two readings; None if the sets of workers differ or no stage was busy."""
     if before is None or after is None or before.keys() != after.keys():
         return None
     busy_s = sum(after[worker][0] - before[worker][0] for worker in after)

@@ -1,4 +1,4 @@
-"""Many result files as one study: who ran what, whose medians are the unit of SLOs, figures over repetitions."""
+"""Combines many result files: contestants, the baseline medians that scale SLOs, and figures over repetitions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -10,12 +10,12 @@ from ballast.common.errors import ConfigError
 from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, ComparisonFacts, PolicyResult, RequestResult, read_result
 
-OURS = "drop"  # all others are baselines
+OURS = "drop"  # all other policies are baselines
 
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One figure over the repetitions. Null: not measured in any."""
+    """One figure over the repetitions. Null: measured in none."""
 
     middle: float | None
     low: float | None
@@ -32,7 +32,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What scale 1 of an SLO is: the lowest median of a baseline, for TTFT and for TPOT."""
+    """The latencies at SLO scale 1: the lowest median TTFT and TPOT of any baseline."""
 
     ttft_s: float | None
     tpot_s: float | None
@@ -42,7 +42,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One policy with its knobs on one workload; a result for each repetition."""
+    """One policy with its knobs on one workload, with one result per repetition."""
 
     label: str
     policy: str
@@ -54,7 +54,7 @@ class Contestant:
 
     @property
     def first(self) -> PolicyResult:
-        """Result of the first repetition: what figures over time show."""
+        """Result of the first repetition, used for figures over time."""
         return self.results[0]
 
     def spread(self, figure: Callable[[PolicyResult], float | None]) -> Spread:
@@ -73,23 +73,23 @@ class WorkloadStudy:
 
     @property
     def sample(self) -> BenchResult:
-        """Any result: for what all have in common."""
+        """Any result, for facts that all have in common."""
         return self.contestants[0].runs[0]
 
     @cached_property
     def reference(self) -> Reference:
-        """Medians over repetitions; of all contestants where there is no baseline."""
+        """Medians over repetitions, of all contestants if there is no baseline."""
         baselines = [c for c in self.contestants if not c.is_ours] or list(self.contestants)
         ttft = _lowest(baselines, lambda r: r.ttft_s.p50)
         tpot = _lowest(baselines, lambda r: r.tpot_s.p50)
         return Reference(ttft[0], tpot[0], ttft[1], tpot[1])
 
     def violations(self, contestant: Contestant, scale: float) -> Spread:
-        """Share of requests over `scale` times the reference, or not served."""
+        """Share of requests above `scale` times the reference, or not served."""
         return Spread.of([violation_share(result, self.reference, scale) for result in contestant.results])
 
     def demand_fraction(self, contestant: Contestant) -> Spread:
-        """Average KV demand until the last arrival, as a share of un-dropped capacity."""
+        """Mean KV demand until the last arrival, as a fraction of capacity without dropping."""
         span_s = self.sample.trace.span_s
         return contestant.spread(lambda r: _mean_demand(r, span_s, self.undropped_kv_bytes))
 
@@ -102,10 +102,10 @@ class Study:
 
 
 def read_study(folder: Path) -> Study:
-    """All results of `bench overload` in `folder`, which is its `--out`, or the `runs` in there.
+    """Read all results of `bench overload` in `folder`, which is its `--out` or the `runs` folder in it.
 
     Raises:
-        ConfigError: a file is damaged, there is none, or files of one workload were not made alike.
+        ConfigError: a file is damaged, there is none, or files of one workload were made with different arguments.
     """
     runs_folder = folder / "runs" if (folder / "runs").is_dir() else folder
     results = [(path, read_result(path)) for path in sorted(runs_folder.rglob("*.json"))]

@@ -1,6 +1,7 @@
-"""How figures look: fonts, and a colour, a line and a mark for each policy.
+"""Style of figures: fonts, and a colour, a line style and a marker for each policy.
 
-The colours are Okabe and Ito's, told apart by colour-blind readers too; lines and marks differ as well, for print.
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish; lines and markers also differ, for
+print.
 """
 
 from collections.abc import Iterable
@@ -14,7 +15,7 @@ BLUE, ORANGE, GREEN, VERMILION = "#0072B2", "#E69F00", "#009E73", "#D55E00"
 PURPLE, SKY, BLACK, GREY = "#CC79A7", "#56B4E9", "#000000", "#666666"
 MIB = 1 << 20
 
-RC: dict[Any, Any] = {  # Any: as matplotlib declares its settings
+RC: dict[Any, Any] = {  # Any: matplotlib's own type of settings
     "font.size": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -22,14 +23,14 @@ RC: dict[Any, Any] = {  # Any: as matplotlib declares its settings
     "grid.alpha": 0.3,
     "legend.frameon": False,
     "legend.fontsize": 9,
-    "svg.hashsalt": "ballast",  # the same figure gives the same file
+    "svg.hashsalt": "ballast",  # makes the output reproducible
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
     colour: str
-    line: Any  # Any: a name or a dash pattern, as matplotlib takes it
+    line: Any  # Any: name or dash pattern, as in matplotlib
     mark: str
 
 
@@ -50,7 +51,9 @@ _OTHERS = (
 
 
 def styles(labels: Iterable[tuple[str, str]]) -> dict[str, Style]:
-    """(label, overload policy) -> the policy's own style for its first label, another one for each further label."""
+    """(label, overload policy) -> style: the policy's own style for its first label, another one for each further
+    label.
+    """
     found: dict[str, Style] = {}
     taken: set[str] = set()
     others = 0
@@ -67,6 +70,6 @@ def styles(labels: Iterable[tuple[str, str]]) -> dict[str, Style]:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raises ConfigError, naming what (a flag) needs it, if it is not installed."""
+    """Raises ConfigError if matplotlib is not installed; `what` (a flag) is named as what needs it."""
     if find_spec("matplotlib") is None:
         raise lacking(what, "matplotlib", "bench")

@@ -1,6 +1,7 @@
-"""`ballast bench plot`: the results of `ballast bench overload` as a table, a JSON file and a figure for each workload.
+"""`ballast bench plot`: renders the results of `ballast bench overload` as a table, a JSON file and a figure per
+workload.
 
-Figures of the table are medians over the repetitions, with the range from the lowest to the highest where they differ.
+Table figures are medians over the repetitions, with the range from lowest to highest if they differ.
 """
 
 import argparse
@@ -76,13 +77,13 @@ COLUMNS = (
 
 
 def _preemptions(result: PolicyResult) -> float | None:
-    """During the replay: the workers count from their start."""
+    """Preemptions during the replay: the workers' counters start at their own start."""
     counts = result.series.preemptions_total
     return float(counts[-1] - counts[0]) if counts else None
 
 
 def text_table(study: Study) -> str:
-    """Markdown, a table for each workload."""
+    """Markdown, one table per workload."""
     return "\n\n".join(f"### {workload.name}\n\n{_table(workload)}" for workload in study.workloads) + "\n"
 
 
@@ -107,7 +108,7 @@ def _ranged(spread: Spread, text: Callable[[float | None], str]) -> str:
 
 
 def _medians(workload: WorkloadStudy) -> Table:
-    """For a terminal: a column for each policy, medians alone."""
+    """Terminal table of medians, with a column per policy."""
     table = Table("", *(c.label for c in workload.contestants), title=workload.name, title_justify="left")
     for column in COLUMNS:
         table.add_row(column.title, *(column.text(column.of(workload, c).middle) for c in workload.contestants))
@@ -115,7 +116,7 @@ def _medians(workload: WorkloadStudy) -> Table:
 
 
 def as_json(study: Study) -> Mapping[str, Any]:
-    """Workload -> policy -> figure -> its median, lowest and highest value and the number of runs that have it."""
+    """Workload -> policy -> figure -> its median, lowest and highest value and number of runs."""
     return {
         workload.name: {
             c.label: {column.key: asdict(column.of(workload, c)) for column in COLUMNS} for c in workload.contestants

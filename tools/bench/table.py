@@ -1,4 +1,4 @@
-"""A result as tables for a terminal, each figure with its unit."""
+"""Renders a result as terminal tables, each figure with its unit."""
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -32,7 +32,7 @@ def _latency_table(name: str, policy: PolicyResult, *, measured: bool) -> Table:
     table.add_column("")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for label, field in _LATENCIES if measured else _LATENCIES[:-1]:  # nobody is late in virtual time
+    for label, field in _LATENCIES if measured else _LATENCIES[:-1]:  # no sending delay in virtual time
         summary: Summary = getattr(policy, field)
         table.add_row(label, *(duration(getattr(summary, column)) for column in _COLUMNS))
     return table

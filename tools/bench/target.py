@@ -1,4 +1,4 @@
-"""A running cluster as the replay's target, over the SDK."""
+"""A running cluster as the replay's target, called through the SDK."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -11,7 +11,7 @@ from tools.bench.records import StatusSample
 
 
 class ClusterTarget:
-    """Requests are greedy, end by length alone, and are not retried when refused: a refusal is a result."""
+    """Requests are greedy, end by length only, and are not retried when refused: a refusal is a result."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -60,10 +60,10 @@ class ClusterTarget:
 
 
 def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:
-    """The whole cluster, from what each of its dispatchers says: the backlogs add up, the workers are the same.
+    """Sample of the whole cluster from its dispatchers' statuses: backlogs are summed, workers are common to all.
 
-    Demand is what running requests hold plus what all waiting ones need for their prompts. A group counts with the
-    room that all of its stages have.
+    Demand is the KV of running requests plus the prompts of all waiting ones. A group's capacity is what all of its
+    stages can hold.
 
     Raises:
         Unavailable: the first dispatcher knows no worker yet.

@@ -1,7 +1,7 @@
-"""What the stages of a cluster did lately, as a Chrome trace: for ui.perfetto.dev or chrome://tracing.
+"""Recent activity of a cluster's stages as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-Every worker is a process with a track for the batches that its stage executed; activations that were sent and received
-are slices beside it, as several may be under way at once. Phases of transitions are instants. Microseconds.
+Every worker is a process with a track of the batches executed by its stage; activations sent and received are slices of
+their own, as several may overlap. Phases of transitions are instants. Times are in microseconds.
 """
 
 import json
@@ -21,14 +21,15 @@ _TIMEOUT_S = 5.0
 _MAX_AT_ONCE = 32
 
 
-Event = dict[str, Any]  # Any: an object of the trace event format, as JSON has it
+Event = dict[str, Any]  # Any: JSON of the trace event format
 
 
 def write_timeline(address: str, path: Path) -> tuple[int, list[str]]:
-    """Asks every worker that the dispatcher at `address` knows. Returns the number of slices, and who did not answer.
+    """Ask every worker known to the dispatcher at `address`. Returns the number of slices and the workers that did not
+    answer.
 
     Raises:
-        Unavailable: no dispatcher, or none of its workers, answers.
+        Unavailable: neither the dispatcher nor any of its workers answers.
     """
     with Client(address) as client:
         workers = [(worker.worker_id, worker.address) for worker in client.status().workers]
@@ -52,7 +53,7 @@ def _ask(address: str) -> worker_pb2.GetTraceResponse | None:
 
 
 def timeline(traces: Sequence[worker_pb2.GetTraceResponse]) -> list[Event]:
-    """Times count from the first thing that any of them tells."""
+    """Build the trace. Times are relative to the earliest event of all workers."""
     begin_s = min((span.began_unix_s for trace in traces for span in trace.spans), default=0.0)
     events: list[Event] = []
     for pid, trace in enumerate(sorted(traces, key=lambda t: t.worker_id), 1):

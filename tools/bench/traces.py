@@ -1,4 +1,4 @@
-"""Request traces: who arrives when, with how many tokens. Reads the published formats and scales what it reads.
+"""Request traces: arrival times and token counts. Reads the published formats and scales traces.
 
 | format   | told by                                      | time                    |
 |----------|----------------------------------------------|-------------------------|
@@ -7,9 +7,9 @@
 | azure    | `TIMESTAMP,ContextTokens,GeneratedTokens`    | date and time           |
 | mooncake | JSON lines with `timestamp`, `input_length`, `output_length` | milliseconds |
 
-Times of the foreign formats are counted from their first row; those of the own format are kept, so that a slice can
-begin with a pause. Rows without output (failed requests of the source) are left out and counted. Rows are put into
-order of arrival; equal arrivals keep their order.
+Times of foreign formats are relative to their first row; those of our own format are kept, so that a slice can begin
+with a pause. Rows without output (failed requests of the source) are left out and counted. Rows are sorted by arrival
+(stable).
 """
 
 import csv
@@ -39,12 +39,12 @@ class Trace:
     requests: tuple[TraceRequest, ...]  # in order of arrival
     dropped_count: int = 0  # rows without output
     clamped_count: int = 0  # requests cut to the maximum length by `scaled`
-    rate_scale: float = 1.0  # so many times the requests of the source, by `tools.bench.upscale`
-    lengths: str = "of the trace"  # where they are from
+    rate_scale: float = 1.0  # factor on the number of requests, by `tools.bench.upscale`
+    lengths: str = "of the trace"  # source of the lengths
 
     @property
     def span_s(self) -> float:
-        """From zero to the last arrival."""
+        """Seconds from zero to the last arrival."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
     def scaled(
@@ -58,10 +58,10 @@ class Trace:
     ) -> "Trace":
         """The first `limit` requests with arrivals multiplied by `time_scale` and lengths by `length_scale`.
 
-        `answer_scale` is that of the answers where it is another than that of the prompts. A time scale of 0.5 makes
-        the trace twice as fast. Lengths are rounded, to one token at least. Where input
-        and output together exceed `max_total_tokens` the input is cut, and the output only where it alone is too
-        long; `clamped_count` says how often.
+        `answer_scale`: scale of the answers if it differs from that of the prompts. A time scale of 0.5 makes the trace
+        twice as fast. Lengths are rounded to at least one token. If input and output together exceed
+        `max_total_tokens`, the input is truncated, and the output only if it is too long by itself; `clamped_count`
+        counts these requests.
         """
         _positive("time-scale", time_scale)
         _positive("length-scale", length_scale)
@@ -98,14 +98,14 @@ def _clamp(input_tokens: int, output_tokens: int, max_total_tokens: int) -> tupl
 @dataclass(frozen=True, slots=True)
 class _Format:
     name: str
-    columns: tuple[str, str, str]  # of arrival, input, output
+    columns: tuple[str, str, str]  # names of arrival, input, output
     parse_s: Callable[[Any], float]
     from_first_row: bool
 
 
 def _date_s(text: str) -> float:
     moment = datetime.fromisoformat(text.strip())
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()  # no local clock changes
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()  # UTC has no clock changes
 
 
 _CSV_FORMATS = (
@@ -120,7 +120,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace in any of the formats above.
 
     Raises:
-        ConfigError: naming file and line.
+        ConfigError: the file is invalid; the message names file and line.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -142,7 +142,7 @@ Row = dict[str, Any]  # Any: cells are text in CSV, any JSON value in JSON lines
 
 
 def _open_rows(path: Path, file: TextIOBase) -> tuple[_Format, Iterator[tuple[int, Row]]]:
-    """The format, and (line number, row) of each row; looks at the first line only."""
+    """The format, and (line number, row) of each row. The format is recognised from the first line."""
     first = file.readline()
     file.seek(0)
     if first.lstrip().startswith("{"):
@@ -157,7 +157,7 @@ def _open_rows(path: Path, file: TextIOBase) -> tuple[_Format, Iterator[tuple[in
 
 
 def _no_header(line: str) -> str:
-    """What to do about a file that does not begin with names of columns that are known."""
+    """Error text for a file whose first line contains no known column names."""
     own = ",".join(_CSV_FORMATS[0].columns)
     shown = f"{line[:120]!r}"
     if not line:
@@ -237,7 +237,7 @@ _TIMES = {False: "a number of seconds from 0 on", True: "a date and time such as
 
 
 def _got(cell: object) -> str:
-    """What stands there, with what is wrong about it if that is a common mistake."""
+    """Describe the invalid value, with a hint for a common mistake."""
     if cell is None:
         return "and the row has no such column: it is too short"
     hint = ""
@@ -257,6 +257,6 @@ def _is_date(text: str) -> bool:
 
 
 def write_trace(path: Path, requests: tuple[TraceRequest, ...]) -> None:
-    """Write the own format, milliseconds kept."""
+    """Write our own format, with millisecond precision."""
     lines = [f"{r.arrival_s:.3f},{r.input_tokens},{r.output_tokens}\n" for r in requests]
     path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(lines))

@@ -1,4 +1,4 @@
-"""What the planner says about the transitions of a run."""
+"""Transitions of a run as reported by the planner."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,14 +15,14 @@ _TIMEOUT_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class PlannerSays:
-    """What a cluster does when KV memory runs short, and the transitions that its planner remembers, oldest first."""
+    """A cluster's overload policy, and the transitions in its planner's history, oldest first."""
 
-    overload_policy: str  # empty: it did not say
+    overload_policy: str  # empty if not reported
     transitions: Sequence[PlannerTransition] = ()
 
 
 async def ask_planner(address: str) -> PlannerSays:
-    """At host:port, of a planner or of a dispatcher, which passes the question on.
+    """Ask the planner at host:port, directly or through a dispatcher that forwards the call.
 
     Raises:
         BallastError: it does not answer.

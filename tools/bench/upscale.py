@@ -1,10 +1,9 @@
-"""More or fewer requests in the same pattern over time, as TraceUpscaler (EuroSys '24) has it.
+"""Scales the number of requests while keeping their pattern over time, as TraceUpscaler (EuroSys '24) does.
 
-Arrivals are kept apart from what the requests ask for. The number of arrivals until each instant is multiplied, and
-new arrivals are placed where that count passes whole numbers, on straight lines between the old ones: bursts stay
-where they were, as long and as steep, and rise over the mean by the same factor. Dividing the times instead would
-shorten every burst, drawing arrivals anew from a rate would smooth them. Lengths are drawn from the requests that
-arrived at about the same time.
+Arrivals and lengths are scaled separately. The cumulative arrival count is multiplied, and new arrivals are placed
+where it crosses whole numbers, interpolated linearly between the old ones: bursts keep their position, duration and
+ratio to the mean. Dividing the times instead would shorten every burst; drawing arrivals from a rate would smooth them.
+Lengths are drawn from the requests that arrived at about the same time.
 """
 
 import random
@@ -17,7 +16,7 @@ import numpy as np
 from ballast.common.errors import ConfigError
 from tools.bench.traces import Trace, TraceRequest
 
-_NEIGHBOURS = 20  # requests on each side that a new one may have its lengths from
+_NEIGHBOURS = 20  # requests on each side from which a new one may take its lengths
 
 
 def upscaled(trace: Trace, factor: float, seed: int) -> Trace:
@@ -28,7 +27,7 @@ def upscaled(trace: Trace, factor: float, seed: int) -> Trace:
         return trace
     old = trace.requests
     rng = random.Random(seed)
-    places = np.arange(round(len(old) * factor)) / factor  # in the old order of arrival
+    places = np.arange(round(len(old) * factor)) / factor  # positions in the old order of arrival
     arrivals_s = np.interp(places, np.arange(len(old)), [r.arrival_s for r in old])
     requests: list[TraceRequest] = []
     for place, arrival_s in zip(places.tolist(), arrivals_s.tolist(), strict=True):
@@ -40,7 +39,7 @@ def upscaled(trace: Trace, factor: float, seed: int) -> Trace:
 
 
 def repeated_burst(trace: Trace, window_s: float, times: int) -> Trace:
-    """All until the end of the densest `window_s`, then that window again and again: `times` in all.
+    """Everything up to the end of the densest `window_s`, then that window repeated: `times` in all.
 
     The extreme burst of KunServe (EuroSys '26, section 5.6).
     """
@@ -52,7 +51,7 @@ def repeated_burst(trace: Trace, window_s: float, times: int) -> Trace:
 
 
 def raised_burst(trace: Trace, window_s: float, factor: float, seed: int) -> Trace:
-    """`factor` times as many requests in the densest `window_s`, and elsewhere as many as before."""
+    """The trace with `factor` times as many requests in the densest `window_s` and unchanged elsewhere."""
     if factor == 1.0:
         return trace
     begin_s = densest_window(trace.requests, window_s)
@@ -65,7 +64,7 @@ def raised_burst(trace: Trace, window_s: float, factor: float, seed: int) -> Tra
 
 
 def densest_window(requests: Sequence[TraceRequest], window_s: float) -> float:
-    """Where the `window_s` with most requests begins."""
+    """Start of the `window_s` with the most requests."""
     arrivals_s = [r.arrival_s for r in requests]
     counts = [bisect_left(arrivals_s, at_s + window_s) - index for index, at_s in enumerate(arrivals_s)]
     return arrivals_s[max(range(len(counts)), key=lambda i: (counts[i], -i))]

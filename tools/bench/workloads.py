@@ -1,4 +1,4 @@
-"""What `--workloads` names: arrivals, and where the lengths are from.
+"""The words of `--workloads`: arrivals and a source of lengths.
 
 | word           | arrivals                                                                  |
 |----------------|---------------------------------------------------------------------------|
@@ -30,22 +30,23 @@ _GENERATED_LENGTHS = {
     "spike": _BURSTGPT,
     "answers": "made up: short prompts and longer answers",
 }
-_EXTREME_SHARE = 0.15  # of the span: the burst that is repeated
+_EXTREME_SHARE = 0.15  # fraction of the span: the repeated burst
 _EXTREME_TIMES = 5
-_BURST_SHARE = 0.1  # of a part of a trace: its densest seconds, ...
-_CALM_BEFORE = 0.25  # ... and of it what comes before them
+_BURST_SHARE = 0.1  # fraction of a part of a trace: its densest seconds
+_CALM_BEFORE = 0.25  # fraction of a part of a trace that precedes the burst
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
     name: str  # for files and figures
-    word: str  # as it was asked for
+    word: str  # as given on the command line
     trace: Trace
-    base: Trace  # what the rate is chosen by: with `extreme`, the trace before its burst is repeated
+    base: Trace  # the trace that determines the rate; with `extreme`, before its burst is repeated
 
 
 def parse_workloads(text: str, seed: int) -> list[Workload]:
-    """
+    """Parse the argument of `--workloads`.
+
     Raises:
         ConfigError: a file cannot be read, a word is unknown, or two workloads have the same name.
     """
@@ -97,7 +98,9 @@ def _seconds(word: str, text: str) -> float:
 
 
 def _around_burst(trace: Trace, window_s: float) -> Trace:
-    """`window_s` of the trace. The burst begins when `_CALM_BEFORE` of it is over, if the trace is long enough."""
+    """A window of `window_s` of the trace in which the burst begins after `_CALM_BEFORE` of it, if the trace is long
+    enough.
+    """
     burst_s = densest_window(trace.requests, window_s * _BURST_SHARE)
     begin_s = max(0.0, min(burst_s - _CALM_BEFORE * window_s, trace.span_s - window_s))
     kept = (replace(r, arrival_s=r.arrival_s - begin_s) for r in trace.requests if r.arrival_s >= begin_s)

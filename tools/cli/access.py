@@ -1,4 +1,4 @@
-"""`--token`, `--ca-file` and `--tls-dir` of commands that talk to a cluster."""
+"""The flags `--token`, `--ca-file` and `--tls-dir`, shared by all commands that talk to a cluster."""
 
 import argparse
 import os
@@ -9,9 +9,9 @@ from ballast.common.credentials import CA_FILE, TLS_DIR, TOKEN
 
 
 class _ExportedVariable(argparse.Action):
-    """Puts the value into the environment, where each client of this process finds it: a command has several."""
+    """Argparse action that stores the value in the environment, where every client of this process reads it."""
 
-    # Any: as argparse has it.
+    # Any: argparse's own signature
     def __call__(
         self,
         parser: argparse.ArgumentParser,

@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and how wrong ones are told."""
+"""Arguments that several commands share, and the parser that reports usage errors."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ Commands: TypeAlias = "_SubParsersAction[argparse.ArgumentParser]"
 
 
 class Parser(argparse.ArgumentParser):
-    """Tells what is wrong in one line; the page of all flags is for those who ask."""
+    """Parser that reports a usage error in one line instead of printing the page of all flags."""
 
     def error(self, message: str) -> NoReturn:
         print(f"ballast: {message.removeprefix('argument ')} (see `{self.prog} --help`)", file=sys.stderr)
@@ -61,7 +61,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:
-    """Raises InvalidRequest for values out of range."""
+    """Sampling parameters from the command line. Raises InvalidRequest if a value is out of range."""
     return SamplingParams(
         max_tokens=args.max_tokens,
         min_tokens=args.min_tokens,

@@ -1,4 +1,6 @@
-"""`ballast batch`: files of requests that have time, through a gateway whose cluster keeps jobs (docs/batches.md)."""
+"""`ballast batch`: runs files of requests without a deadline of their own through a gateway whose cluster keeps jobs
+(docs/batches.md).
+"""
 
 import argparse
 import json
@@ -34,11 +36,11 @@ from tools.cli.output import print_json
 _URL: Final = "http://127.0.0.1:8000/v1"
 _TIMEOUT_S: Final = 60.0
 _LOOK_S: Final = 1.0
-_PATIENCE_S: Final = 300.0  # services are started again meanwhile
+_PATIENCE_S: Final = 300.0  # how long to retry while services restart
 _PIECE_BYTES: Final = 1 << 20
 _ENDED: Final = ("completed", "failed", "expired", "cancelled")
 
-Json = Mapping[str, Any]  # Any: as it came
+Json = Mapping[str, Any]  # Any: JSON as received
 
 
 def add_parser(commands: Commands) -> None:
@@ -134,7 +136,7 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def _endpoint_of(file: BinaryIO, path: Path) -> str:
-    """The URL of the first request: all others must have the same."""
+    """The endpoint of the first request. All other requests must have the same."""
     for raw in file:
         if raw.strip():
             try:
@@ -148,7 +150,7 @@ def _endpoint_of(file: BinaryIO, path: Path) -> str:
 
 
 def _wait(gateway: "Gateway", batch_id: str) -> Json:
-    """The batch when it has ended. Its progress goes to standard error."""
+    """Wait until the batch has ended and return it. Progress is printed to standard error."""
     began_s, began_count, shown = time.monotonic(), None, ""
     on_terminal = sys.stderr.isatty()
     while True:
@@ -173,7 +175,7 @@ def _wait(gateway: "Gateway", batch_id: str) -> Json:
 
 
 def _show(batch: Json, as_json: bool, *, short: bool = False) -> int:
-    """0, or 1 for a batch that has ended without all of its lines."""
+    """Returns the exit status: 1 if a line of the ended batch failed, otherwise 0."""
     if as_json:
         print_json(batch)
     else:
@@ -210,7 +212,7 @@ def _quoted(text: str) -> str:
 
 
 class Gateway:
-    """A gateway as a client sees it."""
+    """HTTP client of a gateway."""
 
     def __init__(self, url: str) -> None:
         if not url.startswith(("http://", "https://")):
@@ -222,16 +224,17 @@ class Gateway:
         return self.ask("GET", f"/batches/{_quoted(batch_id)}")
 
     def ask(self, method: str, path: str, body: Json | None = None) -> Json:
-        """
+        """Send one request and return the JSON of its response.
+
         Raises:
-            BallastError: of the class that fits what the gateway said.
+            BallastError: the gateway reported an error; the subclass matches its status.
         """
         data = None if body is None else json.dumps(body).encode()
         with self._open(method, path, data, {"Content-Type": "application/json"}) as answer:
             return cast(Json, json.load(answer))
 
     def patiently(self, method: str, path: str) -> Json:
-        """Asks again while services are away."""
+        """Like `ask`, retried while services are unavailable or overloaded."""
         give_up_at_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -267,7 +270,7 @@ class Gateway:
             while piece := answer.read(_PIECE_BYTES):
                 yield piece
 
-    # Any: urllib takes bytes or pieces of them.
+    # Any: urllib accepts bytes or an iterable of bytes
     def _open(self, method: str, path: str, data: Any, headers: Mapping[str, str]) -> HTTPResponse:
         request = urllib.request.Request(self._url + path, data, dict(headers), method=method)
         token = os.environ.get(TOKEN)

@@ -1,4 +1,4 @@
-"""`ballast bench`, and what it has to be told of emulated workers: machines are made from the simulator's catalogue."""
+"""`ballast bench`, with emulated workers taken from the simulator's catalogue of machines."""
 
 from pathlib import Path
 
@@ -12,10 +12,11 @@ def add_parser(commands: Commands) -> None:
 
 
 def emulate(folder: Path, gpu: str, model: Path) -> Emulation:
-    """
+    """The emulated machine for a GPU and a model of the catalogue.
+
     Raises:
-        ConfigError: naming what is not known, or does not fit.
+        ConfigError: the GPU or the model is unknown, or the model does not fit.
     """
-    from sim.jobs.machines import catalogue_machine, emulation_of  # numpy and more: for those who emulate
+    from sim.jobs.machines import catalogue_machine, emulation_of  # imports numpy and more: needed for emulation only
 
     return emulation_of(folder, catalogue_machine(gpu, str(model)))

@@ -1,4 +1,6 @@
-"""`ballast certs`: the certificates and the secret that the services of one cluster know each other by."""
+"""`ballast certs`: creates the certificates and the secret by which the services of a cluster
+authenticate each other.
+"""
 
 import argparse
 import json
@@ -53,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make(folder: Path, *, days: int, hosts: list[str], workers: list[str], renew: bool = False) -> list[Path]:
-    """Calls `tools.local.certificates.make_certificates`; dispatchers also have the names of this machine."""
+    """Run `tools.local.certificates.make_certificates`. Dispatcher certificates also contain the
+    names of this machine.
+    """
     try:
         from tools.local.certificates import make_certificates
     except ImportError as error:

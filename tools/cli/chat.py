@@ -70,7 +70,9 @@ def _converse(chat: "Chat") -> None:
 
 
 class Chat:
-    """A conversation. A turn that fails is forgotten, so that the next one does not fail for the same reason."""
+    """A conversation. A failed turn is removed from the history, so that the next turn does not fail for the same
+    reason.
+    """
 
     def __init__(
         self, client: Client, sampling: "SamplingParams", priority: str, deadline_s: float | None, system: str | None
@@ -86,7 +88,9 @@ class Chat:
         self._turns.clear()
 
     def say(self, text: str) -> None:
-        """Prints the answer as it comes. Leaving it early cancels it; what was said so far is remembered."""
+        """Print the answer as it arrives. Closing the generator cancels the request; the text so far stays in the
+        history.
+        """
         self._turns.append(ChatMessage("user", text))
         instruction = [ChatMessage("system", self.system)] if self.system else []
         answer: list[str] = []

@@ -1,4 +1,4 @@
-"""`ballast completion SHELL`: what a shell has to read so that Tab completes commands and flags."""
+"""`ballast completion SHELL`: prints the script that makes the shell complete commands and flags."""
 
 import argparse
 

@@ -1,6 +1,7 @@
-"""`ballast doctor`: can this machine run a cluster, and if not, what to do about it. Exit status 1 if something fails.
+"""`ballast doctor`: checks whether this machine can run a cluster and suggests remedies. Exit status 1 if a check
+fails.
 
-The checks themselves are in `checks.py`; each gives findings, and this prints them.
+The checks are in `checks.py`; this module prints their findings.
 """
 
 import argparse

@@ -1,5 +1,6 @@
-"""`ballast drain` takes a worker or a dispatcher out of routing: running requests of a worker move to others or finish.
-`ballast undrain` takes a dispatcher back; a worker drains for the rest of its life."""
+"""`ballast drain` takes a worker or a dispatcher out of routing; the running requests of a worker migrate or finish.
+`ballast undrain` puts a dispatcher back; a drained worker stays drained until its process ends.
+"""
 
 import argparse
 import asyncio

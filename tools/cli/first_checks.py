@@ -1,4 +1,4 @@
-"""What can be known of a cluster before any of its processes is started."""
+"""Checks of a cluster's configuration before any of its processes is started."""
 
 import argparse
 from collections.abc import Mapping, Sequence
@@ -29,21 +29,21 @@ _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_flags(flags: Mapping[Service, Sequence[str]], model: str) -> None:
-    """Raises ConfigError for what a service would not start with."""
+    """Raises ConfigError for flags that a service would reject."""
     for service, settings in _SETTINGS.items():
         needed = ["--model", model] if "model" in settings.model_fields else []
         load_settings(settings, [*needed, *flags.get(service, ())])
 
 
 def check_host(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a host that others reach, without what keeps them out."""
+    """Raises ConfigError if the host is reachable from other machines and neither TLS nor tokens protect it."""
     if args.secure is None and not args.insecure and not is_loopback(args.host):
         why = f"{args.host} is reached from other machines: --secure DIR makes certificates and a token, and uses them;"
         raise ConfigError("--host", f"{why} --insecure lets everybody who reaches it do everything")
 
 
 def check_ports(args: argparse.Namespace) -> None:
-    """Raises ConfigError for a port that was asked for and that somebody else has."""
+    """Raises ConfigError if a requested port is in use."""
     wanted = {"--port": (args.port, args.dispatchers), "--http-port": (args.http_port, args.gateways)}
     for flag, (first, count) in {**wanted, "--dashboard-port": (args.dashboard_port, 1)}.items():
         for port in range(first, first + count) if first else ():
@@ -55,7 +55,7 @@ def check_ports(args: argparse.Namespace) -> None:
 
 
 def check_memory(args: argparse.Namespace, info: CheckpointInfo) -> None:
-    """Raises ConfigError if the parameters alone are more than a worker's memory. What else is needed, it says."""
+    """Raises ConfigError if the parameters alone exceed a worker's memory. Prints a note if little is left for KV."""
     if args.device_memory_bytes is None:
         return
     ranks = int(args.tensor_parallel_size or 1)
@@ -70,7 +70,9 @@ def check_memory(args: argparse.Namespace, info: CheckpointInfo) -> None:
 
 
 def adapters_of(given: Sequence[str]) -> dict[str, Path]:
-    """Folders by the names that `--lora-modules` gives them. Raises ConfigError for what is not NAME=FOLDER."""
+    """Adapter folders by the names that `--lora-modules` gives them. Raises ConfigError for an entry that is not
+    NAME=FOLDER.
+    """
     found: dict[str, Path] = {}
     for one in given:
         name, equals, folder = one.partition("=")
@@ -83,12 +85,12 @@ def adapters_of(given: Sequence[str]) -> dict[str, Path]:
 
 
 def check_adapters(modules: Mapping[str, Path], model_dir: Path, model_impl: str) -> None:
-    """Raises ConfigError for an adapter that workers would not load; of a model that transformers computes, as far as
-    the adapter's own files tell.
+    """Raises ConfigError for an adapter that workers would reject. For models that transformers computes, only the
+    adapter's own files are checked.
     """
     if not modules:
         return
-    from services.worker.engine.lora_files import own_linears, read_adapters  # safetensors comes with it
+    from services.worker.engine.lora_files import own_linears, read_adapters  # imports safetensors
 
     try:
         linears = None if model_impl == "transformers" else own_linears(read_model_config(model_dir))

@@ -1,4 +1,4 @@
-"""The memory of workers that follow in a group. No dispatcher hears from them, so they are asked themselves."""
+"""Memory reports of follower workers, which report to no dispatcher and are asked directly."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ _MAX_AT_ONCE = 32
 
 
 def with_followers(status: ClusterStatus) -> ClusterStatus:
-    """The status with their own reports, as far as they can be reached from here."""
+    """Add each follower's own load report to the status. Followers that cannot be reached stay without one."""
     leaders = {group.leader_id for group in status.groups}
     asked = [worker for worker in status.workers if worker.load is None and worker.worker_id not in leaders]
     if not asked:
@@ -27,7 +27,7 @@ def with_followers(status: ClusterStatus) -> ClusterStatus:
 
 
 def _ask(worker: WorkerStatus) -> WorkerStatus:
-    """Left as it was if it does not answer or is another life by now."""
+    """The worker with its own report; unchanged if it does not answer or has restarted."""
     with Access.of().open_sync(worker.address, "worker") as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:

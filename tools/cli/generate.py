@@ -1,4 +1,4 @@
-"""`ballast generate`: one prompt, its answer on standard output as it comes."""
+"""`ballast generate`: completes one prompt and prints the answer as it arrives."""
 
 import argparse
 import dataclasses
@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """What would be ignored in silence is refused."""
+    """Raises InvalidRequest for flags that would be silently ignored."""
     if args.logprobs is not None and not args.json:
         raise InvalidRequest("--logprobs", "are shown with --json only")
     if args.token_ids is not None and args.prompt is not None:

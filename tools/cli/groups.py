@@ -1,4 +1,4 @@
-"""Who serves together, who holds which layers and how busy they are: a row for a lone worker, a block for a group."""
+"""Table of the groups: members, layers and utilisation. One row for a worker on its own, a block for a group."""
 
 from collections.abc import Mapping
 
@@ -38,7 +38,7 @@ def plain_table(*left_columns: str) -> Table:
 
 
 def group_name(group: GroupStatus) -> str:
-    """What people call it: a lone worker is its own group."""
+    """Display name of a group; a worker on its own gives its own name."""
     return group.group_id if len(group.members) > 1 else group.leader_id
 
 
@@ -87,11 +87,11 @@ def _load_cells(worker: WorkerStatus | None, tokens_per_s: Mapping[str, float] |
 
 def _kv_usage(load: LoadReport) -> Text:
     fraction = load.kv_usage_fraction
-    # Anything in use shows, and only full looks full.
+    # Round up, so that any use is visible, and show a full bar only at 100 %.
     cells = _BAR_CELLS if fraction >= 1.0 else min(_BAR_CELLS - 1, -int(-fraction * _BAR_CELLS // 1))
     usage = Text("█" * cells, style=load_style(fraction))
     retained = min(_BAR_CELLS - cells, -(-load.retained_block_count * _BAR_CELLS // max(1, load.block_count)))
-    usage.append("▒" * retained, style="cyan")  # free all the same
+    usage.append("▒" * retained, style="cyan")  # cached blocks count as free
     usage.append("░" * (_BAR_CELLS - cells - retained), style="dim")
     usage.append(f" {fraction:4.0%} of {load.block_count:,}", style="default")
     if load.prefix_hits_total:

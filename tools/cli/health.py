@@ -1,4 +1,4 @@
-"""`ballast health`: asks one service whether it can do its job. For health checks of containers; exit status 0 or 1."""
+"""`ballast health`: checks one service's health, for container health checks. Exit status 0 or 1."""
 
 import argparse
 import sys
@@ -14,7 +14,7 @@ from tools.cli.access import add_access
 from tools.cli.arguments import Commands, add_json
 from tools.cli.output import print_json
 
-# What proves that a service of this kind does its job; a standby of the others is healthy when it answers at all.
+# The call that shows that a service of this kind works; a standby of the other kinds is healthy if it answers.
 _PROOFS = {
     "dispatcher": "ballastpb.inference.v1.InferenceService",
     "worker": "ballastpb.worker.v1.WorkerService",
@@ -56,10 +56,10 @@ def check(service: str, address: str, timeout_s: float) -> None:
     """Returns if the service is healthy.
 
     Raises:
-        Unavailable: it is not, or does not answer in time.
+        Unavailable: the service is unhealthy, or did not answer in time.
     """
     with Access.of().open_sync(address, service) as channel:
-        # Any type would do: the add-on has none.
+        # Any: the gRPC health package has no types
         stub = health_pb2_grpc.HealthStub(channel)  # pyright: ignore[reportUnknownVariableType, reportUnknownMemberType]
         try:
             response = stub.Check(health_pb2.HealthCheckRequest(service=_PROOFS[service]), timeout=timeout_s)  # pyright: ignore
@@ -73,7 +73,7 @@ def check(service: str, address: str, timeout_s: float) -> None:
 
 
 def main() -> int:
-    """`python -m tools.cli.health`: the same without the other commands, quick enough for every few seconds."""
+    """`python -m tools.cli.health`: this command alone, which starts quickly enough to run every few seconds."""
     parser = argparse.ArgumentParser(prog="python -m tools.cli.health")
     _add_arguments(parser)
     try:

@@ -1,4 +1,4 @@
-"""KV demand against capacity over time, as `ballast top` shows it."""
+"""KV demand against capacity over time, for `ballast top`."""
 
 from collections import deque
 
@@ -14,10 +14,10 @@ _ALL = ""
 
 
 class DemandHistory:
-    """Demand as a fraction of capacity, one value for each look. A group keeps its history as long as its leader."""
+    """Demand as a fraction of capacity, one value per refresh. A group's history is dropped when its leader goes."""
 
     def __init__(self) -> None:
-        self._fractions: dict[str, deque[float]] = {}  # leader, or `_ALL` -> newest last
+        self._fractions: dict[str, deque[float]] = {}  # leader or `_ALL` -> fractions, newest last
 
     def add(self, status: ClusterStatus) -> None:
         now = {g.leader_id: _fraction(g.demand_tokens, g.capacity_tokens) for g in status.groups}
@@ -27,7 +27,7 @@ class DemandHistory:
         }
 
     def table(self, status: ClusterStatus) -> Table:
-        """The table for the status that was added last."""
+        """The table for the most recent status."""
         table = plain_table("KV demand")
         table.add_column("last looks", no_wrap=True, min_width=_CELLS)
         table.add_column("now", justify="right", no_wrap=True)
@@ -46,7 +46,7 @@ class DemandHistory:
 
 
 def cluster_demand(status: ClusterStatus) -> tuple[int, int]:
-    """Tokens wanted, backlog of the asked dispatchers included, and tokens there is room for."""
+    """KV tokens demanded, dispatcher backlogs included, and KV capacity in tokens."""
     demand_tokens = sum(group.demand_tokens for group in status.groups) + status.backlog_token_count
     return demand_tokens, sum(group.capacity_tokens for group in status.groups)
 

@@ -1,4 +1,4 @@
-"""One look at the cluster through all dispatchers that were named, with their requests added up."""
+"""One snapshot of the cluster, merged from all dispatchers named on the command line."""
 
 import dataclasses
 from collections import Counter
@@ -11,7 +11,7 @@ from tools.cli.followers import with_followers
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DispatcherFacts:
-    """What one of the dispatchers says of itself; `error` alone if it cannot be reached."""
+    """What one dispatcher reports about itself; only `error` is set if it cannot be reached."""
 
     address: str
     dispatcher_id: str = ""
@@ -35,14 +35,17 @@ class DispatcherFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """`status`: of the newest layout that a dispatcher knows, with the requests of all dispatchers added up."""
+    """Cluster snapshot. `status` has the newest layout that any dispatcher knows and the sums of all dispatchers'
+    requests.
+    """
 
     status: ClusterStatus
     dispatchers: tuple[DispatcherFacts, ...]
 
 
 def look_at(client: Client) -> Look:
-    """
+    """Ask all dispatchers for their status.
+
     Raises:
         Unavailable: no dispatcher can be reached.
     """
@@ -63,7 +66,7 @@ def look_at(client: Client) -> Look:
 
 
 def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
-    """Layout and workers of the one with the newest layout; backlogs, bounds and endings of all together."""
+    """Merge statuses: layout and workers of the newest layout; backlogs, limits and counts of ended requests summed."""
     newest = max(told, key=lambda status: status.layout.epoch if status.layout is not None else -1)
     endings = Counter[str]()
     waiting = Counter[str]()

@@ -1,6 +1,7 @@
-"""The `ballast` command. Exit status: 0 done, 1 failed, 2 asked for wrongly, 130 interrupted; never a traceback.
+"""The `ballast` command. Exit status: 0 success, 1 failure, 2 usage error, 130 interrupted; never a traceback.
 
-Only the module of the command that is asked for is imported, and `--help` and `--version` need none: all take a second.
+Only the module of the requested command is imported, and none for `--help` and `--version`: importing all takes a
+second.
 """
 
 import errno
@@ -21,7 +22,7 @@ from ballast.common.extras import install_command
 from tools.cli.arguments import Commands, Parser
 
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
-# Command -> its module, and what it does in one line.
+# Command -> its module and its one-line description.
 _COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("tools.cli.up", "run a cluster on this machine"),
     "serve": ("tools.cli.up", "the same, with the model as its argument"),
@@ -53,7 +54,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "tokens": ("tools.cli.tokens", "make, list and withdraw the tokens of clients"),
     "completion": ("tools.cli.completion", "print the completion script of a shell"),
 }
-# Package -> the extra that brings it, for installations that lack it.
+# Package -> the extra that installs it, for the hint when it is missing.
 _EXTRAS = {
     "argcomplete": "cli",
     "rich": "cli",
@@ -74,7 +75,9 @@ class _CommandModule(Protocol):
 
 
 def build_parser(command: str = "") -> Parser:
-    """With all flags of `command` and the mere names of the others; "*": with all flags of all."""
+    """The parser with all flags of `command` and only the names of the other commands; "*": all
+    flags of all commands.
+    """
     parser = Parser(
         prog="ballast",
         description="LLM serving that does not queue when the KV cache overflows.",
@@ -97,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
-            stream.reconfigure(errors="replace")  # better a question mark than no answer
+            stream.reconfigure(errors="replace")  # print a question mark for what the terminal cannot encode
     try:
         if "_ARGCOMPLETE" in os.environ:
             _complete()
@@ -113,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # Whoever read our output has left; there is nobody to complain to, not even when Python flushes at exit.
+        # The reader of a pipe has closed it. Errors cannot be printed any more, not even those of the flush at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except ModuleNotFoundError as error:
@@ -123,12 +126,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             where = error.filename or "or where temporary files go (TMPDIR names another folder for these)"
             return _complain(f"no space is left on the disk, {where}")
         return _crash(error) if error.filename is None else _complain(f"{error.filename}: {error.strerror}")
-    except Exception as error:  # noqa: BLE001 -- a bug of ours: told in one line, kept in full
+    except Exception as error:  # noqa: BLE001 -- a bug: one line for the user, the traceback in a file
         return _crash(error)
 
 
 def _complete() -> None:
-    """Answers a shell that completes a line, and ends the process."""
+    """Complete a command line for a shell, then exit."""
     import argcomplete
 
     words = os.environ.get("COMP_LINE", "").split()
@@ -152,7 +155,7 @@ def _lacking(error: ModuleNotFoundError) -> int:
 
 
 def _crash(error: BaseException) -> int:
-    """One line for the user, the traceback in a file. BALLAST_DEBUG=1 shows it at once."""
+    """Report a bug in one line and write the traceback to a file. BALLAST_DEBUG=1 prints the traceback."""
     if os.environ.get("BALLAST_DEBUG"):
         traceback.print_exception(error)
         return _FAILED

@@ -1,4 +1,4 @@
-"""`ballast model`: which models are in the cache, facts about one, fetching one, and a small random one."""
+"""`ballast model`: lists cached models, shows facts about one, downloads one, or makes a small random one."""
 
 import argparse
 import dataclasses
@@ -156,7 +156,7 @@ def _print(lines: Sequence[tuple[str, str]]) -> None:
 
 
 def _shape(args: argparse.Namespace) -> TinyShape:
-    """The preset with every size that was given on the command line."""
+    """The preset, with the sizes given on the command line replaced."""
     names = [field.name for field in dataclasses.fields(TinyShape)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return dataclasses.replace(PRESETS[args.preset], **given)

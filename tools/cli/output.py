@@ -1,4 +1,4 @@
-"""What programs read: one JSON object on standard output, described in docs/json.md."""
+"""Output for programs: one JSON object on standard output, described in docs/json.md."""
 
 import dataclasses
 import json
@@ -9,11 +9,13 @@ from ballast.common.layout import Member
 
 
 def print_json(value: object) -> None:
-    """A dataclass or plain values. Layers have both ends here: `last_layer` is held, too."""
+    """Print a dataclass or plain values as JSON. Ranges of layers include both ends: `last_layer`
+    is part of the range.
+    """
     print(json.dumps(plain(value), ensure_ascii=False, indent=2))
 
 
-def plain(value: object) -> Any:  # Any: what JSON can say
+def plain(value: object) -> Any:  # Any: JSON values
     if isinstance(value, Member):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
         return plain({**fields, "last_layer": value.last_layer - 1})

@@ -1,6 +1,4 @@
-"""`ballast park` and `ballast wake`: a worker that nobody needs for now gives its device memory back, and serves again
-within seconds.
-"""
+"""`ballast park` and `ballast wake`: parking an idle worker frees its device memory; waking it takes seconds."""
 
 import argparse
 import asyncio
@@ -65,11 +63,11 @@ def run_wake(args: argparse.Namespace) -> int:
 
 
 async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace, wanted: Standing) -> Standing:
-    """As the layout says now, or, if asked to wait for that, once it is as wanted."""
+    """The worker's standing in the layout; with `--wait`, polled until it is `wanted`."""
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)
         group = group_of(LAYOUT.record(answer.layout), WorkerId(args.worker))
-        if group is None:  # it has ended meanwhile
+        if group is None:  # the worker has ended
             return Standing.PARKED
         standing = next(m.standing for m in group.members if m.worker_id == args.worker)
         if standing is wanted or not args.wait:

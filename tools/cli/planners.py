@@ -1,4 +1,4 @@
-"""Calls to the planner: through any of the dispatchers, which pass them on to the active one, or to itself."""
+"""Calls to the planner, either directly or through a dispatcher, which forwards them to the active planner."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
     from ballastpb.planner.v1.planner_pb2_grpc import PlannerServiceAsyncStub
 
 T = TypeVar("T")
-# As gRPC says it, of one address and of several.
+# gRPC's messages for an unreachable address, for one address and for several
 _NOBODY = ("failed to connect to all addresses", "connections to all backends failing")
 Ask: TypeAlias = "Callable[[PlannerServiceAsyncStub], Awaitable[T]]"
 
 
 def ask_planner(addresses: str, ask: "Ask[T]", *, is_planner: bool = False) -> T:
-    """The answer of the first of `addresses` (host:port, with commas) that can be reached.
+    """Call the planner through the first of `addresses` (host:port, comma-separated) that can be reached.
 
-    `is_planner`: they are planners and not dispatchers.
+    `is_planner`: the addresses are those of planners, not of dispatchers.
 
     Raises:
-        InvalidRequest: an address that is not host:port.
-        Unavailable: of the last one, if none can be reached.
-        BallastError: what the planner refused with.
+        InvalidRequest: an address is not host:port.
+        Unavailable: no address can be reached; the error is that of the last one.
+        BallastError: the planner rejected the call.
     """
     return asyncio.run(ask_planner_async(addresses, ask, is_planner=is_planner))
 

@@ -1,6 +1,6 @@
-"""`ballast profile`: measures what batches cost a model on this machine and writes the cost model to a file.
+"""`ballast profile`: measures batch durations of a model on this machine and writes the cost model to a file.
 
-The measuring needs torch and so happens in a process of its own, whose progress is shown here.
+Measuring needs torch and therefore runs in a subprocess, whose progress is shown.
 """
 
 import argparse
@@ -79,11 +79,11 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 
 def measure(console: Console, command: list[str]) -> None:
-    """Runs the measuring process to its end.
+    """Run the measuring process to its end.
 
     Raises:
-        ConfigError: it cannot measure what was asked for.
-        Unavailable: it has died.
+        ConfigError: the model or the settings cannot be measured.
+        Unavailable: the process died.
     """
     bar = Progress(
         TextColumn("{task.description}"),
@@ -111,7 +111,7 @@ def measure(console: Console, command: list[str]) -> None:
 
 @contextmanager
 def _started(command: list[str]) -> Generator[subprocess.Popen[str]]:
-    # In a session of its own: a Ctrl-C reaches this process only, which then ends the other.
+    # In its own session: Ctrl-C reaches only this process, which then ends the subprocess.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield process

@@ -1,4 +1,6 @@
-"""`ballast record`: a trace of a running cluster, for `ballast size` and `ballast sim`. No text, and nobody's name."""
+"""`ballast record`: records a trace of a running cluster for `ballast size` and `ballast sim`, without prompts or
+names.
+"""
 
 import argparse
 import sys
@@ -14,7 +16,7 @@ from ballast.common.units import counted
 from tools.cli.arguments import Commands, add_address
 
 _POLL_S = 1.0
-_LINGER_S = 600.0  # for the ends of what has come until then
+_LINGER_S = 600.0  # how long to wait for the running requests to end
 _MOST_ROWS = 1_000_000
 _TELL_S = 30.0
 
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Recording:
-    """Rows of requests that came in time, from all dispatchers."""
+    """Trace rows of the requests that arrived during the recording, from all dispatchers."""
 
     began_unix_s: float
     until_unix_s: float
@@ -77,7 +79,7 @@ class Recording:
 
 
 def _record(client: Client, recording: Recording) -> None:
-    """Asks every dispatcher every second; one that does not answer is asked again."""
+    """Poll every dispatcher once a second. Dispatchers that do not answer are polled again."""
     lasts: dict[str, int | None] = dict.fromkeys(client.addresses)
     told_at_s = time.monotonic()
     while True:
@@ -89,7 +91,7 @@ def _record(client: Client, recording: Recording) -> None:
                 if len(lasts) == 1 and last is None:
                     raise
                 continue
-            if last is not None and answer.last < last:  # another process: it counts anew
+            if last is not None and answer.last < last:  # the dispatcher restarted: its count starts from zero
                 answer = client.ended_requests(address, 0)
             recording.take(answer.requests, answer.forgotten_count)
             lasts[address] = answer.last

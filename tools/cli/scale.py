@@ -1,4 +1,4 @@
-"""`ballast scale`: runs a command with the number of instances that a planner wants, whenever its webhook tells."""
+"""`ballast scale`: runs a command with the wanted number of instances each time the planner's webhook reports one."""
 
 import argparse
 import asyncio
@@ -30,9 +30,10 @@ def add_parser(commands: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """
+    """Serve the webhook and run the command until interrupted.
+
     Raises:
-        ConfigError: of the address, the secret or the command.
+        ConfigError: the address, the secret or the command is invalid.
     """
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():

@@ -1,7 +1,7 @@
-"""Whether and how a worker on this machine would serve a checkpoint, before anything is started.
+"""Checks before anything is started whether and how a worker on this machine would serve a checkpoint.
 
-The models that Ballast computes by its own classes are known here. Of all others a process that imports transformers is
-asked, if it is installed: `services.worker.engine.describe`.
+Models with classes of Ballast's own are recognised here. For all others a subprocess that imports transformers is
+asked, if transformers is installed: `services.worker.engine.describe`.
 """
 
 import importlib.util
@@ -22,9 +22,10 @@ _NEEDED = ("torch", "transformers")
 
 
 def check_served(folder: Path, model_impl: str = "auto", ranks: int = 1) -> None:
-    """
+    """Check that a worker could serve the checkpoint.
+
     Raises:
-        ConfigError: no worker here would serve it, and why.
+        ConfigError: no worker on this machine could; the message says why.
     """
     if model_impl != "transformers":
         read_json(folder / "config.json")
@@ -42,7 +43,7 @@ def check_served(folder: Path, model_impl: str = "auto", ranks: int = 1) -> None
 
 
 def describe(folder: Path, info: CheckpointInfo | None = None) -> dict[str, Any]:
-    """As `described`, or what of it is known without asking: of our own classes, from the headers of their files."""
+    """Like `described`, or as much of it as the file headers show for models with our own classes."""
     try:
         own = read_model_config(folder)
     except ConfigError as error:
@@ -60,7 +61,7 @@ def describe(folder: Path, info: CheckpointInfo | None = None) -> dict[str, Any]
 
 
 def served_lines(told: dict[str, Any]) -> list[tuple[str, str]]:
-    """Label and value of what is worth knowing, for people."""
+    """(label, value) pairs to print."""
     if (why := told.get("refused")) is not None:
         return [("refused", str(why))]
     if told["served_by"] == "ballast":
@@ -101,7 +102,7 @@ def described(folder: Path, model_impl: str = "auto", ranks: int = 1) -> dict[st
     """The fields of `services.worker.engine.describe.Description`, or `refused` with the reason.
 
     Raises:
-        ConfigError: it cannot be known here: what a worker needs is not installed, or it does not answer.
+        ConfigError: the packages of a worker are not installed, or the subprocess does not answer.
     """
     if not can_describe():
         raise ConfigError(str(folder), 'is known with pip install "ballast-serve[worker]" only')

@@ -1,4 +1,4 @@
-"""`ballast sim`: what a cluster that nobody has to own would do with a trace."""
+"""`ballast sim`: simulates how a cluster would serve a trace, without its hardware."""
 
 import argparse
 import sys
@@ -25,7 +25,7 @@ from tools.bench.table import render
 from tools.cli import whatif
 from tools.cli.arguments import Commands
 
-# Flags that change the field of the same name of a scenario.
+# Flags that override the scenario field of the same name.
 _FIELDS = (
     "model",
     "cluster",
@@ -90,7 +90,7 @@ def add_parser(subparsers: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit status: 0, whatever has become of the requests."""
+    """Returns exit status 0 whatever the outcome of the simulated requests."""
     if args.plot is not None:
         require_matplotlib("--plot")
     scenario, console = _scenario(args), open_console(stderr=args.json == STANDARD_OUTPUT)
@@ -139,10 +139,10 @@ class _SimTask:
 
 
 class RunDisplay:
-    """How far simulations have come: bars on a terminal, a line on standard error for each run elsewhere."""
+    """Progress of simulations: bars on a terminal, otherwise one line per run on standard error."""
 
     def __init__(self, console: Console, request_count: int | None) -> None:
-        """`request_count` None: it differs from run to run."""
+        """`request_count`: requests per run. None: it varies between runs."""
         self._console = console
         self._request_count = request_count
         self._bar = Progress(
@@ -158,7 +158,7 @@ class RunDisplay:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._tasks: dict[str, _SimTask] = {}  # policy -> its run
+        self._tasks: dict[str, _SimTask] = {}  # policy -> progress of its run
 
     def __enter__(self) -> "RunDisplay":
         self._bar.start()

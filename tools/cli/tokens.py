@@ -1,4 +1,4 @@
-"""`ballast tokens`: what clients show to a dispatcher."""
+"""`ballast tokens`: manages the tokens by which clients authenticate to dispatchers."""
 
 import argparse
 import json
@@ -68,10 +68,10 @@ def _classes(given: str | None) -> frozenset[PriorityClass]:
 
 
 def add_token(file: Path, name: str, role: TokenRole, classes: frozenset[PriorityClass] = ALL_CLASSES) -> str:
-    """A new token, of which the file gets the hash.
+    """Create a token and append its hash to the file.
 
     Raises:
-        InvalidRequest: the name cannot be used, or is taken.
+        InvalidRequest: the name is invalid or taken.
         ConfigError: the file cannot be read or written.
     """
     if not (0 < len(name) <= _MAX_NAME_CHARS and name.isprintable() and not name.startswith("#") and " " not in name):

@@ -1,4 +1,4 @@
-"""`ballast top`: the status page, live, with the rate of generated tokens and KV demand over time."""
+"""`ballast top`: the status page, refreshed, with the rate of generated tokens and KV demand over time."""
 
 import argparse
 import time
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                     time.sleep(args.interval_s)
                     try:
                         page = look()
-                    except BallastError as error:  # may come back: keep the last page, say what is wrong
+                    except BallastError as error:  # possibly temporary: keep the last page and show the error
                         live.update(Group(page, Text(f"\n{error}", style="bold red")), refresh=True)
                     else:
                         live.update(page, refresh=True)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class TopLook:
-    """One call is one look at the cluster, shown beside what earlier looks have seen."""
+    """Callable that takes one snapshot per refresh and renders it together with history."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -72,7 +72,7 @@ class TopLook:
         self._history = DemandHistory()
 
     def facts(self) -> dict[str, object]:
-        """Status and tokens per second of each leader, for programs."""
+        """Status, and tokens per second by group leader, for JSON output."""
         look = look_at(self._client)
         rates = self._rates.update(look.status, time.monotonic())
         return {"status": look.status, "dispatchers": look.dispatchers, "tokens_per_s": rates}
@@ -86,10 +86,10 @@ class TopLook:
 
 
 class Rates:
-    """Tokens per second of each worker between two looks at the same life of it."""
+    """Tokens per second of each worker between two refreshes. A restarted worker starts anew."""
 
     def __init__(self, total: Callable[[LoadReport], int] = lambda load: load.generation_tokens_total) -> None:
-        """`total`: of which tokens; default: of online answers."""
+        """`total`: extracts the token count from a load report; default: tokens of online answers."""
         self._total = total
         self._before: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> tokens
         self._at_s = 0.0

@@ -1,4 +1,4 @@
-"""`ballast up`: a whole cluster on this machine, until Ctrl-C or SIGTERM."""
+"""`ballast up`: runs a whole cluster on this machine until Ctrl-C or SIGTERM."""
 
 import argparse
 import asyncio
@@ -36,14 +36,14 @@ from tools.model.tiny import make_preset
 
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
-_HTTP_PORT, _HTTP_PORTS = 8000, 100  # the first one that is tried, and how many are
-# Its parameters fill two thirds of each worker's memory, as those of a large model do on a GPU: a drop nearly doubles
-# the room for KV.
+_HTTP_PORT, _HTTP_PORTS = 8000, 100  # first port tried, and how many are tried
+# Parameters fill two thirds of each worker's memory, as those of a large model do on a GPU: a drop nearly doubles the
+# space for KV.
 _DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
 _CERTIFICATE_DAYS = 365
 TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 
-# Flags that are handed on as they are: flag -> the service it is for.
+# Flags passed on unchanged: flag -> service.
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
     "--model-impl": "what computes the model: auto (default), ballast or transformers",
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
             args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
-            # What is wrong with a model is said here, once, and fetched once, with a progress bar.
+            # Download the model once, with a progress bar, and report its problems once instead of from every worker.
             ranks = int(args.tensor_parallel_size or 1)
             check = functools.partial(check_served, model_impl=args.model_impl or "auto", ranks=ranks)
             found = find_model(args.model, weights=True, check=check)
@@ -215,7 +215,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _check_state_server(url: str) -> None:
-    """Asks it once; a service would wait for it without a word.
+    """Check that the state server answers; services would wait for it silently.
 
     Raises:
         Unavailable: it does not answer.
@@ -233,7 +233,7 @@ def _port_range(args: argparse.Namespace) -> str:
 
 
 def _emulate(args: argparse.Namespace, folder: Path) -> None:
-    """Workers are told of a machine, and dispatchers of a model that has only a tokenizer if it is the catalogue's."""
+    """Configure emulated workers, and dispatchers with a tokenizer-only model if it is the catalogue's."""
     if args.profile is None:
         raise ConfigError("--profile", "is needed: how fast the emulated engine is, a GPU such as A800, or a file")
     if args.model is None:
@@ -244,13 +244,15 @@ def _emulate(args: argparse.Namespace, folder: Path) -> None:
 
 
 class _Up:
-    """First signal: drain and stop. Second: stop at once. Either before the cluster is ready: stop at once."""
+    """Signal handling: the first signal drains and stops, the second stops at once, as does any before the cluster is
+    ready.
+    """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._stopping = asyncio.Event()
         self._ready = False
-        self._hooked: list[str] = []  # flags of the planner by which it says how many workers it wants
+        self._hooked: list[str] = []  # planner flags for the webhook that reports the wanted number of workers
 
     async def run(self) -> int:
         main = asyncio.current_task()
@@ -304,7 +306,7 @@ class _Up:
                 _say(f"something had failed: the logs are kept in {one.log_dir}")
 
     def _cluster(self, twin_policy: str | None = None) -> LocalCluster:
-        """The one that was asked for; or its twin, which differs in policy and ports only."""
+        """The requested cluster, or its twin, which differs in policy and ports only."""
         args, is_twin = self._args, twin_policy is not None
         return LocalCluster(
             args.model,
@@ -329,15 +331,15 @@ class _Up:
     def _dashboard(
         self, clusters: list[LocalCluster], keepers: list[Keeper]
     ) -> contextlib.AbstractAsyncContextManager[str]:
-        from tools.local.dashboard import dashboard_of  # starlette and uvicorn: only for those who want the page
+        from tools.local.dashboard import dashboard_of  # imports starlette and uvicorn: needed for the page only
 
         args = self._args
         policies = [args.overload_policy or OverloadPolicy.DROP.value, args.twin]
-        host = args.host if args.secure is None else "127.0.0.1"  # the page asks nobody for a token
+        host = args.host if args.secure is None else "127.0.0.1"  # the page is served without authentication
         return dashboard_of(clusters, keepers, policies[: len(clusters)], host=host, port=args.dashboard_port)
 
     async def _scaler(self, running: contextlib.AsyncExitStack) -> Scaler | None:
-        """Listens from now on for what the planner wants, if that is to be followed."""
+        """Start listening to the planner's webhook; None unless the number of workers follows it."""
         if self._args.max_workers is None:
             return None
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="ballast-scale-")))
@@ -355,7 +357,7 @@ class _Up:
             await asyncio.wait([*keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in keeping:
                 if task.done():
-                    await task  # it ends only by failing
+                    await task  # returns only by raising
         finally:
             for task in (*keeping, stopping):
                 task.cancel()
@@ -363,7 +365,7 @@ class _Up:
 
     def service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
-            # Workers find a GPU each: `cuda` alone is the first one.
+            # Give each worker its own GPU: `cuda` alone means the first one.
             dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})
             values = ((flag, dealt[flag[2:].replace("-", "_")]) for flag in flags)
             return [part for flag, value in values if value is not None for part in (flag, str(value))]
@@ -386,7 +388,7 @@ class _Up:
 
 
 def secured(folder: Path, host: str) -> Path:
-    """Makes what the folder lacks for a cluster with TLS and tokens; gives the file of the tokens."""
+    """Create the missing files of a cluster with TLS and tokens. Returns the file of tokens."""
     make(folder, days=_CERTIFICATE_DAYS, hosts=[host], workers=[])
     tokens = folder / TOKENS
     if not (folder / OPERATOR_TOKEN).exists():
@@ -405,7 +407,7 @@ async def _ready_line(cluster: LocalCluster, workers: int) -> str:
 
 
 def _http_port(args: argparse.Namespace) -> int:
-    """The port that was asked for; otherwise 8000, or what is free next, so that a second cluster can be tried."""
+    """The requested port; by default 8000 or the next free port, so that a second cluster can run beside."""
     if args.http_port is not None or args.port == 0 or not args.gateways:
         return args.http_port or 0
     ports = range(_HTTP_PORT, _HTTP_PORT + _HTTP_PORTS)

@@ -1,6 +1,6 @@
-"""`ballast sim --sweep`: a table and a figure of what `sim.jobs.whatif` finds."""
+"""`ballast sim --sweep`: table and figure of the results of `sim.jobs.whatif`."""
 
-# matplotlib leaves some arguments without types.
+# matplotlib leaves some arguments untyped.
 # pyright: reportUnknownMemberType=false
 
 import argparse
@@ -32,9 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def slo_of(args: argparse.Namespace) -> Slo | None:
-    """
+    """The goal given on the command line.
+
     Raises:
-        ConfigError: a goal for further tokens without one for the first.
+        ConfigError: a goal for later tokens without one for the first token.
     """
     if args.slo_ttft_s is None:
         if args.slo_tpot_s is not None:
@@ -88,7 +89,7 @@ def _table(points: Sequence[Point], title: str) -> Table:
 
 
 def _draw(points: Sequence[Point], slo: Slo | None, path: Path) -> None:
-    """p99 TTFT over the conditions, and the share that keeps the SLO if there is one."""
+    """Draw P99 TTFT over the conditions, and the share of requests within the SLO if one is given."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:

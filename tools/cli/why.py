@@ -1,4 +1,4 @@
-"""`ballast why REQUEST_ID`: what has become of a request, in words."""
+"""`ballast why REQUEST_ID`: explains what happened to a request."""
 
 import argparse
 import dataclasses
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tell(story: RequestStory) -> Iterator[str]:
-    """Line by line."""
+    """Lines of the explanation."""
     yield f"{story.request_id} {_ENDINGS.get(story.state, story.state)}{_after(story)}"
     if story.error:
         yield f"  {story.error}"
@@ -75,7 +75,7 @@ def _after(story: RequestStory) -> str:
 
 
 def _where(story: RequestStory) -> str:
-    """The change of place that explains the longest gap, if one does."""
+    """The resumption on another worker that caused the longest gap, if any, as text."""
     count = story.longest_gap_token_count
     for moment in story.moments:
         if moment.what == "resumed" and moment.token_count == count:

@@ -1,1 +1,3 @@
-"""One page that shows a cluster live: memory of each worker, requests, transitions, and buttons to try it with."""
+"""Live web page of a cluster: memory of each worker, requests and transitions, with buttons to
+trigger load and faults.
+"""

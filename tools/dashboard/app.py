@@ -1,8 +1,8 @@
-"""The page and what it asks for, as a Starlette app: mount it, or serve it by `serve`.
+"""The page and its API as a Starlette app: mount it, or serve it with `serve`.
 
-Reading is for whoever may open the page. What changes something (`POST`) needs a header that no form and no foreign
-page can send, and a `Host` that is expected. Where others than the operator reach the page (`by_token`), an order is
-passed on with the token that came with it, and with nothing else: dispatchers decide who may give it.
+Anybody who can open the page can read. Requests that change something (`POST`) need a header that no form or foreign
+page can send, and an expected `Host`. If the page is reachable by others than the operator (`by_token`), an order is
+forwarded with the token that came with it and nothing else: dispatchers decide whether it is permitted.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from tools.dashboard.watched import Watched
 _PAGE: Final = Path(__file__).parent / "page"
 _HEADER: Final = "x-ballast-dashboard"
 _EVERY_S: Final = 0.5
-_WATCHED_S: Final = 30.0  # so long after the last question somebody is thought to look
-_MAX_ORDERS: Final = 16  # that are carried out at once
-_ASKED_AGAIN_S: Final = 10.0  # whether dispatchers still demand tokens, before an order
+_WATCHED_S: Final = 30.0  # keep polling the cluster this long after the last request of a page
+_MAX_ORDERS: Final = 16  # limit on concurrent orders
+_ASKED_AGAIN_S: Final = 10.0  # how long an answer to 'do dispatchers demand tokens' may be reused for orders
 _BEARER: Final = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
 _SAFETY: Final = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
@@ -40,19 +40,19 @@ _SAFETY: Final = {
     "Cache-Control": "no-store",
 }
 
-Kill = Callable[[str], bool]  # a worker's process, by the worker's id; whether there was one
+Kill = Callable[[str], bool]  # kills the process of a worker by its id; returns whether there was one
 
 
 class Dashboard:
-    """Some clusters side by side, with what may be done to them.
+    """One or more clusters side by side, with the actions permitted on them.
 
     Args:
-        clusters: The first is the one that is operated; bursts and traffic go to all.
-        kills: For each cluster what kills a worker; None where its processes are not on this machine.
+        clusters: The first one takes drops and restores; bursts and traffic go to all.
+        kills: For each cluster the function that kills a worker; None if its processes are not on this machine.
         with_load: Whether bursts and traffic may be sent.
-        by_token: An order for a drop or a restore needs a token of its own (`Authorization: Bearer`), which is passed
-            on to dispatchers; there are no orders where dispatchers demand no tokens. False: orders need no token, and
-            are given with this process's own rights.
+        by_token: An order for a drop or a restore needs a token of its own (`Authorization: Bearer`), which is
+            forwarded to dispatchers; orders are disabled if dispatchers demand no tokens. False: orders need no token
+            and use this process's own credentials.
     """
 
     def __init__(
@@ -71,8 +71,7 @@ class Dashboard:
         self._asked_at_s = -_WATCHED_S
 
     async def follow(self) -> None:
-        """Looks at the clusters while somebody looks at the page, or while a burst runs, so that charts have no gaps.
-        Until cancelled."""
+        """Poll the clusters while a page is open or a burst runs, so that charts have no gaps. Runs until cancelled."""
         while True:
             is_watched = time.monotonic() - self._asked_at_s < _WATCHED_S
             if is_watched or (self.load is not None and self.load.is_bursting):
@@ -81,7 +80,7 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Follows clusters while the page is served. An app mounted into another one does not do this by itself."""
+        """Lifespan that polls the clusters. A Starlette app does not run it for mounted apps."""
         following = asyncio.create_task(self.follow(), name="follow clusters")
         try:
             yield
@@ -153,7 +152,7 @@ class Dashboard:
                 raise LookupError(f"{action!r} cannot be done here")
 
     async def _right(self, request: Request, cluster: Watched) -> str | None:
-        """The token by which an order is given; None: by this process's own right."""
+        """The token to send with an order; None: this process's own credentials."""
         if not self._by_token:
             return None
         if not await self._takes_orders(cluster, _ASKED_AGAIN_S):
@@ -166,7 +165,7 @@ class Dashboard:
 
 
 def build_app(dashboard: Dashboard, *, hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]")) -> Starlette:
-    """`hosts`: names under which the page may be opened; "*" stands for all, behind a server that checks them."""
+    """`hosts`: accepted `Host` names; "*": all, for use behind a server that checks them."""
 
     async def page(request: Request) -> Response:
         return FileResponse(_PAGE / "index.html", headers=_SAFETY)

@@ -1,4 +1,4 @@
-"""The page on a port of its own, beside whatever else the process does."""
+"""Serves the page on its own port, within a process that does something else."""
 
 import asyncio
 import contextlib
@@ -10,20 +10,20 @@ import uvicorn
 from ballast.common.errors import ConfigError
 from tools.dashboard.app import Dashboard, build_app
 
-_PORTS = 100  # that are tried from the wanted one on
+_PORTS = 100  # number of ports tried, from the wanted one on
 _STOP_WITHIN_S = 2
 
 
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Signals belong to the process that this runs in."""
+        """Leave signal handling to the surrounding process."""
         yield
 
 
 @contextlib.asynccontextmanager
 async def serving(dashboard: Dashboard, host: str, port: int, *, exact: bool = False) -> AsyncGenerator[str]:
-    """The page's URL, for as long as the context lasts. Where the port is taken the next free one is used, unless
+    """Context manager that serves the page and yields its URL. If the port is taken, the next free one is used unless
     `exact`.
 
     Raises:

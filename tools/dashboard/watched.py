@@ -1,4 +1,4 @@
-"""One cluster as the page sees it: the dispatchers' status, the planner's transitions, and a short history."""
+"""One cluster as shown by the page: the dispatchers' status, the planner's transitions and a short history."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
-_FRESH_S: Final = 0.3  # a look at the cluster serves everybody who asks within that time
+_FRESH_S: Final = 0.3  # requests within this time share one snapshot
 _ASK_TIMEOUT_S: Final = 2.0
 _ORDER_TIMEOUT_S: Final = 15.0
 _FOLLOWER_TIMEOUT_S: Final = 0.5
@@ -29,15 +29,15 @@ _LINE_COUNT: Final = 40
 _RATE_OVER_S: Final = 2.0
 _MIB: Final = 1 << 20
 
-Json = dict[str, Any]  # Any: what the json module takes
+Json = dict[str, Any]  # Any: values for the json module
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Something that happened. `at_s`: of the clock on the wall."""
+    """An event to list. `at_s`: wall-clock time."""
 
     at_s: float
-    kind: str  # drop, restore, process
+    kind: str  # drop, restore or process
     text: str
 
 
@@ -51,15 +51,15 @@ class _HistoryPoint:
 
 
 class Watched:
-    """Ask `snapshot` as often as you like.
+    """State of one cluster, polled at a limited rate: `snapshot` may be called at any frequency.
 
     Args:
-        address: Of its dispatchers.
-        title: What the page calls it.
-        policy: What the cluster does when KV runs short; empty if that is not known.
-        process_lines: What is known of its processes, newest last; for clusters of this machine.
-        worker_ids: Of all workers that should be there; for clusters of this machine.
-        access: By which right the cluster is asked; None: as the environment says.
+        address: Addresses of its dispatchers.
+        title: Its name on the page.
+        policy: Its overload policy; empty if unknown.
+        process_lines: Events of its processes, newest last; for clusters on this machine.
+        worker_ids: All workers that should run; for clusters on this machine.
+        access: Credentials for the cluster; None: those of the environment.
     """
 
     def __init__(
@@ -82,14 +82,14 @@ class Watched:
             tls=self._access.tls,
         )
         self.title, self.policy = title, policy
-        self.capacity_tokens = 0  # with all parameters, as far as that has been seen
+        self.capacity_tokens = 0  # of full replicas, if seen so far
         self._process_lines, self._worker_ids = process_lines, worker_ids
         self._lock = asyncio.Lock()
         self._shown: Json = {}
         self._looked_at_s = 0.0
         self._demands_tokens, self._learnt_at_s = False, -math.inf
         self._history: deque[_HistoryPoint] = deque(maxlen=_HISTORY_COUNT)
-        self._totals: deque[tuple[float, int]] = deque(maxlen=64)  # (when, tokens so far)
+        self._totals: deque[tuple[float, int]] = deque(maxlen=64)  # (time, tokens so far)
         self._begun: dict[int, float] = {}  # epoch of a transition -> when it was first seen
 
     async def close(self) -> None:
@@ -103,10 +103,10 @@ class Watched:
         return self._shown
 
     async def demands_tokens(self, asked_within_s: float = math.inf) -> bool:
-        """Whether dispatchers refuse orders of callers without a token; False while none of them answers.
+        """Whether dispatchers reject orders without a token; False while none of them answers.
 
         Args:
-            asked_within_s: How old the answer may be.
+            asked_within_s: Maximum age of a cached answer.
         """
         if time.monotonic() - self._learnt_at_s > asked_within_s or self._learnt_at_s == -math.inf:
             try:
@@ -120,13 +120,13 @@ class Watched:
         return self._demands_tokens
 
     async def drop(self, token: str | None = None) -> str:
-        """Merges neighbours into pairs, whatever the demand. Returns what is going to happen, in words.
+        """Merge neighbours into pairs regardless of demand. Returns a description of the drop.
 
         Args:
-            token: By whose right; None: by that of this process.
+            token: Token of the caller; None: this process's own credentials.
         """
         if token is not None:
-            await self._transitions(token)  # who may not order is told so, and nothing else
+            await self._transitions(token)  # a caller without the right gets only the refusal
         groups = [group for group in (await self.client.status()).groups if len(group.members) == 1]
         if len(groups) < 2:
             return "nothing to merge: at least two workers must serve alone"
@@ -136,7 +136,7 @@ class Watched:
         return f"{names[0]} and {names[1]} throw half of their parameters overboard"
 
     async def restore(self, token: str | None = None) -> str:
-        """Takes all parameters back; see `drop`."""
+        """Restore all parameters; see `drop`."""
         request = planner_pb2.RestoreRequest(request_id=_new_id())
         await self._order(lambda planner: planner.Restore(request, timeout=_ORDER_TIMEOUT_S), token)
         return "all parameters come back"
@@ -146,9 +146,9 @@ class Watched:
         answer = await self._order(lambda planner: planner.ListTransitions(request, timeout=_ASK_TIMEOUT_S), token)
         return answer.transitions
 
-    # Any: the answers of different calls.
+    # Any: the responses of different calls
     async def _order(self, ask: Callable[[Any], Any], token: str | None = None) -> Any:
-        """`token`: sent with the call; "" for none, None for that of this process."""
+        """Call the planner. `token`: sent with the call; "": none; None: this process's own."""
         address = self.client.addresses[0]
         access = self._access if token is None else replace(self._access, token=token or None)
         async with access.open(address) as channel:
@@ -191,7 +191,7 @@ class Watched:
         }
 
     async def _statuses(self) -> list[ClusterStatus]:
-        """What all dispatchers that answer say; raises what the first one said if none does."""
+        """Statuses of all dispatchers that answer; if none does, the first one's error is raised."""
         answers = await asyncio.gather(
             *(self.client.status(address) for address in self.client.addresses), return_exceptions=True
         )
@@ -202,7 +202,7 @@ class Watched:
 
     def _add_point(self, now_s: float, statuses: Sequence[ClusterStatus], times: Sequence[RecentTimes]) -> None:
         total = sum(one.generated_tokens_total for one in times)
-        if self._totals and total < self._totals[-1][1]:  # a dispatcher has begun anew
+        if self._totals and total < self._totals[-1][1]:  # a dispatcher restarted
             self._totals.clear()
         self._totals.append((now_s, total))
         then_s, before = next(
@@ -253,7 +253,7 @@ class Watched:
 
 
 def describe(one: planner_pb2.Transition) -> str:
-    """A drop or restore in one line for people."""
+    """One line that describes a drop or a restore."""
     if one.phase not in ("done", "aborted"):
         return f"{one.kind} under way: {one.phase}"
     if one.phase == "aborted":
@@ -265,7 +265,7 @@ def describe(one: planner_pb2.Transition) -> str:
     if one.kind == "drop":
         what = f"{_size(one.freed_parameter_bytes)} of parameters overboard"
     else:
-        pulled = one.parameter_bytes_pulled  # none: read from the checkpoint, for those who had them are gone
+        pulled = one.parameter_bytes_pulled  # absent: loaded from the checkpoint, as the holders are gone
         what = f"{_size(pulled)} of parameters back on board" if pulled else "the parameters back on board"
     return f"{what} in {took_s:.2f} s{moved}"
 
@@ -275,7 +275,7 @@ def _size(number: int) -> str:
 
 
 async def _follower_loads(status: ClusterStatus, access: Access) -> dict[str, LoadReport]:
-    """No dispatcher hears from workers that follow in a group, so they are asked themselves."""
+    """Load reports of followers, which report to no dispatcher and are asked directly."""
     leaders = {group.leader_id for group in status.groups}
     asked = [worker for worker in status.workers if worker.load is None and worker.worker_id not in leaders]
     answers = await asyncio.gather(*(_ask_load(worker, access) for worker in asked), return_exceptions=True)

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint, read from config.json and the headers of its weight files; no tensor is loaded."""
+"""Facts about a checkpoint from config.json and the headers of its weight files; no tensor is loaded."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
 from tools.model.safetensors_file import DTYPE_NAMES, DTYPES, TensorHeader, read_header
 
-_OLD_NAMES = {  # of GPT-2 and those that followed it
+_OLD_NAMES = {  # of GPT-2 and its successors
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -22,7 +22,7 @@ _KV_DTYPES = ("float32", "bfloat16", "float64")
 class CheckpointInfo:
     path: Path
     architecture: str
-    dtype: str  # as config.json names it
+    dtype: str  # as named in config.json
     layer_count: int
     hidden_size: int
     head_count: int
@@ -32,8 +32,8 @@ class CheckpointInfo:
     max_model_len: int
     tied: bool
     parameter_count: int
-    is_quantised: bool = False  # `parameter_count` is of stored numbers then
-    bytes_per_dtype: dict[str, int]  # float32, bfloat16 ... -> bytes of the tensors stored so
+    is_quantised: bool = False  # if so, `parameter_count` counts stored numbers
+    bytes_per_dtype: dict[str, int]  # dtype (float32, bfloat16 ...) -> bytes of the tensors stored in it
     shard_count: int
     has_tokenizer: bool
     has_chat_template: bool
@@ -43,18 +43,18 @@ class CheckpointInfo:
         return sum(self.bytes_per_dtype.values())
 
     def rank_parameter_bytes(self, rank_count: int) -> int:
-        """Bytes of one rank's parameters: of embedding and head each rank has all, of the rest its share."""
+        """Bytes of one rank's parameters: the whole embedding and head, and the rank's share of the rest."""
         whole = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         shared = self.parameter_count - whole
         return -(-self.parameter_bytes * (whole * rank_count + shared) // (self.parameter_count * rank_count))
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """KV of one token in all layers, kept in `dtype` (default: the checkpoint's own)."""
+        """KV bytes of one token over all layers, stored in `dtype` (default: the checkpoint's own)."""
         element_bytes = DTYPES[dtype or self.dtype][1]
         return 2 * self.layer_count * self.kv_head_count * self.head_dim * element_bytes
 
     def lines(self) -> list[tuple[str, str]]:
-        """Label and value of each fact, for people."""
+        """(label, value) pairs to print."""
         stored = ", ".join(f"{human_bytes(size)} {dtype}" for dtype, size in sorted(self.bytes_per_dtype.items()))
         kv = ", ".join(f"{human_bytes(self.kv_bytes_per_token(dtype))} {dtype}" for dtype in _KV_DTYPES)
         tied = " (tied embedding)" if self.tied else ""
@@ -77,7 +77,7 @@ def read_info(path: Path) -> CheckpointInfo:
     """Read the facts of the checkpoint in folder `path`.
 
     Raises:
-        ConfigError: naming the file that is missing, cut off or not understood.
+        ConfigError: a file is missing, truncated or not understood; the message names it.
     """
     config = _read_json(path / "config.json")
     tensors, shard_count = _read_headers(path)
@@ -118,7 +118,7 @@ def read_info(path: Path) -> CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Whole numbers out of config.json, with an error that names file and key."""
+    """Integers from config.json; errors name file and key."""
 
     path: Path
     config: dict[str, Any]
@@ -159,7 +159,7 @@ def _read_headers(path: Path) -> tuple[dict[str, TensorHeader], int]:
     return tensors, len(files)
 
 
-def _read_json(path: Path) -> dict[str, Any]:  # Any: foreign JSON, looked at key by key
+def _read_json(path: Path) -> dict[str, Any]:  # Any: foreign JSON, checked key by key
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError as error:

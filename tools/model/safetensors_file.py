@@ -1,8 +1,8 @@
-"""The safetensors container, as far as this side needs it: write numpy arrays, read headers.
+"""The safetensors container, as far as tools need it: write numpy arrays, read headers.
 
 The format is eight bytes of header length, a JSON header (name -> dtype, shape, byte range) and the raw data. Written
-here rather than through the `safetensors` package, whose numpy door has no bfloat16 and which is a dependency of the
-worker only. Nothing here reads tensor data: that is the engine's business.
+here rather than through the `safetensors` package, whose numpy interface lacks bfloat16 and which only workers depend
+on. Tensor data is read by the engine, not here.
 """
 
 import json
@@ -25,7 +25,7 @@ DTYPES = {
     "bfloat16": ("BF16", 2),
 }
 DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+_MAX_HEADER_BYTES = 100_000_000  # limit of the format
 _ALIGNMENT_BYTES = 8
 
 
@@ -62,7 +62,7 @@ def write_safetensors(path: Path, tensors: Mapping[str, NDArray[np.floating[Any]
     return offset
 
 
-def _rounded(array: NDArray[np.floating[Any]], dtype: str) -> NDArray[Any]:  # bits for bf16, which numpy has not
+def _rounded(array: NDArray[np.floating[Any]], dtype: str) -> NDArray[Any]:  # numpy has no bfloat16: its bits as uint16
     if dtype != "bfloat16":
         return array.astype(np.dtype(dtype).newbyteorder("<"))
     bits = array.astype("<f4").view("<u4")
@@ -71,10 +71,10 @@ def _rounded(array: NDArray[np.floating[Any]], dtype: str) -> NDArray[Any]:  # b
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """What a safetensors file holds: tensor name -> dtype and shape.
+    """Header of a safetensors file: tensor name -> dtype and shape.
 
     Raises:
-        ConfigError: the file is cut off or is not safetensors.
+        ConfigError: the file is truncated or not in the safetensors format.
     """
     try:
         with path.open("rb") as file:
@@ -99,7 +99,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 def _parse(path: Path, raw: object) -> dict[str, TensorHeader]:
     try:
-        entries = cast("dict[str, dict[str, Any]]", raw)  # checked by use: any other form raises below
+        entries = cast("dict[str, dict[str, Any]]", raw)  # entries of any other form raise when used below
         return {
             name: TensorHeader(
                 str(entry["dtype"]),

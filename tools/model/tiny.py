@@ -22,18 +22,18 @@ from tools.model.tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, write_tok
 
 Array = NDArray[np.floating[Any]]
 
-_ATTENTION_GAIN = 1.7  # of queries and of keys: scores have a standard deviation of about its square
+_ATTENTION_GAIN = 1.7  # of queries and keys: the standard deviation of scores is about its square
 _VALUE_GAIN = 1.5
 _MLP_GAIN = 1.5
 _LOGIT_STD = 4.0
 _NORM_STD = 0.1
 _BIAS_STD = 0.2
-_TIED_GAIN = 2.0  # of what blocks add when the output shares the embedding: else a token predicts itself
+_TIED_GAIN = 2.0  # gain of the blocks' output if the output shares the embedding; without it a token predicts itself
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """What differs between the families: names, biases, norms and published constants."""
+    """Differences between the families: names, biases, norms and published constants."""
 
     class_name: str
     model_type: str
@@ -55,7 +55,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyShape:
-    """Sizes of a checkpoint. `head_dim` None means hidden / heads, `intermediate` None about 8/3 of hidden."""
+    """Sizes of a checkpoint. `head_dim` None: hidden / heads; `intermediate` None: about 8/3 of hidden."""
 
     hidden: int = 64
     layers: int = 4
@@ -89,13 +89,13 @@ class TinyShape:
 
 PRESETS = {
     "tiny": TinyShape(),
-    # Two workers serve it on two cores beside the other services; its KV is what fills up, not the cores.
+    # Two workers serve it on two cores beside the other services; KV runs out before compute.
     "demo": TinyShape(hidden=128, layers=4, heads=8, kv_heads=4, vocab=1024, max_len=2048),
-    # Its parameters weigh several times the KV of the requests that the demo lets it serve at once.
+    # Its parameters weigh several times the KV of the requests that the demo serves at once.
     "ballast": TinyShape(hidden=384, layers=8, heads=12, kv_heads=2, intermediate=1024, vocab=1024, max_len=1024),
-    # Likewise, with about half of the arithmetic: for more workers on the same cores.
+    # Likewise, with about half the arithmetic: for more workers on the same cores.
     "ballast-half": TinyShape(hidden=256, layers=8, heads=8, kv_heads=1, intermediate=1024, vocab=1024, max_len=1024),
-    # About 35 M parameters: the model of the throughput figures.
+    # About 35 M parameters, for throughput measurements.
     "bench": TinyShape(
         hidden=512, layers=8, heads=8, kv_heads=4, intermediate=1792, vocab=8192, max_len=2048, tied=False
     ),
@@ -119,12 +119,12 @@ def make_tiny(
     dtype: str = "float32",
     shards: int = 1,
 ) -> Path:
-    """Write a random checkpoint to the folder `out` (made if needed, must be empty) and return it.
+    """Write a random checkpoint to the folder `out` (created if needed, must be empty) and return it.
 
-    The same arguments give the same bytes.
+    The same arguments produce the same bytes.
 
     Raises:
-        ConfigError: an argument that makes no model, or a folder that holds something.
+        ConfigError: the arguments make no valid model, or the folder is not empty.
     """
     shape = TinyShape(
         hidden=hidden,
@@ -257,7 +257,7 @@ def _family_config(arch_name: str, shape: TinyShape) -> dict[str, object]:
         case "llama":
             return {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": None}
         case "llama3":
-            # Scaled to this length, so that short contexts fall into all three of its frequency bands.
+            # Scaled to this length so that short contexts fall into all three of its frequency bands.
             scaling = {
                 "factor": 8.0,
                 "high_freq_factor": 4.0,

@@ -1,1 +1,1 @@
-"""OpenAI's shapes: what requests say, and how answers are written. Pure but for the clock that is handed in."""
+"""OpenAI's formats: parsing requests and writing answers. Pure, except for a clock that is passed in."""

@@ -1,10 +1,11 @@
-"""How models write thoughts and tool calls: one small function a format, over `scanner`.
+"""How models write thoughts and tool calls: a small parser per format, built on `scanner`.
 
 Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`), Qwen3-Coder, Llama 3, Mistral
 (tokenizers v3 to v11), DeepSeek V3 and V3.1, GPT-OSS (harmony), GLM-4.5, Llama 4 (`pythonic`).
 """
 
 import ast
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ from services.gateway.openai.scanner import (
 
 
 class ToolFormat(StrEnum):
-    """How a model writes its calls. The names are vLLM's, where it has the format."""
+    """How a model writes tool calls. Names are vLLM's where it supports the format."""
 
     HERMES = "hermes"
     QWEN3_CODER = "qwen3_coder"
@@ -50,19 +51,19 @@ class ToolFormat(StrEnum):
 
 
 class ReasoningParser(StrEnum):
-    """How a model writes thoughts. The names are vLLM's, where it has the parser."""
+    """How a model writes thoughts. Names are vLLM's where it has the parser."""
 
     AUTO = "auto"
     NONE = "none"
     QWEN3 = "qwen3"  # <think> ... </think>
-    DEEPSEEK_R1 = "deepseek_r1"  # the same, begun by the prompt whatever the template says
+    DEEPSEEK_R1 = "deepseek_r1"  # the same, always opened by the prompt
     MISTRAL = "mistral"  # [THINK] ... [/THINK]
 
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
-    """The tags around a thought. `open`: the prompt has the first one already, so the answer begins inside. `likely`:
-    the model may begin it, since it has learnt to think and is not told not to.
+    """The tags around a thought. `open`: the prompt already contains the first tag. `likely`: the model may begin a
+    thought, as it was trained to and was not told otherwise.
     """
 
     begin: str = "<think>"
@@ -71,14 +72,15 @@ class Thoughts:
     likely: bool = False
 
     def before(self, grammar: Grammar) -> Grammar:
-        """The grammar of an answer that may begin with a thought, which no grammar binds."""
+        """A grammar preceded by an optional, unconstrained thought."""
         if not (self.open or self.likely):
             return grammar
         return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)
 
 
+@functools.lru_cache(maxsize=8)
 def format_by_template(template: str) -> ToolFormat:
-    """The format that a chat template writes calls in; Hermes' where it does not tell."""
+    """The format of calls in a chat template; Hermes' if it is not recognised."""
     return next((kind for mark, kind in _MARKS if mark in template), ToolFormat.HERMES)
 
 
@@ -86,9 +88,9 @@ def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, 
     """The tags of a model's thoughts; None: it has none.
 
     Args:
-        parser: What the operator says. `auto`: by the template, and `<think>` at an answer's beginning wherever.
-        template: A thought is open if its generation prompt ends with the first tag.
-        variables: Of the template, for this request.
+        parser: The configured parser. `auto`: by the template, and `<think>` at the beginning of any answer.
+        template: A thought is open if the generation prompt ends with the first tag.
+        variables: Template variables of this request.
     """
     match parser:
         case ReasoningParser.NONE:
@@ -100,11 +102,17 @@ def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, 
         case ReasoningParser.AUTO if "[THINK]" in template:
             return Thoughts("[THINK]", "[/THINK]", likely=True)
         case _:
-            _, _, prompt = template.rpartition("add_generation_prompt")
-            ends_inside = "<think>" in prompt and "</think>" not in prompt
+            knows, ends_inside = _thinking(template)
             wanted = variables.get("enable_thinking") is not False
-            knows = "<think>" in template or parser is ReasoningParser.QWEN3
+            knows = knows or parser is ReasoningParser.QWEN3
             return Thoughts(open=ends_inside and wanted, likely=knows and wanted and not ends_inside)
+
+
+@functools.lru_cache(maxsize=8)
+def _thinking(template: str) -> tuple[bool, bool]:
+    """Whether a template knows thoughts, and whether its generation prompt begins one."""
+    _, _, prompt = template.rpartition("add_generation_prompt")
+    return "<think>" in template, "<think>" in prompt and "</think>" not in prompt
 
 
 _MARKS = (
@@ -121,7 +129,7 @@ _MARKS = (
 
 
 def answer(thoughts: Thoughts | None, calls: Format) -> Format:
-    """Thoughts at the beginning of an answer, then what `calls` finds."""
+    """Parse thoughts at the beginning of an answer, then the rest with `calls`."""
 
     def parse(scanner: Scanner) -> Events:
         if thoughts is not None:
@@ -132,18 +140,20 @@ def answer(thoughts: Thoughts | None, calls: Format) -> Format:
 
 
 def plain(scanner: Scanner) -> Events:
-    """Text, all of it."""
+    """Parse everything as text."""
     scanner.passes_text = True
     yield from until(scanner, (), Text)
 
 
 def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Thoughts | None) -> Format:
-    """Args:
-    tools: Of the request, for formats that write values without their types.
-    thoughts: None: `<think>` is text.
+    """The parser of a model's answers.
+
+    Args:
+        tools: Tools of the request, for formats that write values without types.
+        thoughts: None: `<think>` is text.
     """
     types = dict(map(_named_properties, tools))
-    again = thoughts and Thoughts(thoughts.begin, thoughts.end)  # between calls, too
+    again = thoughts and Thoughts(thoughts.begin, thoughts.end)  # also between calls
     if kind is ToolFormat.OPENAI:
         return _harmony
     if kind is ToolFormat.LLAMA3_JSON:
@@ -164,14 +174,14 @@ def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Th
 
 
 def array_of_calls(scanner: Scanner) -> Events:
-    """An answer that is bound to be a JSON array of calls."""
+    """Parse an answer constrained to a JSON array of calls."""
     yield from space(scanner)
     if (yield from literal(scanner, "[")):
         yield from _objects(scanner, "]")
 
 
 def arguments_of(name: str) -> Format:
-    """An answer that is bound to be the arguments of one function."""
+    """Parse an answer constrained to the arguments of one function."""
 
     def parse(scanner: Scanner) -> Events:
         yield from space(scanner)
@@ -186,7 +196,7 @@ def arguments_of(name: str) -> Format:
 
 
 def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
-    """Thoughts that come next, one or several. Space around them is dropped; without one, nothing is consumed."""
+    """Parse any thoughts that follow and drop the whitespace around them. Without a thought, consumes nothing."""
     is_open = tags.open
     while True:
         start = scanner.at
@@ -204,7 +214,7 @@ def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
 
 
 def _tagged(begin: str, body: Body, thoughts: Thoughts | None) -> Format:
-    """Text in which calls stand behind a tag. What follows the tag and is no call is text, with the tag."""
+    """Parse text with calls after a tag. If no call follows a tag, it is text."""
 
     def parse(scanner: Scanner) -> Events:
         while (yield from until(scanner, (begin,), Text)) is not None:
@@ -214,7 +224,7 @@ def _tagged(begin: str, body: Body, thoughts: Thoughts | None) -> Format:
                 if thoughts is not None:
                     yield from _thoughts(scanner, thoughts)
             elif scanner.starved and scanner.cut:
-                return  # a call that was cut off before its arguments
+                return  # a call truncated before its arguments
             else:
                 yield Text(scanner.text[start : scanner.at])
 
@@ -232,14 +242,14 @@ def _hermes(scanner: Scanner) -> Test:
 
 
 def _object(scanner: Scanner, *, bare: bool = True) -> Test:
-    """`{"name": ..., "arguments": ...}`, or with `parameters`. False: it is none, and no event has been given.
+    """Parse `{"name": ..., "arguments": ...}`, or with `parameters`. False: no match, and no event was produced.
 
-    `bare`: a call may have no arguments at all.
+    `bare`: a call may omit its arguments.
     """
     if not (yield from literal(scanner, "{")):
         return False
     name: str | None = None
-    early: str | None = None  # arguments that came before the name
+    early: str | None = None  # arguments that precede the name
     begun = False
     while True:
         yield from space(scanner, " \t\r\n,")
@@ -287,13 +297,13 @@ def _nothing() -> Found:
 
 
 def _broken(begun: bool) -> Test:
-    if begun:  # the arguments were whole, and what follows them is no JSON
+    if begun:  # the arguments were complete, but invalid JSON follows
         yield CallEnd(complete=True)
     return begun
 
 
 def _as_object(text: str) -> str | None:
-    """Arguments that are an object, a text that holds one, or null: as an object; None: anything else."""
+    """Arguments given as an object, as JSON text of one, or as null: as an object; otherwise None."""
     if text.startswith("{"):
         return text
     try:
@@ -306,7 +316,7 @@ def _as_object(text: str) -> str | None:
 
 
 def _objects(scanner: Scanner, end: str, *, bare: bool = True) -> Test:
-    """Calls as objects, with commas or semicolons between, up to `end` (empty: the answer's end)."""
+    """Parse calls as objects separated by commas or semicolons up to `end` (empty: the end of the answer)."""
     found = False
     while True:
         yield from space(scanner, " \t\r\n,;")
@@ -320,7 +330,7 @@ def _objects(scanner: Scanner, end: str, *, bare: bool = True) -> Test:
 
 
 def _llama3_json(scanner: Scanner) -> Events:
-    """An answer that begins with a brace, or with the tag for it, is calls or nothing."""
+    """An answer that begins with a brace, or with the corresponding tag, consists of calls only."""
     start = scanner.at
     yield from space(scanner)
     tagged = yield from literal(scanner, "<|python_tag|>")
@@ -335,12 +345,12 @@ def _llama3_json(scanner: Scanner) -> Events:
 
 
 def _is_head(text: str) -> bool:
-    """The beginning of a call, as far as it goes."""
+    """Whether the text so far may be the beginning of a call."""
     return text.startswith(('{"name"', '{ "name"', '{"type"'))
 
 
 def _mistral(scanner: Scanner) -> Test:
-    """An array of objects; or `name[ARGS]{...}`, also with `[CALL_ID]...` between or without `[ARGS]`."""
+    """An array of objects; or `name[ARGS]{...}`, also with `[CALL_ID]...` in between or without `[ARGS]`."""
     yield from space(scanner)
     if (yield from literal(scanner, "[")):
         return (yield from _objects(scanner, "]"))
@@ -385,7 +395,7 @@ def _deepseek(scanner: Scanner) -> Test:
 
 
 def _qwen3_coder(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
-    """`<function=name>`, then each parameter between `<parameter=key>` and its end tag, as bare text."""
+    """`<function=name>`, then each parameter as bare text between `<parameter=key>` and its end tag."""
     yield from space(scanner)
     if not (yield from literal(scanner, "<function=")):
         return False
@@ -416,7 +426,7 @@ def _qwen3_coder(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Te
 
 
 def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
-    """`name`, then pairs of `<arg_key>` and `<arg_value>`, each with its end tag, as bare text."""
+    """`name`, then pairs of `<arg_key>` and `<arg_value>` with end tags, as bare text."""
     name, tag = yield from collect(scanner, ("<arg_key>", "</tool_call>"))
     name = name.strip()
     if tag is None or not name or name.startswith("{"):
@@ -438,7 +448,7 @@ def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
 
 
 def _harmony(scanner: Scanner) -> Events:
-    """GPT-OSS: messages with a channel each. analysis: a thought; commentary to a function: a call; else text."""
+    """GPT-OSS: messages in channels. analysis: a thought; commentary to a function: a call; otherwise text."""
     tags = ("<|channel|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>")
     while (tag := (yield from until(scanner, tags, Text))) is not None:
         if tag == "<|start|>":
@@ -465,7 +475,7 @@ def _harmony(scanner: Scanner) -> Events:
 
 
 def _pythonic(scanner: Scanner) -> Events:
-    """An answer that is a Python list of calls with keyword arguments: `[f(a=1), g()]`. Given in one piece."""
+    """An answer that is a Python list of calls with keyword arguments: `[f(a=1), g()]`. Produced in one piece."""
     start = scanner.at
     yield from space(scanner)
     if scanner.rest.startswith("["):
@@ -486,7 +496,7 @@ def _pythonic(scanner: Scanner) -> Events:
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """Empty: the text is something else."""
+    """The calls of a Python list; empty: the text is something else."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -518,9 +528,11 @@ def _quoted(text: str) -> str:
 
 
 def _bare_value(scanner: Scanner, end: str, schema: object, *, most: int) -> Test:
-    """Text up to the end tag as a JSON value, without its last line breaks, `most` at the most. False: it does not end.
+    """Parse text up to the end tag as a JSON value, without up to `most` trailing line breaks. False: the end tag is
+    missing.
 
-    It is a string if the schema says so, and streams; else it is taken as JSON, or as a string if it is none.
+    The value is a string if the schema says so, and is then streamed; otherwise it is parsed as JSON, or is a string if
+    that fails.
     """
     kind: object = cast(Mapping[str, Any], schema).get("type") if isinstance(schema, Mapping) else None
     if kind == "string":

@@ -1,4 +1,4 @@
-"""A conversation as clients send it -> as chat templates want it."""
+"""Converts a client's conversation to the form that chat templates expect."""
 
 import contextlib
 import json
@@ -8,21 +8,25 @@ from typing import Any, cast
 from services.gateway.errors import invalid
 from services.gateway.openai.requests import Message
 
-# Any: foreign JSON, looked at part by part.
+# Any: foreign JSON, checked part by part.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
-_ROLES = {"developer": "system", "function": "tool"}  # newer and older names -> what templates know
+_THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
+_ROLES = {"developer": "system", "function": "tool"}  # newer and older names -> names known to templates
 
 
 def messages_for_template(messages: Sequence[Message]) -> list[Message]:
-    """Raises Failure for what no text model can take."""
+    """Raises Failure for content that text models do not support."""
     if not messages:
         raise invalid("messages", "must not be empty")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return [_message(index, message) for index, message in enumerate(messages)]
 
 
-def _message(field: str, message: Message) -> Message:
-    role = message.get("role")
+def _message(index: int, message: Message) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if type(content) is str and len(message) == 2 and type(role) is str:  # most messages, of which there are many
+        return {"role": _ROLES.get(role, role), "content": content}
+    field = f"messages[{index}]"
     if not isinstance(role, str):
         raise invalid(f"{field}.role", "must be a string such as user")
     result = {name: value for name, value in message.items() if value is not None and name != "audio"}
@@ -30,20 +34,31 @@ def _message(field: str, message: Message) -> Message:
     calls = message.get("tool_calls")
     if (older := result.pop("function_call", None)) and not calls:
         calls = [{"function": older}]
-    content = message.get("content")
     if content is None and not calls and role not in ("assistant", "tool"):
         raise invalid(f"{field}.content", "is missing")
-    result["content"] = "" if content is None else text_of(f"{field}.content", content)
     thought = message.get("reasoning_content") or message.get("reasoning")
-    if role == "assistant" and isinstance(thought, str):  # under the names that templates look for
+    if role == "assistant" and isinstance(content, list):
+        thoughts, content = _apart(cast(list[object], content))
+        thought = thought or thoughts
+    result["content"] = "" if content is None else text_of(f"{field}.content", content)
+    if role == "assistant" and isinstance(thought, str):  # under the names used by templates
         result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
     return result
 
 
+def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
+    """Thoughts among an assistant's parts, as clients of Mistral and Anthropic keep them, and the other parts."""
+    found = [cast(Mapping[str, Any], part) for part in parts if isinstance(part, Mapping)]
+    thoughts = [part for part in found if part.get("type") in _THOUGHT_PARTS]
+    texts = [part.get("thinking") or part.get("text") or "" for part in thoughts]
+    thought = "\n".join(text if isinstance(text, str) else text_of("thinking", text) for text in texts)
+    return thought or None, [part for part in parts if part not in thoughts]
+
+
 def text_of(field: str, content: object) -> str:
-    """The text of a message's content, which is a string or a list of parts."""
+    """Text of a message's content, which is a string or a list of parts."""
     if isinstance(content, str):
         return content
     return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(_list(field, content)))
@@ -64,7 +79,7 @@ def _part(field: str, part: object) -> str:
 
 
 def _call(field: str, call: object) -> Message:
-    """Templates write arguments as JSON themselves, so they get the object, not its text."""
+    """Convert a call: templates serialise arguments themselves, so they get the object instead of its JSON text."""
     if not isinstance(call, Mapping):
         raise invalid(field, "must be an object")
     given = cast(Mapping[str, Any], call)
@@ -74,7 +89,7 @@ def _call(field: str, call: object) -> Message:
         raise invalid(f"{field}.function", "needs a name and arguments")
     arguments: object = named.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # a call that a model has broken off goes on as its text
+        with contextlib.suppress(ValueError, RecursionError):  # arguments that are not valid JSON stay text
             arguments = json.loads(arguments)
     return {**given, "type": "function", "function": {"name": named["name"], "arguments": arguments}}
 

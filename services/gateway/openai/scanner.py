@@ -1,7 +1,7 @@
-"""An answer's text, read from front to back while it comes, and the events that a parser makes of it.
+"""Incremental parsing of an answer's text into events.
 
-A format is a generator over a `Scanner`: it yields events, and `None` where it needs more text. It never looks at how
-the text was cut into pieces, so any split of an answer gives the same events (but for where deltas are cut).
+A format is a generator over a `Scanner`: it yields events, and `None` if it needs more text. It does not depend on how
+the text was split into pieces, so any split of an answer produces the same events (except for where deltas are split).
 """
 
 import json
@@ -25,21 +25,21 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of the function with this name begins."""
+    """A call of the named function begins."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Part of the JSON text of the arguments of the call that has begun."""
+    """Part of the JSON text of the current call's arguments."""
 
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call is over. `complete`: its arguments are whole; False: the answer ended amid them."""
+    """The call has ended. `complete`: its arguments are complete; False: the answer ended within them."""
 
     complete: bool
 
@@ -48,7 +48,7 @@ Event = Text | Reasoning | CallBegin | Arguments | CallEnd
 
 
 class Scanner:
-    """The text of an answer as far as it is known, read from front to back."""
+    """The known text of an answer, and the position up to which it is parsed."""
 
     __slots__ = ("at", "cut", "ended", "passes_text", "starved", "text")
 
@@ -56,9 +56,9 @@ class Scanner:
         self.text = ""
         self.at = 0
         self.ended = False
-        self.cut = False  # the answer ended for want of tokens
-        self.passes_text = False  # nothing but text is looked for any more
-        self.starved = False  # more was needed, and the answer was over
+        self.cut = False  # the answer ended at its token limit
+        self.passes_text = False  # only text can follow
+        self.starved = False  # more text was needed after the end of the answer
 
     @property
     def rest(self) -> str:
@@ -80,12 +80,12 @@ Format = Callable[[Scanner], Events]
 
 
 class AnswerParser:
-    """Parses one choice. `feed` it the text piece by piece, then `finish` it.
+    """Parses one choice. Call `feed` with the pieces of text, then `finish`.
 
     Args:
         parse: The format.
-        most_calls: Further calls are dropped; None: there is no bound.
-        thought_end_id: The token that ends a thought; None: it is not one token.
+        most_calls: Maximum number of calls; further ones are dropped. None: unlimited.
+        thought_end_id: The token that ends a thought; None: it is not a single token.
     """
 
     def __init__(self, parse: Format, most_calls: int | None = None, thought_end_id: int | None = None) -> None:
@@ -99,21 +99,21 @@ class AnswerParser:
         self._thought_chars = 0
         self._thought_count = 0
         self._is_thinking = False
-        self._thought_ends: list[int] = []  # tokens through each of these tokens
+        self._thought_ends: list[int] = []  # token counts up to and including each end of a thought
 
     @property
     def reasoning_token_count(self) -> int:
-        """Tokens of thoughts so far. Where no single token ends them: by the thoughts' share of the text."""
+        """Tokens of thoughts so far. If no single token ends them, estimated from the thoughts' share of the text."""
         if not self._thought_chars:
             return 0
-        if self._thought_end_id is not None:  # there may be more of them, as text
+        if self._thought_end_id is not None:  # the token may also occur in text
             ended = len(self._thought_ends) >= self._thought_count
             return self._thought_ends[self._thought_count - 1] if ended else self._token_count
         return round(self._token_count * min(1.0, self._thought_chars / len(self._scanner.text)))
 
     @property
     def passes_text(self) -> bool:
-        """All that is still to come is text, so that it need not be fed any more."""
+        """True if only text can follow, so that it need not be fed."""
         return self._scanner.passes_text
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
@@ -124,8 +124,15 @@ class AnswerParser:
         self._scanner.text += text
         return self._run()
 
+    def whole(self, text: str, token_ids: Sequence[int], *, cut: bool) -> list[Event]:
+        """All events of a complete answer."""
+        self._scanner.ended, self._scanner.cut = True, cut
+        return self.feed(text, token_ids)
+
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """The rest. `cut`: the answer ended for want of tokens, so a call that has not begun yet is dropped."""
+        """Events of the remaining text. `cut`: the answer ended at its token limit, so a call not
+        yet begun is dropped.
+        """
         self._scanner.ended, self._scanner.cut = True, cut
         return self._run()
 
@@ -151,7 +158,7 @@ class AnswerParser:
 
 
 def _add(events: list[Event], event: Event) -> None:
-    """Joins neighbours of one kind: a chunk of text becomes one delta of each."""
+    """Add an event, merged with a preceding one of its kind: text of a chunk becomes one delta."""
     last = events[-1] if events else None
     if isinstance(event, (Text, Reasoning, Arguments)) and type(last) is type(event):
         assert isinstance(last, (Text, Reasoning, Arguments)), "of the same type"
@@ -161,7 +168,7 @@ def _add(events: list[Event], event: Event) -> None:
 
 
 def more(scanner: Scanner) -> Test:
-    """Waits for more text. False: there is none."""
+    """Wait for more text. False: the answer has ended."""
     length = len(scanner.text)
     while len(scanner.text) == length:
         if scanner.ended:
@@ -172,7 +179,7 @@ def more(scanner: Scanner) -> Test:
 
 
 def until(scanner: Scanner, tags: Sequence[str], make: Callable[[str], Event]) -> Found:
-    """Passes text on as events up to the first of the tags, which is consumed and returned; None: the answer's end."""
+    """Emit text up to the first of the tags, which is consumed and returned; None: the answer ended."""
     while True:
         rest = scanner.rest
         places = [(rest.find(tag), -len(tag), tag) for tag in tags if tag in rest]
@@ -190,7 +197,7 @@ def until(scanner: Scanner, tags: Sequence[str], make: Callable[[str], Event]) -
 
 
 def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most: int) -> Found:
-    """`until` a tag, without the last line breaks before it, `most` of them at the most."""
+    """`until` a tag, without up to `most` trailing line breaks."""
     held = ""
     reading = until(scanner, (tag,), Text)
     while True:
@@ -211,7 +218,7 @@ def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most
 
 
 def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, None, tuple[str, str | None]]:
-    """Consumes text up to the first of the tags, which is consumed too: (text, tag)."""
+    """Consume text up to and including the first of the tags: (text, tag)."""
     parts: list[str] = []
     reading = until(scanner, tags, Text)
     while True:
@@ -226,7 +233,7 @@ def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, No
 
 
 def _begun(text: str, tag: str) -> int:
-    """Characters at the end of `text` that may be the beginning of the tag."""
+    """Number of characters at the end of `text` that may be the beginning of the tag."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
 
@@ -239,7 +246,7 @@ def space(scanner: Scanner, characters: str = " \t\r\n") -> Events:
 
 
 def literal(scanner: Scanner, text: str) -> Test:
-    """Consumes `text` if it comes next."""
+    """Consume `text` if it follows."""
     while not scanner.rest.startswith(text):
         if not text.startswith(scanner.rest) or not (yield from more(scanner)):
             return False
@@ -248,7 +255,7 @@ def literal(scanner: Scanner, text: str) -> Test:
 
 
 def string(scanner: Scanner) -> Found:
-    """A JSON string, decoded; None: there is none, or it does not end."""
+    """A decoded JSON string; None: no string follows, or it is incomplete."""
     start = scanner.at
     if not (yield from value(scanner, None)):
         return None
@@ -260,15 +267,15 @@ def string(scanner: Scanner) -> Found:
 
 
 def value(scanner: Scanner, make: Callable[[str], Event] | None) -> Test:
-    """A JSON value, told by its brackets and quotes alone; True: it is whole. With `make` it is passed on as it comes
-    and as it was written, but for raw line breaks and tabs within strings, which JSON forbids: these are escaped.
-    Without, it is consumed only when it is whole.
+    """Consume a JSON value, delimited by its brackets and quotes; True: it is complete. With `make` it is emitted as it
+    arrives, unchanged except for raw line breaks and tabs within strings, which JSON forbids and which are escaped.
+    Without `make` it is consumed only when complete.
     """
     depth, inside, escaped, begun = 0, False, False, False
     while True:
         rest = scanner.rest
         written: list[str] = []
-        first = 0  # character that is not written yet
+        first = 0  # first character not yet emitted
         end: int | None = None
         for place, character in enumerate(rest):
             if inside:
@@ -296,7 +303,7 @@ def value(scanner: Scanner, make: Callable[[str], Event] | None) -> Test:
             if not (inside or depth):
                 end = place + 1
                 break
-        if make is None:  # whole or not at all: looked at again from its beginning
+        if make is None:  # all or nothing: rescan from the beginning
             if end is None and (yield from more(scanner)):
                 depth, inside, escaped, begun = 0, False, False, False
                 continue

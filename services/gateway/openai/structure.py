@@ -1,4 +1,4 @@
-"""What a client demands of the form of an answer -> a grammar."""
+"""Converts a client's constraints on the answer to a grammar."""
 
 import json
 import re
@@ -9,12 +9,12 @@ from typing import Any, cast
 from ballast.common.sampling import Grammar, GrammarKind
 from services.gateway.errors import invalid
 
-# Any: schemas are foreign JSON; the dispatcher says what is wrong with one.
+# Any: schemas are foreign JSON, validated by the dispatcher.
 Schema = Mapping[str, Any]
 
-# Formats that llguidance constrains.
+# Formats that llguidance enforces.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-# Keys that it does not know. A schema that is not strict is followed without them.
+# Keys that it does not support. Schemas that are not strict are followed without them.
 _LOOSE = {
     "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "not", "if", "then", "else",
     "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
@@ -25,11 +25,11 @@ _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions",
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form that an answer is bound to.
+    """Constraint on an answer.
 
     Attributes:
-        grammar: None: the answer is free.
-        left_out: Keys of the schema that are not followed, since it is not strict.
+        grammar: None: unconstrained.
+        left_out: Keys of a non-strict schema that are not enforced.
     """
 
     grammar: Grammar | None = None
@@ -47,11 +47,11 @@ def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, 
             return Form()
         case "json_object":
             assert response_format is not None, "has a type"
-            given: object = response_format.get("schema")  # as llama.cpp and others have it
+            given: object = response_format.get("schema")  # as in llama.cpp and others
             return Form(json_schema(cast(Schema, given) if isinstance(given, Mapping) else {"type": "object"}))
         case "json_schema":
             assert response_format is not None, "has a type"
-            named = response_format.get("json_schema", response_format)  # in /v1/responses without the layer between
+            named = response_format.get("json_schema", response_format)  # /v1/responses omits the intermediate level
             schema: object = cast(Schema, named).get("schema") if isinstance(named, Mapping) else None
             if not isinstance(schema, (Mapping, bool)):
                 raise invalid("response_format", "json_schema needs a schema, which is an object")
@@ -69,7 +69,7 @@ def json_schema(schema: Schema | bool) -> Grammar:
 
 
 def loosened(schema: Schema | bool) -> tuple[Schema | bool, set[str]]:
-    """A schema without the keys that no grammar here knows, and these keys."""
+    """The schema without unsupported keys, and these keys."""
     left_out: set[str] = set()
 
     def drop(given: Schema) -> Schema:
@@ -80,7 +80,7 @@ def loosened(schema: Schema | bool) -> tuple[Schema | bool, set[str]]:
 
 
 def rooted(schema: Schema, root: str) -> Schema:
-    """The schema with references that hold where it stands at `root` of another one: `#/$defs/A` -> `ROOT/$defs/A`."""
+    """The schema with references adapted to its place `root` in another schema: `#/$defs/A` -> `ROOT/$defs/A`."""
 
     def move(given: Schema) -> Schema:
         reference = given.get("$ref")
@@ -92,17 +92,20 @@ def rooted(schema: Schema, root: str) -> Schema:
 
 
 def _without_remarks(schema: object) -> object:
-    """Unknown formats are annotations (JSON Schema 2020-12, 7.2.1): pydantic writes them for Path, SecretStr, bytes."""
+    """Drop unknown formats, which are annotations (JSON Schema 2020-12, 7.2.1): pydantic writes them for Path,
+    SecretStr, bytes.
+    """
 
     def drop(given: Schema) -> Schema:
         known = given.get("format")
-        return given if isinstance(known, str) and known in _FORMATS else {k: given[k] for k in given if k != "format"}
+        left = given.keys() if isinstance(known, str) and known in _FORMATS else given.keys() - {"format"}
+        return {key: given[key] for key in given if key in left and (given[key] is not None or key in _VALUES)}
 
     return _mapped(schema, drop)
 
 
 def _mapped(schema: object, change: Callable[[Schema], Schema]) -> object:
-    """`change` of each schema within a schema. What stands under these keys are values, or schemas by name."""
+    """Apply `change` to each schema within a schema, but not to plain values. Some keys contain schemas by name."""
     if isinstance(schema, list):
         return [_mapped(each, change) for each in cast(list[object], schema)]
     if not isinstance(schema, Mapping):
@@ -139,5 +142,5 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def _literal(text: str) -> str:
-    """As a regular expression: thousands of these are one lexeme, and as alternatives of a grammar too many."""
+    """A literal as a regular expression: thousands of them are one lexeme, but too many alternatives for a grammar."""
     return _SPECIAL.sub(r"\\\g<0>", text)

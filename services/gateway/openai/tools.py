@@ -1,4 +1,4 @@
-"""Tools of a request: what the template is given, and what the answer is bound to."""
+"""Tools of a request: what the template gets, and how the answer is constrained."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +18,9 @@ from services.gateway.openai.formats import (
 from services.gateway.openai.scanner import Format
 from services.gateway.openai.structure import json_schema, rooted
 
-_MAX_CALLS = 16  # in one answer that has to consist of calls
+_MAX_CALLS = 16  # in an answer constrained to calls
+
+_KINDS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # each may say that a value is an object
 
 # Any: foreign JSON.
 Tool = Mapping[str, Any]
@@ -26,14 +28,14 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How one request uses tools.
+    """Use of tools by one request.
 
     Attributes:
-        tools: What the template is told of; empty: of none.
-        grammar: What the answer is bound to; None: the model chooses.
-        kind: How calls are written where the model chooses.
+        tools: Tools for the template; empty: none.
+        grammar: Constraint on the answer; None: the model decides.
+        kind: Format of calls if the model decides.
         named: The only function that may be called: the answer consists of its arguments.
-        most_calls: Calls that one answer may have; None: any number.
+        most_calls: Maximum calls per answer; None: unlimited.
     """
 
     tools: Sequence[Tool]
@@ -43,7 +45,7 @@ class ToolUse:
     most_calls: int | None = None
 
     def format(self, thoughts: Thoughts | None) -> Format:
-        """How the answer is taken apart."""
+        """Parser of the answer."""
         if self.named is not None:
             return answer(thoughts, arguments_of(self.named))
         if self.grammar is not None:
@@ -54,23 +56,23 @@ class ToolUse:
 def tool_use_of(
     tools: Sequence[Tool] | None, choice: object, *, parallel: bool, template: str, kind: ToolFormat | None
 ) -> ToolUse | None:
-    """None: the request has nothing to do with tools.
+    """The use of tools; None: the request has none.
 
     Args:
-        tools: Of the request.
-        choice: Its tool_choice.
-        parallel: Whether one answer may have several calls.
-        template: The model's chat template, which tells how calls are written.
-        kind: What the operator says about that; None: nothing.
+        tools: The request's tools.
+        choice: The request's tool_choice.
+        parallel: Whether an answer may contain several calls.
+        template: The model's chat template, from which the format of calls is derived.
+        kind: The configured format of calls; None: derived from the template.
 
     Raises:
-        Failure: a tool or the choice is malformed, or the model's template knows no tools.
+        Failure: a tool or the choice is malformed, or the model's template does not support tools.
     """
     if not tools:
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "needs tools")
         return None
-    functions = {_name(index, tool): _parameters(tool) for index, tool in enumerate(tools)}
+    functions = {_name(index, tool): _parameters(index, tool) for index, tool in enumerate(tools)}
     told = cast(Mapping[str, Any], choice if isinstance(choice, Mapping) else {})
     if told.get("type") == "allowed_tools":
         allowed, choice = _allowed(told, functions)
@@ -100,8 +102,13 @@ def _name(index: int, tool: Tool) -> str:
     return name
 
 
-def _parameters(tool: Tool) -> Mapping[str, Any]:
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+def _parameters(index: int, tool: Tool) -> Mapping[str, Any]:
+    """Their schema; arguments are an object even if it does not say so."""
+    given: object = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
+    if not isinstance(given, Mapping):
+        raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema, which is an object")
+    schema = cast(Mapping[str, Any], given)
+    return schema if schema.keys() & _KINDS else {"type": "object", **schema}
 
 
 def _chosen(choice: object) -> str:
@@ -114,7 +121,7 @@ def _chosen(choice: object) -> str:
 
 
 def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set[str], object]:
-    """The names of the tools that may be used, and the choice among them."""
+    """Names of the tools that may be used, and the mode among them."""
     given: object = choice.get("allowed_tools") or choice
     told = cast(Mapping[str, Any], given if isinstance(given, Mapping) else {})
     named: object = told.get("tools")
@@ -128,7 +135,7 @@ def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set
 
 
 def _calls(functions: Mapping[str, Mapping[str, Any]], most: int) -> Grammar:
-    """An array of calls. The schemas stand in `$defs`, since their references begin at their own root."""
+    """Grammar of an array of calls. Schemas are in `$defs`, as their references are relative to their own root."""
     places = {name: f"#/$defs/{index}" for index, name in enumerate(functions)}
     calls = [
         {

@@ -1,1 +1,1 @@
-"""What the jobs service decides: no clock, no I/O."""
+"""Decisions of the jobs service: no clock, no I/O."""

@@ -32,7 +32,7 @@ _NEXT: Final[Mapping[BatchState, frozenset[BatchState]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is wrong with an input file. `line` counts from 1; None: with all of it."""
+    """An error in an input file. `line` counts from 1; None: the whole file."""
 
     code: str
     message: str
@@ -42,14 +42,14 @@ class Problem:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobBatch:
-    """One job.
+    """One batch.
 
     Attributes:
-        owner: Name of the token that made it; "" where there are no tokens.
-        url: Path that all of its lines are sent to.
-        outcome: What it is after FINALIZING.
-        at_s: When it came into each state.
-        total, completed, failed: Lines; the last two have a result.
+        owner: Name of the token that created it; "" without tokens.
+        url: Path to which all of its lines are sent.
+        outcome: State that follows FINALIZING.
+        at_s: Time of entry into each state.
+        total, completed, failed: Numbers of lines; the last two count lines with a result.
     """
 
     id: str
@@ -79,14 +79,14 @@ class JobBatch:
         return self.state is BatchState.IN_PROGRESS
 
     def checked(self, total: int, now_s: float) -> "JobBatch":
-        """The batch in progress: all `total` lines are valid."""
+        """The batch in progress, after all `total` lines were validated."""
         return replace(self._become(BatchState.IN_PROGRESS, now_s), total=total)
 
     def refused(self, problems: tuple[Problem, ...], now_s: float) -> "JobBatch":
         return replace(self._become(BatchState.FAILED, now_s), problems=problems)
 
     def cancel(self, now_s: float) -> "JobBatch":
-        """Itself if that is under way already.
+        """The batch being cancelled; unchanged if it already is.
 
         Raises:
             NotPossible: it has ended, or is about to.
@@ -101,7 +101,9 @@ class JobBatch:
         return replace(self, completed=self.completed + completed, failed=self.failed + failed)
 
     def due(self, now_s: float, *, calls: int) -> "JobBatch":
-        """What time and its lines make of it: itself, or FINALIZING. `calls`: those of its lines that are open."""
+        """The batch in the state that follows from time and progress: unchanged, or FINALIZING. `calls`: its open
+        calls.
+        """
         if self.state is BatchState.CANCELLING:
             return self if calls else self._finalize(BatchState.CANCELLED, now_s)
         if self.state not in (BatchState.VALIDATING, BatchState.IN_PROGRESS):
@@ -111,7 +113,7 @@ class JobBatch:
         return self._finalize(BatchState.EXPIRED, now_s) if now_s >= self.expires_s else self
 
     def finished(self, output_file_id: str | None, error_file_id: str | None, now_s: float) -> "JobBatch":
-        """Both files are in place."""
+        """The ended batch, after its files were stored."""
         ended = self._become(self.outcome, now_s)
         return replace(ended, output_file_id=output_file_id, error_file_id=error_file_id)
 

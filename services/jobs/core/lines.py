@@ -1,4 +1,4 @@
-"""Lines of input files: what is wrong with one, what is sent of it, and what its result looks like."""
+"""Lines of input files: validation, the request made from a line, and the format of its result."""
 
 import json
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Final, NoReturn, cast
 from services.jobs.core.batch import BatchState, Problem
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_MAX_PROBLEMS: Final = 20  # that are told of one file
+_MAX_PROBLEMS: Final = 20  # per file
 _MAX_CUSTOM_ID: Final = 512
 _UNRUN: Final = {
     BatchState.EXPIRED: ("batch_expired", "the batch's window was over before this line had an answer"),
@@ -18,7 +18,7 @@ _UNRUN: Final = {
 
 @dataclass(frozen=True, slots=True)
 class JobLine:
-    """Where a line is in its file, in bytes. `number` counts from 1, empty lines included."""
+    """Position of a line in its file, in bytes. `number` counts from 1, empty lines included."""
 
     number: int
     custom_id: str
@@ -27,7 +27,7 @@ class JobLine:
 
 
 class Checker:
-    """Takes the lines of a file one by one; `lines` are the good ones, `problems` the first that were found."""
+    """Validates the lines of a file one by one; `lines` are the valid ones, `problems` the first errors."""
 
     def __init__(self, url: str, *, max_lines: int, max_line_bytes: int) -> None:
         self.lines: list[JobLine] = []
@@ -40,7 +40,7 @@ class Checker:
         self._offset = 0
 
     def take(self, raw: bytes) -> bool:
-        """Checks one line, its line break included. Returns False if the rest of the file need not be read."""
+        """Validate one line, including its line break. Returns False if the rest of the file need not be read."""
         self._number += 1
         offset, self._offset = self._offset, self._offset + len(raw)
         if not raw.strip():
@@ -92,7 +92,7 @@ class _Wrong(Exception):
 
 
 def parse(raw: bytes) -> dict[str, object]:
-    """The object of a line."""
+    """The JSON object of a line."""
     try:
         given: object = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -107,14 +107,14 @@ def parse(raw: bytes) -> dict[str, object]:
 
 
 def request_of(raw: bytes) -> bytes:
-    """The body to send: the line's own, at class batch."""
+    """The request body: the line's own, with class batch."""
     body = dict(cast(Mapping[str, object], parse(raw)["body"]))
     body.pop("service_tier", None)
     return json.dumps({**body, "priority": "batch"}).encode()
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: object) -> str:
-    """The result of a line that has an answer, whatever it is."""
+    """Result of a line that was answered, whatever the answer."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _dumps({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
 
@@ -125,7 +125,7 @@ def unanswered(line_id: str, custom_id: str, code: str, message: str) -> str:
 
 
 def unrun(line_id: str, custom_id: str, outcome: BatchState) -> str:
-    """The result of a line that has no answer when its batch ends."""
+    """Result of a line without an answer when its batch ends."""
     return unanswered(line_id, custom_id, *_UNRUN[outcome])
 
 
@@ -139,7 +139,7 @@ def _shown(value: object) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """Not half of a surrogate pair, which JSON can say and UTF-8 cannot."""
+    """False for lone surrogates, which JSON can express but UTF-8 cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

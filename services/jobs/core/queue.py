@@ -1,4 +1,6 @@
-"""Which line is sent next: keys share what may be in flight, a key's batches take turns, lines go in order."""
+"""Selects the next line to send: owners share the concurrency evenly, batches of an owner alternate, lines are sent in
+order.
+"""
 
 import heapq
 from collections import deque
@@ -9,7 +11,7 @@ from services.jobs.core.lines import JobLine
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A line to be sent; `failed_count`: times that it was sent in vain, as far as that counts."""
+    """A line to send. `failed_count`: failed tries that count."""
 
     batch_id: str
     line: JobLine
@@ -18,7 +20,7 @@ class Pick:
 
 @dataclass(slots=True)
 class _Open:
-    """What is known of one batch that sends. `last_number`: of the last line that was read from the store."""
+    """State of a batch in progress. `last_number`: last line read from the store."""
 
     owner: str
     ready: deque[Pick] = field(default_factory=deque[Pick])
@@ -26,14 +28,14 @@ class _Open:
     last_number: int = 0
     is_read: bool = False
     in_flight: int = 0
-    served_at: int = 0  # of a count of picks
+    served_at: int = 0  # value of a counter of picks
 
 
 class Queue:
-    """Lines that may be sent. Those of a batch are read some at a time: `wants` says of which."""
+    """Lines that may be sent. Lines of a batch are read in portions: `wants` says which to read."""
 
     def __init__(self, low: int) -> None:
-        """`low`: a batch with fewer lines here wants more."""
+        """`low`: number of buffered lines below which a batch wants more."""
         self._low = low
         self._open: dict[str, _Open] = {}
         self._in_flight: dict[str, int] = {}  # by owner
@@ -44,13 +46,13 @@ class Queue:
         self._open.setdefault(batch_id, _Open(owner))
 
     def close(self, batch_id: str) -> None:
-        """Nothing of it is picked any more."""
+        """Remove a batch."""
         closed = self._open.pop(batch_id, None)
         if closed is not None:
             self._give_back(closed.owner, closed.in_flight)
 
     def wants(self) -> list[tuple[str, int]]:
-        """Batches of which lines should be read, and the number after which."""
+        """(batch, last line already read) for batches whose next lines should be read."""
         return [
             (batch_id, one.last_number)
             for batch_id, one in self._open.items()
@@ -58,7 +60,7 @@ class Queue:
         ]
 
     def add(self, batch_id: str, lines: list[JobLine]) -> None:
-        """The next lines that have no result; none: there are no others."""
+        """Add a batch's next lines without results; an empty list marks the end."""
         one = self._open.get(batch_id)
         if one is None:
             return
@@ -68,7 +70,7 @@ class Queue:
             one.ready.extend(Pick(batch_id, line) for line in lines)
 
     def pick(self, now_s: float) -> Pick | None:
-        """Of the key with the fewest lines in flight, and of its batches the one that waits longest."""
+        """The next line of the owner with the fewest lines in flight, from its least recently served batch."""
         found: tuple[tuple[int, int, int], _Open] | None = None
         for one in self._open.values():
             while one.later and one.later[0][0] <= now_s:
@@ -87,21 +89,21 @@ class Queue:
         return one.ready.popleft()
 
     def ended(self, pick: Pick) -> None:
-        """It has a result."""
+        """The line has a result."""
         one = self._open.get(pick.batch_id)
         if one is not None:
             one.in_flight -= 1
             self._give_back(one.owner, 1)
 
     def again(self, pick: Pick, at_s: float) -> None:
-        """It is to be sent once more."""
+        """Send the line again at `at_s`."""
         one = self._open.get(pick.batch_id)
         if one is not None:
             self.ended(pick)
             heapq.heappush(one.later, (at_s, pick.line.number, pick))
 
     def next_s(self) -> float | None:
-        """When the first of those that wait for their time may be sent."""
+        """Earliest time at which a delayed line may be sent."""
         return min((one.later[0][0] for one in self._open.values() if one.later), default=None)
 
     def in_flight(self, batch_id: str) -> int:

@@ -1,10 +1,10 @@
-"""What follows from the answer to a line: it is kept as the result, or the line is sent again."""
+"""Decides whether an answer is the line's result or the line is sent again."""
 
 from dataclasses import dataclass
 from typing import Final
 
 _BUSY: Final = frozenset({429, 503})
-_IN_VAIN: Final = frozenset({408, 409, 425, 499})  # of the way there, not of the request
+_IN_VAIN: Final = frozenset({408, 409, 425, 499})  # failures of the transport, not of the request
 _MOST_TRIES: Final = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NO_RIGHTS_PAUSE_S: Final = 10.0
@@ -19,7 +19,7 @@ class KeepResult:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """After that many seconds. `counts`: it is one of the tries that a line has."""
+    """Send again after `after_s`. `counts`: whether it counts towards the line's maximum number of tries."""
 
     after_s: float
     counts: bool
@@ -30,14 +30,14 @@ Verdict = KeepResult | Again
 
 
 def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Verdict:
-    """`failed_count`: tries before this one that count."""
+    """Verdict on an HTTP status. `failed_count`: previous tries that count."""
     if 200 <= status < 300:
         return KeepResult(is_success=True)
     if status in _BUSY:
         return Again(min(retry_after_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S), counts=False, why="busy")
-    if status in (401, 403):  # of this service's own token
+    if status in (401, 403):  # this service's own token was refused
         return Again(_NO_RIGHTS_PAUSE_S, counts=False, why="no_rights")
-    if status == 504:  # our own deadline, which is the operator's
+    if status == 504:  # the operator's deadline, not the client's
         return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
     if status >= 500 or status in _IN_VAIN:
         return _once_more(failed_count, "error") or KeepResult(is_success=False)
@@ -45,17 +45,17 @@ def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Ve
 
 
 def of_no_connection() -> Again:
-    """Nothing was sent: there is no gateway at the moment."""
+    """Verdict if no gateway could be reached."""
     return Again(_FIRST_PAUSE_S, counts=False, why="no_gateway")
 
 
 def of_timeout() -> Again:
-    """No answer within our own time."""
+    """Verdict if the call timed out on this side."""
     return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
 
 
 def of_broken_call(failed_count: int) -> Again | None:
-    """The call ended in the middle. None: that was the last try."""
+    """Verdict if the connection was lost during the call. None: that was the last try."""
     return _once_more(failed_count, "broken")
 
 

@@ -126,6 +126,11 @@ class Conductor:
         return self.coordinator is not None
 
     @property
+    def changing(self) -> tuple[WorkerId, ...]:
+        """The members whose groups change."""
+        return () if self.coordinator is None else self.coordinator.members
+
+    @property
     def holds_layout(self) -> bool:
         """True while no other change of the layout is allowed: a transition based on it is not decided."""
         return self.coordinator is not None and not self.coordinator.decided
@@ -314,7 +319,7 @@ class Conductor:
             told.append(p.NothingDone(change.by, why, approved.shortfall_bytes, change.cause_id))
         if change.request_id:
             self._requests[change.request_id].lines = approved.lines
-        return told + self._start(approved, context, at_s, change)
+        return told + self.start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
         """For how long overloads could not be compared, the last of them recently."""
@@ -356,7 +361,7 @@ class Conductor:
         self._own_at_s = at_s + self.rules.retry_s
         names = " ".join(m.worker_id for m in context.stranded)
         approved = complete(context.layout, context.stranded, context.epoch, f"loss: {names} were left of a group")
-        return self._start(approved, context, at_s, RestoreRequest("loss", cause_id))
+        return self.start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
     def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
         """Instances that serve alone become static pipelines, as far as they suffice for complete ones."""
@@ -367,11 +372,11 @@ class Conductor:
         if target is None:
             return []
         self._own_at_s = at_s + self.rules.retry_s
-        return self._start(
+        return self.start(
             Approved(TransitionKind.DROP, target, None, ()), context, at_s, DropRequest("policy", cause_id)
         )
 
-    def _start(self, approved: Approved, context: LayoutContext, at_s: float, change: DesiredChange) -> list[p.Command]:
+    def start(self, approved: Approved, context: LayoutContext, at_s: float, change: DesiredChange) -> list[p.Command]:
         journal = Journal(approved.kind, context.layout, approved.target, Stage.PREPARING, approved.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, change.by, change.request_id, approved.shape)

@@ -18,9 +18,10 @@ from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, Incarnation, WorkerId
-from ballast.common.layout import Group, Layout, worker_ids
+from ballast.common.layout import Group, Layout, Member, worker_ids
 from ballast.common.model import ModelInfo
 from services.planner.core import messages as p
+from services.planner.core.change_requests import DropRequest
 from services.planner.core.claims import newer, rebuild
 from services.planner.core.conductor import Conductor, ConductorRules, LayoutContext
 from services.planner.core.drains import Drains
@@ -31,6 +32,7 @@ from services.planner.core.membership import Membership, difference
 from services.planner.core.reason import explain
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
+from services.planner.core.stand_in import StandIns, lost_followers, plan_stand_in
 from services.planner.core.standings import Standings
 from services.planner.core.store_sync import StoreSync
 from services.planner.core.transition import Journal
@@ -66,6 +68,7 @@ class PlannerCore:
     _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
     inconsistent: Inconsistent = field(init=False)
     kept_out: KeptOut = field(init=False)
+    _stand_ins: StandIns = field(default_factory=StandIns)
 
     def __post_init__(self) -> None:
         self.store = StoreSync(self.rules.verify_interval_s, self.rules.retry_s)
@@ -138,6 +141,8 @@ class PlannerCore:
             case p.LoadsRead():
                 heard_of = (load.newest_epoch for load in event.load.workers.values())
                 self.store.use(max(heard_of, default=0))
+                if self._stand_ins.loads_read(event):
+                    self._plan_at_s = min(self._plan_at_s, event.at_s)
                 return self.conductor.loads_read(event)
             case p.MemberAnswered():
                 return self.conductor.member_answered(event)
@@ -398,8 +403,34 @@ class PlannerCore:
             given_way = self.conductor.give_way(self.layout, at_s, cause_id, changes=self._plan_at_s <= at_s)
             return given_way + (self._act(at_s, cause_id) if self.conductor.to_write not in (None, journal) else [])
         if self._plan_at_s <= at_s:
-            return self._plan(cause_id)
+            return self._stand_in(at_s, cause_id) or self._plan(at_s, cause_id)
         return self._begin_transition(at_s, cause_id)
+
+    def _stand_in(self, at_s: float, cause_id: str) -> list[p.Command]:
+        """Replace a lost follower, if an instance can take its place. Empty: go on without its group."""
+        if self.store.stored_epoch != self.layout.epoch:
+            return []
+        busy, changing = self.conductor.busy, self.conductor.changing
+        at_rest = (group for group in self.layout.groups if group.leader.worker_id not in changing)
+        lost = lost_followers(at_rest, self.membership.placeable(), self._stranded())
+        due_at_s = self._stand_ins.due_at_s(lost, at_s, busy=busy)
+        if due_at_s is None:
+            return []
+        if due_at_s > at_s:
+            self._plan_at_s = due_at_s
+            return [p.ReadLoads(cause_id)] if not busy and self._stand_ins.asks() else []
+        context, taken = self._context(()), self._stand_ins.take()
+        approved = None
+        if taken is not None and not busy:
+            approved = plan_stand_in(*taken, self.layout, self.layout_model, context.epoch, self.kept_out.why(at_s))
+        if approved is None:
+            return self._stand_in(at_s, cause_id)  # another one may be lost, too
+        commands = self.conductor.start(approved, context, at_s, DropRequest("loss", cause_id))
+        self.store.use(context.epoch)
+        return commands + self._act(at_s, cause_id)
+
+    def _context(self, stranded: tuple[Member, ...]) -> LayoutContext:
+        return LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
 
     def _begin_transition(self, at_s: float, cause_id: str) -> list[p.Command]:
         """Begin a pending transition, if nothing else is to be done and all instances are known."""
@@ -410,7 +441,7 @@ class PlannerCore:
             return []
         left_over = [self.membership.known[w].placeable for w, _ in partial if w not in self.suspects]
         stranded = tuple(one.member(0, self._layer_count()) for one in left_over if not one.draining)
-        context = LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
+        context = self._context(stranded)
         commands = self.conductor.begin_completion(context, at_s, cause_id)
         if not commands and not self.conductor.busy and self.conductor.wants_to_begin:
             commands = self.conductor.begin(context, at_s, cause_id)
@@ -447,7 +478,9 @@ class PlannerCore:
         self.partial = tuple(sorted({**dict(self.partial), **dict(rebuilt.partial)}.items()))
         self._plan_at_s = min(self._plan_at_s, at_s)
 
-    def _plan(self, cause_id: str) -> list[p.Command]:
+    def _plan(self, at_s: float, cause_id: str) -> list[p.Command]:
+        if self._plan_at_s > at_s:
+            return []
         self._plan_at_s = math.inf
         groups, partial = self._wanted()
         stored_epoch, token = self.store.stored_epoch, self.store.token

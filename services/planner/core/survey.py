@@ -265,6 +265,13 @@ def dissolved(base: Layout, groups: Sequence[GroupId], epoch: Epoch, why: str) -
     return _layout(base, {m.worker_id for m in members}, [_alone(m, base.layer_count) for m in members], epoch, why)
 
 
+def replaced(base: Layout, group: Group, gone: Member, by: Member, epoch: Epoch, why: str) -> Layout:
+    """The layout in which `by`, which serves alone, is that stage of the group."""
+    stage = _stage(by, gone.first_layer, gone.last_layer)
+    made = Group(group.group_id, tuple(stage if m.worker_id == gone.worker_id else m for m in group.members))
+    return _layout(base, {m.worker_id for m in (*group.members, by)}, [made], epoch, why)
+
+
 def completed(base: Layout, members: Sequence[Member], epoch: Epoch, why: str) -> Layout:
     """The layout with these stranded instances serving alone."""
     return _layout(base, set(), [_alone(m, base.layer_count) for m in members], epoch, why)

@@ -303,9 +303,12 @@ class GroupClosed:
 
 @dataclass(frozen=True, slots=True)
 class BatchesLost:
-    """A stage of the draining group is lost: its batches in flight never complete, stages are told nothing."""
+    """A stage is lost, of the draining group or (`in_force`) of the one in force: batches in flight never complete,
+    stages are told nothing.
+    """
 
     at_s: float
+    in_force: bool = False
 
 
 @dataclass(frozen=True, slots=True)

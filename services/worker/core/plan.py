@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Group, Layout, group_of, participants, peers_of
+from ballast.common.layout import Group, Layout, group_of, lost_members, members_of, participants, peers_of
 from ballast.common.transition import TransitionKind
 from services.worker.core.batch import SequenceId
 from services.worker.core.spans import Hop, hops
@@ -52,6 +52,7 @@ class PlanPart:
     rosters_from: tuple[WorkerId, ...]  # new leaders of sequences whose KV it sends or receives, itself included
     roster_to: tuple[WorkerId, ...]  # at a new leader: members that get its roster, itself excluded
     dissolves: bool  # restore: members serve alone at once, and the old group drains beside them
+    lost: frozenset[WorkerId] = frozenset()  # stages of its old group that a stand-in replaces
 
 
 def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:
@@ -59,17 +60,19 @@ def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:
     old, new = group_of(plan.base, me), group_of(plan.target, me)
     if new is None or old == new:
         return None
-    concerned = [g for g in plan.target.groups if me in participants(plan.base, g)]
-    leads = new.leader.worker_id == me
+    everyone = {g.group_id: participants(plan.base, plan.target, g) for g in plan.target.groups}
+    concerned = [g for g in plan.target.groups if me in everyone[g.group_id]]
+    leads, others = new.leader.worker_id == me, tuple(sorted(everyone[new.group_id] - {me}))
     return PlanPart(
         old=old,
         new=new,
         peers=tuple(sorted(peers_of(plan.base, plan.target, me))),
         handovers_to=tuple(g.leader.worker_id for g in concerned if g.leader.worker_id != me),
-        handovers_from=tuple(sorted(participants(plan.base, new) - {me})) if leads else (),
+        handovers_from=others if leads else (),
         rosters_from=tuple(g.leader.worker_id for g in concerned),
-        roster_to=tuple(sorted(participants(plan.base, new) - {me})) if leads else (),
+        roster_to=others if leads else (),
         dissolves=plan.kind is TransitionKind.RESTORE and old is not None and len(new.members) == 1,
+        lost=frozenset(members_of(old)) & lost_members(plan.base, plan.target, new),
     )
 
 

@@ -4,17 +4,21 @@ All decisions of a transition are there and in `TransitionState`; the member con
 reports.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import Enum, auto
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
+from ballast.common.layout import Member
 from ballast.common.transition import Phase
 from services.worker.core.phases import DROP, RESTORE, On, State, Then
 from services.worker.core.plan import Plan, part_of
-from services.worker.core.transition_messages import Command, Event
+from services.worker.core.transition_messages import Command, Event, PeerLost
 from services.worker.core.transition_state import TransitionState
 
 AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
+STAND_IN_S = 3.0  # for which the others of a group wait for a stand-in of a lost follower
 
 
 class Reception(Enum):
@@ -41,6 +45,33 @@ def reception(
     if part.old is None and len(part.new.members) == 1 and is_whole:
         return Reception.CONFIRM
     return Reception.IGNORE if is_committed else Reception.TAKE
+
+
+@dataclass(frozen=True, slots=True)
+class LostStage:
+    """A follower of the group in force is lost. The others keep their KV until `until_s`: an instance that serves alone
+    may take its layers, by a plan whose target has it in that place.
+    """
+
+    epoch: Epoch  # of the group
+    peer: WorkerId
+    why: str
+    until_s: float
+
+    def waits(self, now_s: float, transition: "Transition | None") -> bool:
+        """True while such a plan may come, or is under way."""
+        if transition is None or self.peer not in transition.part.lost:
+            return now_s < self.until_s
+        return transition.phase not in (Phase.FAILED, Phase.ABORTED)
+
+
+def lost_stage(
+    at_s: float, epoch: Epoch, lost: PeerLost, stages: Sequence[Member], me: WorkerId, *, at_rest: bool
+) -> LostStage | None:
+    """None if the group has to end: its leader is lost, or its layout changes (not `at_rest`)."""
+    if not at_rest or lost.peer in (me, stages[0].worker_id):
+        return None
+    return LostStage(epoch, lost.peer, lost.why, at_s + STAND_IN_S)
 
 
 class Transition(TransitionState):
@@ -80,6 +111,11 @@ class Transition(TransitionState):
     def quiesces(self) -> bool:
         """True while no batch is formed and the last ones of the old layout complete."""
         return self.state is State.QUIESCING and self.led_before
+
+    @property
+    def has_lost_batches(self) -> bool:
+        """True while results of batches that count as lost may still arrive."""
+        return self.quiesces and bool(self.part.lost)
 
     @property
     def may_form(self) -> bool:

@@ -161,11 +161,14 @@ class RoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """From the old leader: every batch of the old group has been sent."""
+    """From the old leader: every batch of the old group has been sent. `kept`: if a stage was lost, the sequences that
+    the leader has and their tokens in completed batches; all other KV is of batches that were lost.
+    """
 
     at_s: float
     epoch: Epoch
     source: WorkerId
+    kept: tuple[Victim, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,7 +296,9 @@ class ReportRoom:
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """Stop scheduling; answered with BoundaryReached when batches in flight have completed. For a leader, in a drop."""
+    """Stop scheduling; answered with BoundaryReached when batches in flight have completed, or at once if a stage is
+    lost: they never do. For a leader, in a drop.
+    """
 
     epoch: Epoch
 

@@ -31,6 +31,7 @@ class TransitionState:
         self.room_blocks: int | None = None  # restore: blocks that the group keeps; None: not granted yet
         self.undone = False  # restore: layers loaded before an abort are given up again
         self.epoch_ended = False  # the old leader has announced it; followers wait for it
+        self.kept: tuple[Victim, ...] = ()  # if a stage was lost: see EpochEnded
         self.draining: Draining | None = None  # the old group, from the commit on
         self.lost: set[WorkerId] = set()  # members of the draining group lost since the commit
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading
@@ -141,11 +142,11 @@ class TransitionState:
         return []
 
     def note_end(self, event: t.EpochEnded) -> Commands:
-        self.epoch_ended = True
+        self.epoch_ended, self.kept = True, event.kept
         return []
 
     def _epoch_ends(self) -> Commands:
-        followers = tuple(w for w in members_of(self.part.old) if w != self.me)
+        followers = tuple(w for w in members_of(self.part.old) if w not in {self.me, *self.part.lost})
         return [t.SendEpochEnded(self.epoch, followers)] if followers else []
 
     def _handovers(self) -> Commands:

@@ -12,7 +12,7 @@ class the latest arrival first.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
@@ -184,6 +184,7 @@ class Leading:
     ) -> None:
         self._me = me
         self._plan = plan
+        self._part = part
         self._members = members_of(part.new)
         self._may_wait = may_wait(plan, part)
         self._group_scheduler = group_scheduler
@@ -208,6 +209,7 @@ class Leading:
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
         present = [v for v in victims if v.sequence_id not in gone_ids]
         self._in_the_end = min((counts_in_the_end if self._may_wait else counts).values())
+        without = frozenset(v.sequence_id for v in present if not self._has_all_kv(v))
         weights = {
             **self._group_scheduler.weights(),
             **{snapshot.sequence_id: self._weight(snapshot, now_s) for snapshot in coming},
@@ -216,8 +218,9 @@ class Leading:
             standing_of(self._plan, victim, self._members, *weights[victim.sequence_id], self._block_tokens)
             for victim in present
         ]
-        self._waves = Waves(self._members, standings)
+        self._waves = Waves(self._members, (one for one in standings if one.victim.sequence_id not in without))
         wave = self._waves.first(counts, self._in_the_end)
+        wave = replace(wave, lost=(*wave.lost, *(v for v in present if v.sequence_id in without)))
         waiting, lost_ids = self._waves.waiting_ids, {v.sequence_id for v in wave.lost}
         kept = [v for v in present if v.sequence_id not in lost_ids]
         moving = frozenset(v.sequence_id for v in kept if transfers(self._plan, v, self._me)) | waiting
@@ -273,6 +276,10 @@ class Leading:
         lost = tuple(with_kv[sequence_id] for sequence_id in sorted(lost_ids))
         wave = Wave(tuple(kept[sequence_id] for sequence_id in sorted(kept)), lost, last=True)
         return Decision(wave, tuple(events), tuple(sorted(lost_ids)), len(victims))
+
+    def _has_all_kv(self, victim: Victim) -> bool:
+        """False if a stage of its old group is lost."""
+        return victim.old_leader != self._me or not self._part.lost
 
     def capacity(self, now_s: float, counts: Mapping[WorkerId, int]) -> CapacityChanged:
         """Blocks available, without those held on some stages by waiting sequences."""

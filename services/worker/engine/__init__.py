@@ -1,1 +1,1 @@
-"""Executes batches: models, attention, sampling, checkpoint loading. Uses torch; has no notion of requests."""
+"""Executes batches: models, attention, sampling, checkpoint loading. Uses torch; requests are unknown here."""

@@ -1,8 +1,8 @@
-"""Attention over the paged KV cache: the contract, and the implementation for the CPU.
+"""Attention over the paged KV cache: the interface, and the implementation for CPUs.
 
-Shapes: T packed rows, S sequences that compute one token, N query heads, K KV heads, G = N / K, H head dim,
-B blocks, C context tokens. A layer's cache is `kv_B2TKH`: `[:, 0]` are keys, `[:, 1]` values, and here T is the
-tokens of a block.
+Shapes: T packed rows, S sequences that compute one token, N query heads, K KV heads, G = N / K, H head dim, B blocks, C
+context tokens. The cache of a layer is `kv_B2TKH`: `[:, 0]` holds keys, `[:, 1]` values, and T is the number of tokens
+per block there.
 """
 
 import math
@@ -16,12 +16,12 @@ import torch.nn.functional as F
 
 from services.worker.engine.packing import Ints, PackedChunk, PackedStep
 
-# Gathered K and V of one bucket: small enough to be still in the cache when attention reads them.
+# Size of the gathered K and V of one bucket: small enough to stay in the processor's cache until attention reads them.
 _BUCKET_BYTES = 4 << 20
 
 
 class AttentionStep(Protocol):
-    """One step's attention, prepared once and run in every layer."""
+    """Attention of one step, prepared once and run in every layer."""
 
     def run(
         self,
@@ -31,7 +31,9 @@ class AttentionStep(Protocol):
         v_TKH: torch.Tensor,
         out_TNH: torch.Tensor,
     ) -> None:
-        """Write the rows' K and V into the cache, then fill `out_TNH`. Heads may be strided, elements are dense."""
+        """Write K and V of the rows to the cache, then fill `out_TNH`. The head dimension must be contiguous; heads may
+        be strided.
+        """
         ...
 
 
@@ -45,23 +47,23 @@ class _Bucket:
 
     first: int
     last: int
-    block_count: int  # of each, after padding
-    planes: torch.Tensor  # the cache viewed as rows [2B, T*K*H]: planes of all keys, then of all values
+    block_count: int  # of each sequence, after padding
+    planes: torch.Tensor  # the cache viewed as [2B, T*K*H]: first the keys of all blocks, then the values
     mask_S11C: torch.Tensor | None
-    unowned: torch.Tensor | None  # gathered tokens, of keys and of values, outside of the sequences
+    unowned: torch.Tensor | None  # indices of gathered tokens past the sequences' ends, of K and V
 
 
 @dataclass(frozen=True, slots=True)
 class _PreparedChunk:
     chunk: PackedChunk
-    planes: torch.Tensor | None  # None: the chunk has no prefix, its own K and V are all
+    planes: torch.Tensor | None  # None: the chunk has no prefix and attends to its own K and V only
     mask_TC: torch.Tensor | None
 
 
 class CpuAttention:
-    """Whole-block gathers and SDPA on grouped queries.
+    """Gathers whole blocks and runs SDPA on grouped queries.
 
-    Decodes are gathered bucket by bucket into one small buffer; the first chunk of a prompt needs no gather at all.
+    Decodes are gathered bucket by bucket into a small buffer. The first chunk of a prompt needs no gather.
     """
 
     def __init__(self, head_count: int, kv_head_count: int, head_dim: int, dtype: torch.dtype) -> None:
@@ -93,14 +95,14 @@ class CpuAttention:
         )
 
     def _bucket_bounds(self, step: PackedStep, row_elements: int) -> Iterator[tuple[int, int]]:
-        """Split the decodes, which ascend in length, from the longest down."""
+        """Split the decodes, sorted by ascending length, into buckets, starting with the longest."""
         block_counts = -(-step.decode_contexts_S // step.block_tokens)
         block_bytes = 2 * row_elements * self._dtype.itemsize
         last = step.decode_count
         while last > 0:
             longest = int(block_counts[last - 1])
             room = max(1, _BUCKET_BYTES // (longest * block_bytes))
-            # Not so wide that padding is more than a quarter.
+            # bound the padding to a quarter
             first = max(last - room, int(np.searchsorted(block_counts, longest * 3 // 4)))
             yield min(first, last - 1), last
             last = min(first, last - 1)
@@ -133,7 +135,7 @@ class CpuAttentionStep:
     kv_head_count: int
     groups: int
     block_tokens: int
-    k_rows_T: torch.Tensor  # rows of the cache seen as [B*2*T, K*H]
+    k_rows_T: torch.Tensor  # rows of the cache viewed as [B*2*T, K*H]
     v_rows_T: torch.Tensor
     buckets: list[_Bucket]
     chunks: list[_PreparedChunk]
@@ -158,7 +160,7 @@ class CpuAttentionStep:
 
     def _decode(self, bucket: _Bucket, planes: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
         kv_2SCKH = self._gather(planes, bucket.planes, bucket.last - bucket.first, q_TNH.shape[-1])
-        if bucket.unowned is not None:  # a weight of zero does not mask a NaN in an unowned slot
+        if bucket.unowned is not None:  # an attention weight of zero does not mask NaN in slots past a sequence's end
             kv_2SCKH.view(-1, kv_2SCKH.shape[-2] * kv_2SCKH.shape[-1]).index_fill_(0, bucket.unowned, 0.0)
         grouped = (self.kv_head_count, self.groups)
         attended_SKGH = F.scaled_dot_product_attention(
@@ -186,7 +188,7 @@ class CpuAttentionStep:
         else:
             kv_CKH = self._gather(planes, prepared.planes, 1, q_TNH.shape[-1])[:, 0, : chunk.context_tokens]
             k_CKH, v_CKH = kv_CKH[0], kv_CKH[1]
-        # KV heads take the place of the batch, each broadcast to its G query heads.
+        # KV heads become the batch dimension; each is broadcast to its G query heads.
         attended_KGTH = F.scaled_dot_product_attention(
             q_TNH[rows].unflatten(1, grouped).permute(1, 2, 0, 3),
             k_CKH.transpose(0, 1)[:, None].expand(-1, self.groups, -1, -1),
@@ -197,7 +199,7 @@ class CpuAttentionStep:
         out_TNH[rows].unflatten(1, grouped).copy_(attended_KGTH.permute(2, 0, 1, 3))
 
     def _gather(self, planes: torch.Tensor, wanted: torch.Tensor, sequences: int, head_dim: int) -> torch.Tensor:
-        """[2, sequences, C, K, H], valid until the next gather."""
+        """Gather blocks to [2, sequences, C, K, H], valid until the next gather."""
         gathered = self.gathered[: wanted.numel() * planes.shape[1]].view(wanted.numel(), planes.shape[1])
         torch.index_select(planes, 0, wanted, out=gathered)
         return gathered.view(2, sequences, -1, self.kv_head_count, head_dim)

@@ -1,6 +1,6 @@
-"""Attention over the paged KV cache on a CUDA device: the shell around the Triton kernel.
+"""Attention over the paged KV cache on a CUDA device: the host side of the Triton kernel.
 
-Importable without triton and without a device; constructing `CudaAttention` says what is missing.
+Importable without triton and without a device; constructing `CudaAttention` raises if either is missing.
 """
 
 import importlib
@@ -18,18 +18,19 @@ from services.worker.engine.packing import PackedStep
 from services.worker.engine.upload import upload
 
 _TILE_FIELDS = 8
-_MIN_DOT = 16  # the least that a matrix product on tensor cores takes
-_LEAST_PART = 512  # tokens of a decode's context that one program reads
-_MOST_PARTS = 32  # of one decode: with 8 KV heads 256 programs, two for each multiprocessor of an H100
-# Of a recorded step. Programs without a tile cost little, but not nothing; those that have several do them in turn.
+_MIN_DOT = 16  # smallest dimension of a matrix product on tensor cores
+_LEAST_PART = 512  # context tokens of a decode per program, at least
+_MOST_PARTS = 32  # per decode: 256 programs with 8 KV heads, two per multiprocessor of an H100
+# Limits of a recorded step. Programs without a tile are cheap but not free; a program with several tiles loops over
+# them.
 _MOST_TILES, _LEAST_PROGRAMS, _PROGRAMS_PER_ROW = 8192, 64, 2
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Tiling(NamedTuple):
-    """The shapes of a tile: what fits into registers and shared memory of sm_80 and sm_90."""
+    """Tile sizes that fit into the registers and shared memory of sm_80 and sm_90."""
 
-    decode_tokens: int  # of the context at a time, in a step of decodes alone
+    decode_tokens: int  # context tokens per iteration in a decode-only step
     chunk_queries: int  # rows of a chunk's tile times query heads per KV head
     chunk_tokens: int
 
@@ -43,24 +44,21 @@ def tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 
 
 class CudaAttention:
-    """One kernel in two variants, for decodes and for chunks: a row's bits do not depend on the batch. Products in
-    float32 are computed in full precision, not in TF32.
+    """One kernel in two variants, for decodes and for chunks. The bits of a row do not depend on the batch. Products in
+    float32 use full precision, not TF32.
     """
 
     def __init__(
         self, head_count: int, kv_head_count: int, head_dim: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        """
-        Raises:
-            ConfigError: triton is not installed, or the dtype is not one that the kernel computes in.
-        """
+        """Raises ConfigError if triton is not installed or the kernel does not support the dtype."""
         if dtype not in _DTYPES:
             raise ConfigError("dtype", f"{dtype} runs on the cpu device only, use float32, bfloat16 or float16 on cuda")
         try:
             kernels = importlib.import_module("services.worker.engine.paged_kernel")
         except ImportError as error:
             raise lacking("device cuda", "triton", "cuda") from error
-        self._kernel: Any = kernels.paged_attention  # a compiled kernel has no static type
+        self._kernel: Any = kernels.paged_attention  # Any: compiled kernels have no static type
         self._join: Any = kernels.join_parts
         self._groups = head_count // kv_head_count
         self._kv_head_count = kv_head_count
@@ -125,7 +123,7 @@ class CudaAttention:
         )
 
     def parts(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scratch memory for the results of split contexts and their weights."""
+        """Scratch memory for the partial results of split contexts and their weights."""
         head_count = self._groups * self._kv_head_count
         return (
             torch.empty(count, head_count, self._head_dim, device=self._device),
@@ -137,8 +135,8 @@ class CudaAttention:
         return self._device
 
     def constants(self, block_tokens: int, *, chunks: bool) -> Mapping[str, Any]:
-        """What the kernel is compiled for: chunks or decodes. There are these two variants and no other, as nothing
-        else is specialised on that changes from step to step.
+        """Compile-time constants of the chunk or decode variant. Nothing else that varies between steps is specialised
+        on, so that exactly two variants are compiled.
         """
         rows = self._rows_per_tile if chunks else 1
         return {
@@ -169,14 +167,14 @@ class CudaAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuAttentionStep(ABC):
-    """An `AttentionStep` for kernels that write K and V into the cache by themselves, and then ask to attend."""
+    """An `AttentionStep` whose kernel reads K and V from the cache, where `run` writes them first."""
 
-    k_rows_T: torch.Tensor  # where the rows' keys go, in the cache seen as tokens; -1: nowhere
-    base_block: int  # a block that is there: Triton takes no address at which nothing is mapped
+    k_rows_T: torch.Tensor  # where each row's K is written, in the cache viewed as tokens; -1: nowhere
+    base_block: int  # a mapped block: Triton rejects pointers to unmapped addresses
 
     @abstractmethod
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
-        """The rows' K and V are in the cache."""
+        """Attend with the rows' K and V already in the cache."""
 
     def run(
         self,
@@ -193,7 +191,7 @@ class GpuAttentionStep(ABC):
         self.attend(kv_B2TKH, q_TNH, out_TNH)
 
 
-Launch = tuple[torch.Tensor, int, Mapping[str, Any]]  # tiles, programs, and what the kernel is compiled for
+Launch = tuple[torch.Tensor, int, Mapping[str, Any]]  # (tiles, programs, compile-time constants)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -201,7 +199,7 @@ class CudaAttentionStep(GpuAttentionStep):
     kernel: Any
     join: Any
     launches: tuple[Launch, ...]
-    joins: torch.Tensor  # no rows: no context is split
+    joins: torch.Tensor  # empty if no context is split
     shape: torch.Tensor
     parts: torch.Tensor
     weights: torch.Tensor
@@ -233,12 +231,12 @@ class CudaAttentionStep(GpuAttentionStep):
 
 
 class StagedDecodes:
-    """A step of decodes alone in memory that stays where it is, so that a recording can read it. One copy fills it:
-    the head has a fixed size, and behind it lie as many tiles and blocks as the step has.
+    """A decode-only step in memory at fixed addresses, so that a CUDA graph can read it. One copy fills it: a head of
+    fixed size, followed by the tiles and block tables of the step.
     """
 
     def __init__(self, attention: CudaAttention, rows: int, longest: int, block_tokens: int) -> None:
-        """For so many rows at most, of contexts up to the longest."""
+        """Memory for at most `rows` rows with contexts of at most `longest` tokens."""
         self._rows = rows
         self._attention = attention
         self._tile_count = min(rows * _MOST_PARTS, max(rows, _MOST_TILES))
@@ -251,18 +249,18 @@ class StagedDecodes:
         shape, tokens, positions, k_rows, joins = self._sections(self._there)
         self._shape, self._joins = shape, joins.view(rows, 4)
         self._k_rows_T = k_rows.view(torch.int64)
-        self._k_rows_T.fill_(-1)  # until filled it has no effect
+        self._k_rows_T.fill_(-1)  # no effect until filled
         self.token_ids_T, self.positions_T = tokens.view(torch.int64), positions.view(torch.int64)
 
     def _sections(self, head: torch.Tensor) -> list[torch.Tensor]:
         return [head[start:end] for start, end in zip([0, *self._ends], self._ends, strict=False)]
 
     def fill(self, step: PackedStep) -> bool:
-        """With decodes only. Returns False if they have too many parts."""
+        """Copy a decode-only step to the device. Returns False if its contexts have too many parts."""
         rows, (tiles, joins, _) = step.row_count, _decode_tiles(step.decode_contexts_S)
         if len(tiles) > self._tile_count:
             return False
-        # A table may have blocks for what comes after the longest context: none of them is read.
+        # Tables may contain blocks beyond the longest context, which are not read.
         tables = step.decode_blocks_SW[:, : -(-int(step.decode_contexts_S[-1]) // self._block_tokens)]
         at = self._ends[-1]
         numbers = np.empty(at + tiles.size + tables.size, np.int32)
@@ -280,12 +278,12 @@ class StagedDecodes:
         numbers[at + tiles.size :] = tables.reshape(-1)
         staged = torch.from_numpy(numbers)
         if self._there.is_cuda:
-            staged = staged.pin_memory()  # which torch keeps until it has been copied
+            staged = staged.pin_memory()  # torch keeps the pinned memory until the copy has completed
         self._there[: len(numbers)].copy_(staged, non_blocking=True)
         return True
 
     def first(self, rows: int, base_block: int) -> CudaAttentionStep:
-        """What reads the first rows of it, with programs for as many tiles as two for each."""
+        """Attention step over the first `rows` rows."""
         behind = self._there[self._ends[-1] :]
         return self._attention.step(
             launches=((behind, max(_LEAST_PROGRAMS, rows * _PROGRAMS_PER_ROW), self._constants),),
@@ -299,21 +297,21 @@ class StagedDecodes:
 
 
 def join_constants(head_count: int, head_dim: int) -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of `join_parts`."""
     padded = max(_MIN_DOT, power_of_two(head_dim))
     return {"HEADS": head_count, "HEAD_DIM": head_dim, "HEAD_PAD": padded, "MOST_PARTS": _MOST_PARTS}
 
 
 def part_tokens(contexts_S: np.ndarray) -> np.ndarray:
-    """Length of the parts of a split context. A function of the context alone, not of the GPU's load: a row's bits do
-    not depend on the batch.
+    """Length of the parts of a split context. Depends on the context only, not on the batch, so that the bits of a row
+    do not depend on the batch either.
     """
     least = np.maximum(_LEAST_PART, -(-contexts_S // _MOST_PARTS))
     return 1 << np.ceil(np.log2(least)).astype(np.int64)
 
 
 def _decode_tiles(contexts_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Tiles, [rows that are split, 4] as `join_parts` wants them, and the number of parts."""
+    """Tiles, the [split rows, 4] table for `join_parts`, and the number of parts."""
     sizes = part_tokens(contexts_S)
     counts = -(-contexts_S // sizes)
     rows = np.repeat(np.arange(len(contexts_S)), counts)
@@ -328,17 +326,19 @@ def _decode_tiles(contexts_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def key_rows(step: PackedStep) -> np.ndarray:
-    """Where each row's keys go, in the cache seen as tokens; values go a block's tokens behind."""
+    """Where each row's K is written, in the cache viewed as tokens; V is written one block of tokens further on."""
     return step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
 
 
 def _tile_rows(*columns: np.ndarray | int) -> np.ndarray:
-    """[tiles, 8] as the kernel wants them."""
+    """Tiles as [tiles, 8] int32 for the kernel."""
     return np.stack(np.broadcast_arrays(*columns, 0), 1)
 
 
 def _tables(step: PackedStep) -> np.ndarray:
-    """[sequences, blocks of the longest]: decodes, then chunks. Entries past a table's end are never read."""
+    """Block tables as [sequences, blocks of the longest]: decodes, then chunks. Entries past a table's end are never
+    read.
+    """
     widths = [step.decode_blocks_SW.shape[1], *(len(chunk.blocks) for chunk in step.chunks)]
     tables = np.zeros((step.decode_count + len(step.chunks), max(widths)), np.int32)
     tables[: step.decode_count, : widths[0]] = step.decode_blocks_SW
@@ -348,5 +348,5 @@ def _tables(step: PackedStep) -> np.ndarray:
 
 
 def power_of_two(value: int) -> int:
-    """The least that is not below the value."""
+    """Smallest power of two not below the value."""
     return 1 << (value - 1).bit_length()

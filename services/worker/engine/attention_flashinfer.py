@@ -1,9 +1,9 @@
-"""Attention over the paged KV cache by FlashInfer's kernels, where `--attention-backend flashinfer` asks for them.
+"""Attention over the paged KV cache with FlashInfer's kernels, for `--attention-backend flashinfer`.
 
-FlashInfer plans a step once, on the host, and runs the plan in every layer. Its pages are our blocks: a layer's
-`kv_B2TKH` is what it calls a paged cache in the layout NHD, so nothing is copied and nothing converted.
+FlashInfer plans a step once on the host and runs the plan in every layer. Its pages are our blocks: `kv_B2TKH` is its
+paged cache in the NHD layout, so nothing is copied or converted.
 
-Importable without flashinfer and without a device; constructing `FlashInferAttention` says what is missing.
+Importable without flashinfer and without a device; constructing `FlashInferAttention` raises if either is missing.
 """
 
 import importlib
@@ -20,18 +20,19 @@ from services.worker.engine.attention_cuda import GpuAttentionStep, key_rows
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.upload import upload
 
-# What contexts that are split take: 17 MiB on an H100 by 0.7.2's arithmetic (`PrefillPlan` in its scheduler.cuh), which
-# does not grow with the step; 128 MiB is what its documentation recommends.
+# Workspace for split contexts. They need 17 MiB on an H100 by the arithmetic of version 0.7.2 (`PrefillPlan` in its
+# scheduler.cuh), independent of the step; its documentation recommends 128 MiB.
 _WORKSPACE_BYTES = 128 << 20
-_KERNELS = "fa2"  # those for every GPU from sm_80 on; one compiled module serves decodes and chunks
+_KERNELS = "fa2"  # for every GPU from sm_80 on; one compiled module serves decodes and chunks
 _DTYPES = (torch.bfloat16, torch.float16)
 _HEAD_DIMS = (64, 128, 256)
-_LEAST_VERSION = (0, 7, 2)  # before it the workspace that a plan takes grows with the query heads of a KV head
+_LEAST_VERSION = (0, 7, 2)  # in older versions a plan's workspace grows with the query heads per KV head
 
 
 class PlanCopy:
-    """Plans are copied to the device from a host buffer that the next plan overwrites: that one has to wait, or layers
-    still to be executed would use the wrong plan. The copy has ended when the previous step has.
+    """Protects the host buffer from which a plan is copied to the device: the next plan overwrites it and must wait
+    until the copy has completed, or layers not yet executed would use the wrong plan. The copy has completed when the
+    previous step has.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,12 +50,12 @@ class PlanCopy:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """FlashInfer's page table: all blocks in a row, and for each sequence the begin of its own and the tokens in its
-    last one.
+    """FlashInfer's page table: the block ids of all sequences concatenated, where each sequence's begin, and the number
+    of tokens in its last block.
     """
 
-    blocks: np.ndarray  # int32, as the other two
-    starts: np.ndarray  # one more than there are sequences
+    blocks: np.ndarray  # int32, like the other two
+    starts: np.ndarray  # one more entry than sequences
     last_tokens: np.ndarray
 
     @classmethod
@@ -79,8 +80,8 @@ class Pages:
 class FlashInferAttention:
     """One plan for a step's decodes and one for its chunks. A step is valid until the next one is prepared.
 
-    Any number of query heads to a KV head will do: decodes are computed on tensor cores, too. How FlashInfer splits
-    contexts follows from the whole batch, so a row's last bits may depend on what stands beside it.
+    Supports any number of query heads per KV head: decodes also use tensor cores. FlashInfer splits contexts depending
+    on the whole batch, so the last bits of a row may depend on the other rows.
     """
 
     def __init__(
@@ -90,12 +91,9 @@ class FlashInferAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
-        library: Any = None,  # in the place of flashinfer
+        library: Any = None,  # replaces flashinfer in tests
     ) -> None:
-        """
-        Raises:
-            ConfigError: flashinfer is not installed or too old, or does not compute with such heads or in the dtype.
-        """
+        """Raises ConfigError if flashinfer is not installed or too old, or does not support the heads or the dtype."""
         if dtype not in _DTYPES:
             raise _refused(f"computes in bfloat16 and float16, not in {str(dtype).removeprefix('torch.')}")
         if head_dim not in _HEAD_DIMS:
@@ -104,7 +102,7 @@ class FlashInferAttention:
         self._heads = (head_count, kv_head_count, head_dim)
         self._device = device
         library = library or installed()
-        # Both may have one workspace: it holds what a launch leaves for the next one, and they run one after the other.
+        # Both share one workspace: it holds a launch's intermediate results, and launches run one after the other.
         workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=device)
         self._decodes = library.BatchDecodeWithPagedKVCacheWrapper(
             workspace, "NHD", use_tensor_cores=True, backend=_KERNELS
@@ -149,7 +147,7 @@ class FlashInferAttention:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlashInferStep(GpuAttentionStep):
     decode_count: int
-    decodes: Any  # FlashInfer's wrappers, which have no static types here
+    decodes: Any  # Any: FlashInfer's wrappers have no static types
     chunks: Any
 
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
@@ -161,10 +159,10 @@ class FlashInferStep(GpuAttentionStep):
 
 
 def installed() -> Any:
-    """FlashInfer, of a version that will do.
+    """The flashinfer package.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: it is not installed or too old.
     """
     try:
         library = importlib.import_module("flashinfer")
@@ -175,7 +173,7 @@ def installed() -> Any:
 
 
 def require_version(version: str) -> None:
-    """Raise ConfigError if it is too old."""
+    """Raise ConfigError if the version is too old."""
     if tuple(int(part) for part in re.findall(r"\d+", version)[:3]) < _LEAST_VERSION:
         least = ".".join(str(part) for part in _LEAST_VERSION)
         raise ConfigError("attention_backend", f"flashinfer {version} is too old, {least} is the least")
@@ -186,5 +184,5 @@ def _refused(why: str) -> ConfigError:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Where each begins, and the end."""
+    """Where each sequence begins, and the total length."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -1,4 +1,4 @@
-"""The weights of a Hugging Face checkpoint folder, read tensor by tensor into memory that exists already."""
+"""Reads the weights of a Hugging Face checkpoint folder, tensor by tensor, into existing memory."""
 
 import hashlib
 import json
@@ -24,21 +24,21 @@ from services.worker.memory.parameters import ParameterStore
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
-_SAMPLES, _SAMPLE_BYTES = 32, 4096  # of a file, for its revision
-_SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # keys irrelevant for the tokens, or given elsewhere
+_SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples per file for its revision
+_SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # no effect on tokens, or configured elsewhere
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
 class Checkpoint:
-    """An open checkpoint. Files are memory-mapped; a tensor is read when it is copied to its place."""
+    """An open checkpoint. Files are memory-mapped; a tensor is read when it is copied to its destination."""
 
     def __init__(self, model_dir: Path, kernels: Kernels | None = None) -> None:
-        """`kernels` are needed for packed parameters."""
+        """`kernels` are required for packed parameters."""
         self._kernels = kernels
-        self._files: dict[Path, Any] = {}  # safetensors has no types for its handle
+        self._files: dict[Path, Any] = {}  # Any: safetensors has no types for its handle
         self._places = tensor_places(model_dir)  # tensor -> file
         self._model_dir = model_dir
-        self._readers: PinnedReaders | None = None  # of a GPU, once one is filled
+        self._readers: PinnedReaders | None = None  # created when parameters on a GPU are first filled
 
     def __enter__(self) -> Self:
         return self
@@ -51,10 +51,10 @@ class Checkpoint:
         self._files.clear()
 
     def fill(self, parameters: Iterable[Parameter], stored: Mapping[str, torch.Tensor]) -> None:
-        """Copy each parameter's tensors into its memory, converting to the dtype of that.
+        """Copy the checkpoint's tensors to each parameter's memory, converting to its dtype.
 
         Raises:
-            ConfigError: a tensor is missing, has another shape or a dtype that is no float, or cannot be read.
+            ConfigError: a tensor is missing, has a wrong shape or a non-float dtype, or cannot be read.
         """
         coming: list[Future[None]] = []
         for parameter in parameters:
@@ -81,7 +81,7 @@ class Checkpoint:
         """
         expected = {source.tensor for part in _all_parameters(replace(config, rank=0)) for source in part.sources}
         if config.tied_embeddings:
-            expected.add("lm_head.weight")  # some exports write the shared matrix twice
+            expected.add("lm_head.weight")  # some exports store the tied matrix twice
         for name in sorted(self._places):
             if name not in expected and not name.endswith(IGNORED_SUFFIXES):
                 raise ConfigError(
@@ -89,9 +89,7 @@ class Checkpoint:
                 )
 
     def _bands(self, source: Source, parameter: Parameter) -> Iterator[tuple[int, torch.Tensor]]:
-        """The parameter's rows from the first on, as they lie in the file: in bands, so that what is converted beside
-        the memory stays small.
-        """
+        """The rows of a parameter from its sources, in bands, so that temporary memory for conversion stays small."""
         path = self._places.get(source.tensor)
         if path is None:
             raise ConfigError(f"{self._model_dir}: {source.tensor}", "the checkpoint has no such tensor")
@@ -131,11 +129,10 @@ def load_parameters(
     kernels: Kernels | None = None,
     compute_here: Callable[[], None] | None = None,
 ) -> None:
-    """Fill every parameter of the store from the checkpoint. Panels need the `kernels`.
+    """Fill every parameter of the store from the checkpoint. Parameters in panels need the `kernels`.
 
-    The checksums of layers are taken meanwhile, of each while the next one is read: no drop waits for them later. They
-    are read behind what fills the layers, as the thread that reads them calls `compute_here`, too.
-    Errors as in `Checkpoint.fill`.
+    A layer's checksum is taken while the next layer is read, so that no drop has to wait for it. The thread that reads
+    back the layers calls `compute_here`, too. Errors as in `Checkpoint.fill`.
     """
     with Checkpoint(model_dir, kernels) as checkpoint:
         checkpoint.require_only(config)
@@ -151,7 +148,7 @@ def load_parameters(
 def fill_layers(
     store: ParameterStore, fill: Callable[[int], None], compute_here: Callable[[], None] | None = None
 ) -> None:
-    """Fill all layers, one after the other; the checksum of each is taken while the next one is read."""
+    """Fill all layers in order; each one's checksum is taken while the next is read."""
     with ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread:
         checksums: list[Future[bytes]] = []
         for layer in range(store.layer_count):
@@ -161,9 +158,8 @@ def fill_layers(
 
 
 def revision_of(model_dir: Path) -> str:
-    """A digest of the configuration and of samples of the weights: training changes nearly every one of them.
-
-    Checkpoints that differ in a few numbers only may have the same.
+    """Digest of the configuration and of samples of the weights. Training changes nearly all weights, so samples
+    suffice; checkpoints that differ in a few numbers may have the same revision.
 
     Raises:
         ConfigError: a file is missing or cannot be read.
@@ -189,7 +185,7 @@ def _all_parameters(config: ModelConfig) -> list[Parameter]:
 
 
 def tensor_places(model_dir: Path) -> dict[str, Path]:
-    """Tensor -> the file that holds it. Raises ConfigError if files or tensors are missing."""
+    """Tensor -> the file that contains it. Raises ConfigError if files or tensors are missing."""
     single, index = model_dir / _SINGLE, model_dir / _INDEX
     if index.exists():
         return _places_by_index(model_dir, index)

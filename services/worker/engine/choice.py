@@ -1,4 +1,4 @@
-"""Chooses a model's implementation from its config.json, before any tensor is read."""
+"""Chooses the implementation of a model from its config.json, before any tensor is read."""
 
 from pathlib import Path
 
@@ -34,13 +34,13 @@ def choose_model(
     attention_backend: str = "auto",
     adapted: bool = False,
 ) -> tuple[Implementation, Kernels | None]:
-    """The model, and the compiled kernels where they compute it or a part of it.
+    """Choose the implementation, and the compiled kernels if it uses them.
 
-    `adapted`: with LoRA adapters. They add to the products of each layer, which the compiled kernels compute all in one
-    call: torch's compute then.
+    `adapted`: with LoRA adapters. They modify the products inside each layer, which the compiled kernels compute in a
+    single call; torch is used then.
 
     Raises:
-        ConfigError: neither implementation serves it so.
+        ConfigError: no implementation can serve the model with these settings.
     """
     for name, value, known in (
         ("model_impl", model_impl, MODEL_IMPLS),
@@ -77,10 +77,11 @@ def choose_model(
 
 
 def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = None) -> ModelConfig | None:
-    """None: `transformers` has to compute it. With "auto" our classes compute what they can, if that is as long.
+    """Configuration for our own classes; None: `transformers` has to compute the model. "auto" uses our own classes
+    where they support the model and the wanted length.
 
     Raises:
-        ConfigError: our classes do not serve it, and were asked for by name; or it is no checkpoint.
+        ConfigError: our own classes were requested and do not support the model, or the folder is not a checkpoint.
     """
     if model_impl == "transformers":
         return None
@@ -93,7 +94,7 @@ def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = Non
         get_logger().info("not one of Ballast's own models, transformers computes it", why=str(error))
         return None
     if model_impl == "auto" and max_model_len is not None and max_model_len > config.max_position:
-        return None  # longer than a window: ours has none
+        return None  # longer than the attention window, which our classes do not implement
     return config
 
 
@@ -111,7 +112,7 @@ def _of_transformers(
 
 
 def choose_dtype(name: str, config: ModelFacts, model_dir: Path) -> torch.dtype:
-    """Raises ConfigError for a number format that nothing here computes in."""
+    """The dtype to compute in. Raises ConfigError if it is not supported."""
     if name != "auto":
         if name not in DTYPES:
             raise ConfigError("dtype", f"{name!r} is not supported; use auto or one of {', '.join(DTYPES)}")

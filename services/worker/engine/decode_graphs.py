@@ -1,12 +1,12 @@
-"""CUDA graphs of steps that are decodes alone: what all layers of a stage launch is recorded once for some numbers of
-rows, and launched by one call from then on, whatever the contexts are.
+"""CUDA graphs of decode-only steps: all launches of a range of layers are recorded once for selected numbers of rows
+and replayed by a single call, whatever the contexts.
 
-Parameters and KV keep their addresses over drops and restores, and all else that a graph reads lies where it lay when
-it was recorded, so what was recorded stays good: a range of layers is recorded when it is first executed, and never
-anew. Steps with chunks run as ever.
+Parameters and KV keep their addresses through drops and restores, and so does everything else that a graph reads, so
+graphs stay valid: a range of layers is recorded when it is first executed and never again. Steps with chunks run
+without graphs.
 
-The ranks of an instance record in lockstep, and sums over them are part of what a layer launches. What is replayed
-follows from a step's layout alone, which is the same for all.
+The ranks of an instance record in lockstep, and their all-reduces are part of the graphs. Which graph is replayed
+depends on the step's layout only, which is the same on all ranks.
 """
 
 import contextlib
@@ -22,34 +22,32 @@ from services.worker.engine.implementation import StageModel
 from services.worker.engine.packing import PackedStep
 
 _MOST_ROWS = 512
-_MOST_RANGES = 4  # beside all layers: each recording takes some MiB of the device
+_MOST_RANGES = 4  # besides all layers: each recording takes some MiB of device memory
 
 
 class Record(Protocol):
     def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
-        """Runs it once, records what it launches, and gives what launches all of that again, at the same addresses."""
+        """Run `launch` once, record its launches, and return a function that replays them at the same addresses."""
         ...
 
 
 class CudaRecord:
-    """On the stream that the engine computes on. All recordings share one pool of memory: they never run at the same
-    time.
-    """
+    """Records CUDA graphs on the engine's stream. All graphs share one memory pool, as they never run concurrently."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, launch: Callable[[], None]) -> Callable[[], None]:
-        launch()  # kernels compile and libraries choose now, since they may not while it is recorded
+        launch()  # triggers compilation and library autotuning, which are not allowed during capture
         torch.cuda.current_stream(self._device).synchronize()
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
+        # thread_local: other threads may use the device during the capture.
         graph.capture_begin(self._pool, capture_error_mode="thread_local")
         try:
             launch()
         except BaseException:
-            with contextlib.suppress(RuntimeError):  # or nothing could be launched on this stream any more
+            with contextlib.suppress(RuntimeError):  # otherwise the stream would stay in capture mode
                 graph.capture_end()
             raise
         graph.capture_end()
@@ -57,13 +55,13 @@ class CudaRecord:
 
 
 def recorder(device: torch.device) -> Record | None:
-    """None: nothing can be recorded there."""
+    """The recorder for a device; None if it supports no graphs."""
     return CudaRecord(device) if device.type == "cuda" else None
 
 
 class DecodeGraphs:
-    """The recordings of ranges of layers. That of all layers is made at once; that of another range, which a drop
-    brings, when it is first executed.
+    """CUDA graphs of ranges of layers. All layers are recorded at startup; another range, after a drop, when it is
+    first executed.
     """
 
     def __init__(
@@ -77,10 +75,10 @@ class DecodeGraphs:
         longest: int,
         block_tokens: int,
     ) -> None:
-        """`tokens` of the largest step, `sequences` of the largest of decodes alone, `longest` of the contexts.
+        """`tokens`: most tokens of a step; `sequences`: most rows of a decode-only step; `longest`: longest context.
 
         Raises:
-            ConfigError: the device does not record them.
+            ConfigError: the device cannot record the graphs.
         """
         rows = min(sequences, _MOST_ROWS)
         self._sizes = recorded_sizes(rows)
@@ -90,7 +88,7 @@ class DecodeGraphs:
         self._replays: dict[range, dict[int, Callable[[], None]]] = {}
         with torch.inference_mode():
             self._hidden_TD = model.embed(self._staged.token_ids_T[:rows], self._staged.positions_T[:rows])
-            model.reserve(max(tokens, rows))  # the buffers are part of the recordings: they may not grow afterwards
+            model.reserve(max(tokens, rows))  # graphs contain the buffers' addresses, so the buffers may not grow later
             for size in reversed(self._sizes):
                 try:
                     self._run(self._whole, size, base_block=0)
@@ -101,8 +99,8 @@ class DecodeGraphs:
                     raise ConfigError("enforce_eager", why) from error
 
     def run_layers(self, hidden_TD: torch.Tensor | None, step: PackedStep, layers: range) -> torch.Tensor | None:
-        """As of the model, from the step's tokens on if the first layer is among them. The result lies where that of
-        the next step will, unless it is what another stage is given. None: such a step is not recorded.
+        """Run the layers as the model does, including the embedding if the first layer is among them. The result is
+        overwritten by the next step unless it goes to another stage. None: such a step is not recorded.
         """
         rows = step.row_count
         if step.chunks or rows > self._sizes[-1] or not self._staged.fill(step):
@@ -114,7 +112,9 @@ class DecodeGraphs:
         return result_TD if layers.stop == self._whole.stop else result_TD.clone()
 
     def _run(self, layers: range, rows: int, base_block: int) -> None:
-        """By its recording, which is made where there is none, with the address of a block that is there now."""
+        """Replay the graph for this range and number of rows; record it first if it does not exist. `base_block` must
+        be mapped.
+        """
         if layers not in self._replays:
             others = [known for known in self._replays if known != self._whole]
             if len(others) >= _MOST_RANGES:
@@ -138,6 +138,6 @@ class DecodeGraphs:
 
 
 def recorded_sizes(rows: int) -> list[int]:
-    """Numbers of rows for which steps are recorded; others have some rows more that do nothing."""
+    """Numbers of rows for which graphs are recorded; other steps are padded to the next one."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 257, 32), *range(320, _MOST_ROWS + 1, 64)]
     return [*(size for size in sizes if size < rows), rows]

@@ -1,9 +1,9 @@
-"""A model of `transformers` whose layers run in ranges, over whatever attention it is run in.
+"""A `transformers` model that can run ranges of its layers, with a replaceable attention.
 
-Its forward is always run as a whole, and its layers are asked, one by one, whether they are in the range: those before
-and behind pass on what they are given, and the first of the range starts from the hidden states of the stage before.
-So what a family does before, behind and around its layers, it does by itself. The sequences of a step stand one after
-another as one row of a batch; only attention tells them apart, by the step that it is run in.
+Its forward always runs as a whole; each layer is wrapped and checks whether it is in the range. Layers outside pass
+their input through, and the first layer of the range starts from the hidden states of the previous stage. Everything
+that a model family does before, after and around its layers is thus its own code. The sequences of a step are
+concatenated to one row of a batch; only attention separates them, by means of the step it runs in.
 """
 
 import copy
@@ -29,24 +29,24 @@ _PROBE_ROWS = 4
 
 @dataclass(slots=True)
 class LayerRun:
-    """One pass through the model: which layers compute, and what is seen on the way."""
+    """One pass through the model: the layers to compute, and intermediate values."""
 
     first: int
     last: int
-    hidden: torch.Tensor | None = None  # what the first of them is given
-    final: torch.Tensor | None = None  # what is given to what comes behind the layers
+    hidden: torch.Tensor | None = None  # input of the first layer of the range
+    final: torch.Tensor | None = None  # input of the part after the layers
     attention: LayerAttentionStep | None = None
     layer: int = 0
     embedded: torch.Tensor | None = None
     result: torch.Tensor | None = None
-    seen: dict[int, LayerKind] | None = None  # of a probe
+    seen: dict[int, LayerKind] | None = None  # attention found by a probe, by layer
 
 
-_running = threading.local()  # `.decoder`: whose forward this thread is in
+_running = threading.local()  # `.decoder`: the one whose forward runs in this thread
 
 
 class Decoder:
-    """A model of `transformers` whose layers run in ranges."""
+    """A `transformers` model whose layers run in ranges."""
 
     def __init__(
         self,
@@ -58,20 +58,21 @@ class Decoder:
         *,
         gives_tuples: bool = False,
     ) -> None:
-        """On the meta device: without memory. `packed` parameters stay quantised, `cuts` are those of a rank's.
+        """Create the model on the meta device, without memory. `packed` parameters stay quantised; `cuts` are a rank's
+        shares.
 
         Raises:
-            ConfigError: it cannot be made, or its layers are not found.
+            ConfigError: the model cannot be created, or its layers cannot be found.
         """
         self.config = copy.deepcopy(config)
         try:
             with torch.device("meta"):
                 made: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
-        except Exception as error:  # a configuration that its class does not check
+        except Exception as error:  # its class does not validate the configuration
             raise ConfigError("config.json", f"transformers cannot make the model: {error}") from error
         self.model, self.config = made.eval(), made.config
         self.packed, self.cuts = packed or {}, cuts or {}
-        if packed or dtype == torch.float64:  # one after the other: those that are needed, in any dtype
+        if packed or dtype == torch.float64:  # expert by expert: only the selected ones, in any dtype
             self.config._experts_implementation = "eager"
         pack(self.model, self.packed, dtype)
         self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
@@ -103,7 +104,7 @@ class Decoder:
                 given = forward(hidden, *args[1:], **named)
             except ConfigError:
                 raise
-            except Exception:  # experts are chosen by numbers that a probe has not: attention has been seen by then
+            except Exception:  # routing fails on meta tensors, but attention has been recorded by then
                 if run.seen is None or index not in run.seen:
                     raise
                 return (hidden,) if self.gives_tuples else hidden
@@ -130,20 +131,20 @@ class Decoder:
         return self._run
 
     def pass_through(self, run: LayerRun, *, with_head: bool, **inputs: torch.Tensor) -> Any:
-        """The forward of the model, or of what is below its head."""
+        """Run the forward of the model, or of its base model without the head."""
         with self._running(run, _PAGED):
             return (self.model if with_head else self.model.base_model)(**inputs, use_cache=False)
 
     def reference(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """logits_TV of one sequence by `transformers` alone: its own attention, all at once."""
+        """logits_TV of one sequence computed by `transformers` alone with its own attention."""
         with self._running(None, "eager"):
             return self.model(input_ids=token_ids[None], use_cache=False).logits[0]
 
     def probe(self) -> list[LayerKind]:
-        """What attention is in each layer, found by a forward without memory.
+        """Kind of attention of each layer, found by a forward on the meta device.
 
         Raises:
-            ConfigError: a layer has another kind of state than keys and values, or cannot be run on packed rows.
+            ConfigError: a layer has a state other than keys and values, or cannot run on packed rows.
         """
         for gives_tuples in (False, True):
             self.gives_tuples = gives_tuples
@@ -154,7 +155,7 @@ class Decoder:
                     out = self.model.base_model(input_ids=ids, attention_mask=ids, use_cache=False)
             except ConfigError:
                 raise
-            except Exception as error:  # whatever the modelling code does with what it is not used to
+            except Exception as error:  # modelling code may raise anything on unusual input
                 if gives_tuples:
                     why = f"{type(self.model).__name__} does not run on packed rows: {error}"
                     raise ConfigError("config.json", why) from error
@@ -190,7 +191,7 @@ def _attend_paged(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`AttentionInterface`: heads before rows in, rows before heads out."""
+    """`AttentionInterface`: inputs have heads before rows, the output rows before heads."""
     decoder = _running.decoder
     run: LayerRun = decoder.run
     assert run.attention is not None
@@ -244,7 +245,7 @@ def _probe_mask(
     local_size: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """`AttentionMaskInterface`: a mask without contents that knows which tokens are seen, if that is known here."""
+    """`AttentionMaskInterface`: a placeholder that records which tokens are visible, where that is known."""
     mask: Any = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     mask.sees = None
     size = local_size or 8
@@ -252,7 +253,7 @@ def _probe_mask(
     points = [(q, k) for q in ends for k in sorted({*ends, q - size, q - size + 1, q - 1, q}) if k >= 0]
     try:
         seen = [bool(mask_function(*(torch.tensor(i) for i in (0, 0, q, k)))) for q, k in points]
-    except NotImplementedError:  # chunks count from the first token behind padding, a number on the meta device
+    except NotImplementedError:  # chunked masks read the first unpadded position, which has no value on meta
         if local_size and local_size == getattr(config, "attention_chunk_size", None):
             mask.sees = (None, local_size)
         return mask

@@ -1,7 +1,7 @@
-"""What a worker would make of a checkpoint, from its config.json: python -m services.worker.engine.describe DIR
+"""How a worker would serve a checkpoint, from its config.json: python -m services.worker.engine.describe DIR
 
-Prints one JSON object: the fields of `Description`, or `refused` with the reason. No tensor is read. Of a quantised
-model whose files are not there yet, sizes are those of the dense one.
+Prints one JSON object: the fields of `Description`, or `refused` with the reason. Reads no tensors. For a quantised
+model whose weight files are missing, sizes are those of the dense model.
 """
 
 import argparse
@@ -21,26 +21,26 @@ from services.worker.memory.parameters import lay_out
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Description:
-    served_by: str  # the implementation: ballast or transformers
+    served_by: str  # implementation: ballast or transformers
     architecture: str
     dtype: str
     layer_count: int
     max_model_len: int
     parameter_count: int
     quantised: str | None  # number format of quantised parameters
-    layer_bytes: int  # of all layers
+    layer_bytes: int  # all layers together
     other_bytes: int  # embedding, head
-    kv_bytes_per_token: int  # in all layers, as stored
-    kv_needed_bytes_per_token: int  # without the padding of equal slots for all layers
+    kv_bytes_per_token: int  # over all layers, as stored
+    kv_needed_bytes_per_token: int  # without the padding to slots of equal size for all layers
     windowed_layers: int
-    attention: tuple[str, ...]  # deviations from plain attention, in any layer
+    attention: tuple[str, ...]  # deviations from plain attention in any layer
 
 
 def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "auto", ranks: int = 1) -> Description:
-    """Sizes are of one rank.
+    """Describe the model; sizes are per rank.
 
     Raises:
-        ConfigError: it would be refused.
+        ConfigError: a worker would refuse it.
     """
     peers = Apart(0, ranks) if ranks > 1 else None
     served, _ = choose_model(model_dir, model_impl=model_impl, dtype=dtype, device="cpu", kernels="torch", peers=peers)

@@ -1,7 +1,7 @@
-"""A model of `transformers` divided among ranks, by the plan that its configuration has for tensor parallelism.
+"""Divides a `transformers` model among tensor-parallel ranks, by the plan in its configuration.
 
-Parameters are cut, and a module's output is summed over the ranks, or put together, where the plan says so. Only layers
-are divided: of embedding and head each rank has all.
+Parameters are sharded, and the outputs of modules are all-reduced or gathered as the plan says. Only layers are
+divided: every rank has the whole embedding and head.
 """
 
 import re
@@ -23,11 +23,11 @@ _KNOWN = ("colwise", *_GATHERED, *_SUMMED, "packed_colwise", "packed_rowwise", "
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """The share of one rank of several."""
+    """A rank of a tensor-parallel instance."""
 
     rank: int
     count: int
-    sum: Callable[[torch.Tensor], None]  # puts the sum over all ranks in the tensor's place
+    sum: Callable[[torch.Tensor], None]  # all-reduce (sum) in place
 
 
 WHOLE = Division(0, 1, lambda _: None)
@@ -35,17 +35,18 @@ WHOLE = Division(0, 1, lambda _: None)
 
 @dataclass(frozen=True, slots=True)
 class RankCut:
-    """What a rank has of a parameter: its share of each of `parts` bands along `dim`; all of it, but only the first
-    rank, where `dim` is None.
+    """A rank's share of a parameter: an equal slice of each of `parts` bands along `dim`. With `dim` None the first
+    rank has all of it and the others zeros.
     """
 
     dim: int | None
     parts: int = 1
 
     def of(self, name: str, tensor: torch.Tensor, division: Division) -> torch.Tensor:
-        """
+        """The rank's share of `tensor`.
+
         Raises:
-            ConfigError: it cannot be divided by so many.
+            ConfigError: the size is not divisible by the number of ranks.
         """
         if self.dim is None:
             return tensor if not division.rank else torch.zeros_like(tensor)
@@ -59,10 +60,10 @@ class RankCut:
 
 
 def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, RankCut]:
-    """How the parameters of a whole model are cut, by their names; those that are not named each rank has whole.
+    """Parameter name -> how it is cut. Parameters without an entry are replicated.
 
     Raises:
-        ConfigError: its class has no plan, or one with styles that are unknown here.
+        ConfigError: the model class has no tensor-parallel plan, or one with unknown styles.
     """
     plan = _plan(model, layers_name)
     name = type(model).__name__
@@ -87,7 +88,7 @@ def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, RankC
 
 
 def divide(model: Any, layers_name: str, cuts: Mapping[str, RankCut], division: Division) -> None:
-    """Leave a model without memory with a rank's share, and let its modules put shares together."""
+    """Replace the meta parameters by a rank's shares and make modules combine their outputs across ranks."""
     for name, cut in cuts.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -101,7 +102,7 @@ def divide(model: Any, layers_name: str, cuts: Mapping[str, RankCut], division: 
 
 
 def _plan(model: Any, layers_name: str) -> dict[str, str]:
-    """Of modules and parameters of layers, by patterns of their whole names."""
+    """Tensor-parallel plan of the layers: pattern of a full name -> style."""
     told: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     before, _, layers = layers_name.rpartition(".")
     inside = {pattern: style for pattern, style in told.items() if pattern.startswith(f"{layers}.")}

@@ -1,4 +1,4 @@
-"""Loading a model's parameters from the copy that another worker of this host has made, or making that copy."""
+"""Loads a model's parameters from the copy that another worker on this host has made, or makes that copy."""
 
 import hashlib
 from collections.abc import Callable
@@ -18,14 +18,14 @@ OFF = "off"
 def load(
     served: Implementation, memory: DeviceMemory, compute_here: Callable[[], None], model_dir: Path, setting: str
 ) -> SharedCopy | None:
-    """Fills all parameters. Returns the copy on the host that they came from, or that was made of them; None: there is
-    none. `setting`: that of --host-copy.
+    """Fill all parameters. Returns the host copy that was used or made; None: there is none. `setting`: value of
+    --host-copy.
 
     Raises:
-        ConfigError: the checkpoint is not what its config.json says, or the setting is none.
+        ConfigError: the checkpoint does not match its config.json, or the setting is invalid.
     """
     store = memory.parameters
-    if setting == OFF or served.name != "ballast":  # transformers' code fills more than parameters
+    if setting == OFF or served.name != "ballast":  # transformers' code also fills buffers, which are not parameters
         served.load(memory, compute_here)
         return None
     budget_bytes, root = budget_of(setting), shared_copy.ROOT
@@ -74,7 +74,7 @@ def _fill(store: ParameterStore, copy: SharedCopy) -> bool:
 
 
 def _digest(store: ParameterStore, model_dir: Path, served: Implementation) -> str:
-    """Of the checkpoint's files as they are now, of how parameters lie in memory, and of how they are checked."""
+    """Digest of the checkpoint's current files, the memory layout of the parameters and the checksum method."""
     digest = hashlib.sha256(f"{revision_of(model_dir)} {served.config.rank}/{served.config.rank_count}".encode())
     digest.update(store.checksums_by.value.encode())
     for path in sorted(set(tensor_places(model_dir).values())):

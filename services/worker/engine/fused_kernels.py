@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false
-"""The Triton kernels behind `FusedOperations`: what stands between the matrix products of a layer. Importing this
-module needs triton; nothing else may import it eagerly.
+"""The Triton kernels of `FusedOperations`: the operations between the matrix products of a layer. Importing this module
+needs triton, so import it lazily.
 
-They round where the reference rounds: to the tensors' type after a sum of residuals, before the weight of a norm, after
-each factor of a rotation and of an activation.
+Rounding matches the reference: to the tensors' dtype after adding a residual, before multiplying with a norm's weight,
+and after each factor of a rotation and of an activation.
 """
 
 import triton
@@ -20,10 +20,10 @@ def add_and_norm(
     added_row_stride,
     eps,
     SIZE: tl.constexpr,
-    SIZE_PAD: tl.constexpr,  # the next power of two
+    SIZE_PAD: tl.constexpr,  # next power of two
     HAS_ADDED: tl.constexpr,
 ):
-    """Adds to the hidden states where they lie, and normalises the sum. A program is a row."""
+    """Add to the hidden states in place and normalise the sum. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, SIZE_PAD)
     inside = dims < SIZE
@@ -41,26 +41,26 @@ def add_and_norm(
 
 @triton.jit(do_not_specialize=["base_block"])
 def rotate_and_write(
-    qkv_ptr,  # [T, N + 2K, H], rows row_stride apart; queries are rotated where they lie
+    qkv_ptr,  # [T, N + 2K, H], rows row_stride apart; queries are rotated in place
     kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H] from base_block on, contiguous
     rotary_ptr,  # [P, 2, H]: cosines, then sines with the first half negated
     positions_ptr,  # [T] int64
-    k_rows_ptr,  # [T] int64: rows of the cache seen as [B * 2 * BLOCK_TOKENS, K * H]; -1: nothing goes there
-    query_norm_ptr,  # [H]; ignored, as the next, unless HAS_NORM
+    k_rows_ptr,  # [T] int64: rows of the cache viewed as [B * 2 * BLOCK_TOKENS, K * H]; -1: not written
+    query_norm_ptr,  # [H]; ignored, like the next, unless HAS_NORM
     key_norm_ptr,
     row_stride,
     eps,
     base_block,
     HEADS: tl.constexpr,
     KV_HEADS: tl.constexpr,
-    HALF: tl.constexpr,  # of a head
-    HALF_PAD: tl.constexpr,  # the next power of two
+    HALF: tl.constexpr,  # half a head
+    HALF_PAD: tl.constexpr,  # next power of two
     BLOCK_TOKENS: tl.constexpr,
     TILE_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Normalises queries and keys where the model does, rotates them, and puts keys and values into the cache. A
-    program is a few heads of a row.
+    """Normalise queries and keys if the model does, rotate them, and write keys and values to the cache. One program
+    per few heads of a row.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
@@ -104,7 +104,7 @@ def activate(
     SIZE: tl.constexpr,  # I
     TILE: tl.constexpr,
 ):
-    """Puts SiLU(gate) * up where the gates lie. A program is a piece of a row."""
+    """Write SiLU(gate) * up over the gates. One program per piece of a row."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = dims < SIZE

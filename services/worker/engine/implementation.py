@@ -34,17 +34,17 @@ from services.worker.memory.parameters import ParameterStore, PartSpec, lay_out
 
 
 class StageModel(Protocol):
-    """A model whose layers can be executed in ranges, so that several stages share it. One step at a time."""
+    """A model that can execute ranges of its layers, so that several stages share it. One step at a time."""
 
     @property
     def layer_count(self) -> int: ...
 
     def reserve(self, rows: int) -> None:
-        """Buffers keep their addresses unless a step has more rows than these."""
+        """Size the buffers for `rows` rows. They keep their addresses unless a step has more."""
         ...
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TD, fresh memory: what comes before the first layer. For the first stage."""
+        """Input of the first layer: hidden_TD in fresh memory. First stage only."""
         ...
 
     def run_layers(
@@ -56,17 +56,17 @@ class StageModel(Protocol):
         first_layer: int,
         last_layer: int,
     ) -> torch.Tensor:
-        """Apply the layers `[first_layer, last_layer)`. The result may lie where `hidden_TD` lay, or elsewhere."""
+        """Apply the layers `[first_layer, last_layer)`. The result may or may not share memory with `hidden_TD`."""
         ...
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV. For the last stage."""
+        """logits_RV. Last stage only."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryNeeds:
-    """Memory needs of a model on a device."""
+    """Device memory needed by a model."""
 
     layers: Sequence[PartSpec]
     others: Mapping[str, PartSpec]
@@ -92,7 +92,7 @@ class MemoryNeeds:
         )
 
     def least_bytes(self, granularity_bytes: int, block_count: int) -> int:
-        """For all parameters and so many blocks, with what is lost to whole extents."""
+        """Bytes for all parameters and `block_count` blocks, including what rounding to whole extents wastes."""
         layers = [lay_out(f"layers.{i}", specs).size_bytes for i, specs in enumerate(self.layers)]
         others = [lay_out(name, specs).size_bytes for name, specs in self.others.items()]
         kv_bytes = self.kv_shape.layer_count * block_count * self.kv_shape.block_bytes
@@ -101,7 +101,7 @@ class MemoryNeeds:
 
 
 class Implementation(Protocol):
-    """One model, computed in one dtype on one device."""
+    """A model computed in one dtype on one device."""
 
     @property
     def name(self) -> str: ...
@@ -111,61 +111,61 @@ class Implementation(Protocol):
 
     @property
     def kinds(self) -> Sequence[LayerKind]:
-        """What attention is in each layer; none, where it is the same plain one in all."""
+        """Kind of attention of each layer; empty if all layers have plain attention."""
         ...
 
     @property
     def parameter_count(self) -> int:
-        """Of the whole model, over all ranks."""
+        """Number of parameters of the whole model, over all ranks."""
         ...
 
     @property
     def linears(self) -> Linears:
-        """Linear modules for LoRA adapters."""
+        """Linear modules that LoRA adapters can modify."""
         ...
 
     @property
     def quantised(self) -> str | None:
-        """Number format of parameters that stay quantised in memory, if any."""
+        """Number format of parameters kept quantised in memory, if any."""
         ...
 
     @property
     def pipelines(self) -> bool:
-        """True if ranges of layers may run on several workers. Known after the self-test of `load`."""
+        """True if ranges of layers can run on different workers. Known after the self-test of `load`."""
         ...
 
     def needs(self, block_tokens: int) -> MemoryNeeds: ...
 
     def load(self, memory: DeviceMemory, compute_here: Callable[[], None]) -> None:
-        """Fill every parameter from the checkpoint, and take the checksums of the layers.
+        """Fill every parameter from the checkpoint and take the layers' checksums.
 
         Raises:
-            ConfigError: the checkpoint is not what its config.json says.
+            ConfigError: the checkpoint does not match its config.json.
         """
         ...
 
     def read_layer(self, store: ParameterStore, layer: int) -> None:
-        """Fill a layer's parameters from the checkpoint again, on all ranks. Any thread."""
+        """Reload a layer's parameters from the checkpoint, on all ranks. Any thread."""
         ...
 
     def assemble(
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int
     ) -> tuple[StageModel, AttentionBackend]:
-        """The model over its memory, whose contents are not looked at, for contexts of up to `longest` tokens."""
+        """Build the model over its memory, without reading it, for contexts of up to `longest` tokens."""
         ...
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Verify that the loaded model matches the checkpoint; its cache is not in use yet.
+        """Verify that the loaded model matches the checkpoint. The cache must not be in use yet.
 
         Raises:
-            ConfigError: it does not.
+            ConfigError: it does not match.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BallastModel:
-    """An `Implementation`: our own classes over matrices that are joined, and padded or packed."""
+    """An `Implementation` by our own classes, with joined matrices that are padded or packed."""
 
     model_dir: Path
     config: ModelConfig
@@ -223,7 +223,7 @@ class BallastModel:
         return model, own_attention(memory.pool.backend.device, self.config, self.dtype, self.attention_backend)
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Nothing to do: these classes are tested against `transformers`."""
+        """Nothing to do: tests compare these classes with `transformers`."""
 
     @property
     def _layout(self) -> ParameterLayout:

@@ -1,8 +1,8 @@
-"""Attention that differs from layer to layer: windows, scales, soft caps, sinks, keys and values of different widths.
+"""Attention that differs between layers: windows, scales, soft caps, sinks, keys and values of different widths.
 
-The kernels of `attention`, `packed_attention` and `attention_cuda` compute layers of one kind. A step of theirs runs a
-layer if it is of that kind, or seems so as long as no context is longer than its window; torch computes all others.
-Shapes as in `attention`; E elements of a block, L head dim of the values. In a block all keys lie before all values.
+The kernels of `attention`, `packed_attention` and `attention_cuda` compute plain attention. They run a layer that is
+plain, or equivalent to plain because no context exceeds its window; torch computes all other layers. Shapes as in
+`attention`; E elements per block, L head dim of the values. In a block all keys precede all values.
 """
 
 import math
@@ -21,21 +21,21 @@ from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packing import Ints, PackedChunk, PackedStep
 from services.worker.engine.upload import upload
 
-_SCORES_BYTES = 64 << 20  # of the scores that exist at once
-_BUCKET_BYTES = 4 << 20  # of K and V that are gathered at once, on a CPU
+_SCORES_BYTES = 64 << 20  # limit for the scores in memory at once
+_BUCKET_BYTES = 4 << 20  # limit for K and V gathered at once on a CPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerKind:
-    """What attention is in a layer."""
+    """Kind of attention of a layer."""
 
     heads: int
     kv_heads: int
     key_dim: int
     value_dim: int
     scale: float
-    window: int | None = None  # tokens that a token sees, itself included
-    chunk: int | None = None  # a token sees those from the last multiple of it on
+    window: int | None = None  # number of tokens visible to a token, itself included
+    chunk: int | None = None  # chunked attention: tokens from the last multiple of this on are visible
     soft_cap: float | None = None
     has_sinks: bool = False
 
@@ -45,7 +45,7 @@ class LayerKind:
 
     @property
     def extras(self) -> tuple[str, ...]:
-        """What a kernel for plain attention has not."""
+        """Features that kernels for plain attention lack."""
         named = {
             "a window": self.window,
             "chunks": self.chunk,
@@ -56,29 +56,29 @@ class LayerKind:
         return tuple(name for name, there in named.items() if there)
 
     def first_seen(self, positions: Ints) -> Ints:
-        """The first position that each of these sees."""
+        """First visible position for each of `positions`."""
         if self.chunk is not None:
             return positions // self.chunk * self.chunk
         return np.maximum(0, positions + 1 - self.window) if self.window is not None else np.zeros_like(positions)
 
     def sees_all(self, longest: int) -> bool:
-        """Whether contexts of so many tokens are seen as a whole."""
+        """Whether every token sees its whole context, for contexts of up to `longest` tokens."""
         return longest <= min(self.window or longest, self.chunk or longest)
 
 
 class WholeSteps(Protocol):
-    """A backend of one kind of layers."""
+    """Attention backend for layers of one kind."""
 
     def prepare(self, step: PackedStep) -> AttentionStep: ...
 
 
 class LayerAttention:
-    """An `AttentionBackend` of many kinds of layers."""
+    """An `AttentionBackend` for layers of different kinds."""
 
     def __init__(self, kinds: Sequence[LayerKind], slot_elements: int, fast: WholeSteps | None) -> None:
-        """`slot_elements` a token has in each layer's cache, whatever the layer needs. `fast` computes layers that fill
-        it with keys and values of one width and that have neither soft cap nor sinks, at a scale of one over the root
-        of the head dim.
+        """`slot_elements`: elements per token in every layer's cache, sized for the largest layer. `fast` computes the
+        layers that use all of them with keys and values of equal width, without soft cap and sinks, at a scale of 1 /
+        sqrt(head dim).
         """
         self.kinds = tuple(kinds)
         self._fast = fast
@@ -103,7 +103,7 @@ class LayerAttention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the fast backend computes every layer, however long contexts are."""
+        """Whether the fast backend computes every layer for any context length."""
         return all(self._suits) and all(kind.window is None and kind.chunk is None for kind in self.kinds)
 
     @property
@@ -115,7 +115,7 @@ class LayerAttention:
 
 
 class LayerAttentionStep:
-    """One step's attention in all layers. What only some layers need is prepared at the first of them."""
+    """Attention of one step in all layers. State for particular kinds of layers is prepared on first use."""
 
     def __init__(
         self, kinds: Sequence[LayerKind], suits: Sequence[bool], fast: WholeSteps | None, step: PackedStep
@@ -137,7 +137,7 @@ class LayerAttentionStep:
         out_TNL: torch.Tensor,
         sinks_N: torch.Tensor | None = None,
     ) -> None:
-        """As `AttentionStep.run`, in a layer whose kind is known."""
+        """Like `AttentionStep.run`, for a given layer."""
         kind = self._kinds[layer]
         fast = self._fast_step(kind) if self._suits[layer] else None
         if fast is None:
@@ -161,7 +161,7 @@ class LayerAttentionStep:
         v_TKH: torch.Tensor,
         out_TNH: torch.Tensor,
     ) -> None:
-        """As in the first layer."""
+        """`attend` in the first layer."""
         self.attend(0, kv_B2TKH, q_TNH, k_TKH, v_TKH, out_TNH)
 
     def _fast_step(self, kind: LayerKind) -> AttentionStep | None:
@@ -179,7 +179,7 @@ class LayerAttentionStep:
 
 
 class _TorchStep:
-    """All kinds of layers by torch, on any device: whole blocks are gathered, what is not seen is masked."""
+    """Any kind of attention with torch, on any device: gathers whole blocks and masks invisible tokens."""
 
     def __init__(self, step: PackedStep, device: torch.device) -> None:
         self._step, self._device = step, device
@@ -214,7 +214,9 @@ class _TorchStep:
                 self._attend(kind, keys_BX, values_BX, chunk.blocks[None], positions, q_TNH[None, rows], out, sinks_N)
 
     def _buckets(self, kind: LayerKind, element_bytes: int) -> list[tuple[int, int]]:
-        """Decodes, which ascend in length, from the longest down; each not much longer than the shortest beside it."""
+        """Buckets of decodes, which are sorted by ascending length, from the longest down; limited in size and in
+        padding.
+        """
         contexts_S = self._step.decode_contexts_S
         found: list[tuple[int, int]] = []
         last = len(contexts_S)
@@ -229,7 +231,7 @@ class _TorchStep:
         return found
 
     def _parts(self, chunk: PackedChunk, q_TNH: torch.Tensor) -> list[slice]:
-        """Rows of a chunk whose scores are not too many."""
+        """Split a chunk's rows so that the scores of a part stay below the limit."""
         per_row = chunk.context_tokens * q_TNH.shape[1] * 4
         rows = max(1, _SCORES_BYTES // per_row)
         return [slice(at, min(at + rows, chunk.row_count)) for at in range(0, chunk.row_count, rows)]
@@ -245,7 +247,7 @@ class _TorchStep:
         out_SRNL: torch.Tensor,
         sinks_N: torch.Tensor | None,
     ) -> None:
-        """R rows of each of S sequences."""
+        """Attention of R rows of each of S sequences."""
         size, (count, rows) = self._step.block_tokens, positions_SR.shape
         seen_SR = kind.first_seen(positions_SR)
         first_block, end_block = int(seen_SR.min()) // size, int(positions_SR.max()) // size + 1
@@ -258,10 +260,10 @@ class _TorchStep:
         heads, groups = kind.kv_heads, q_SRNH.shape[2] // kind.kv_heads
         keys_SKCH = keys_BX.index_select(0, blocks).view(count, -1, heads, kind.key_dim).transpose(1, 2)
         values_SKCL = values_BX.index_select(0, blocks).view(count, -1, heads, kind.value_dim).transpose(1, 2)
-        # A weight of zero does not silence a NaN in slots that are no part of the sequence.
+        # A weight of zero does not mask NaN in slots that do not belong to the sequence.
         keys_SKCH.masked_fill_(unowned_SC[:, None, :, None], 0.0)
         values_SKCL.masked_fill_(unowned_SC[:, None, :, None], 0.0)
-        # The queries of a KV head stand behind one another: K and V are not copied for each.
+        # Group the queries by KV head, so that K and V are not repeated.
         q_SKXH = q_SRNH.unflatten(2, (heads, groups)).permute(0, 2, 3, 1, 4).reshape(count, heads, groups * rows, -1)
         hidden_S1XC = hidden_SRC[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
         if kind.soft_cap is None and sinks_N is None:
@@ -284,5 +286,5 @@ class _TorchStep:
 
 
 def fast_backend(backend: object) -> WholeSteps | None:
-    """None: torch computes every layer."""
+    """The backend for plain layers; None: torch computes every layer."""
     return backend if isinstance(backend, (PagedAttention, CudaAttention)) else None

@@ -47,20 +47,20 @@ DEFAULT_BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A loaded model, its memory and the runner that steps it. Close it when done."""
+    """A loaded model, its memory and the runner that executes its steps. Close it when done."""
 
     info: ModelInfo
     implementation: Implementation
     config: ModelFacts
     memory: DeviceMemory
     model: StageModel
-    kernels: Kernels | None  # None: torch's
-    threads: int  # that compute one step
+    kernels: Kernels | None  # None: torch is used
+    threads: int  # threads that compute a step
     attention: AttentionBackend
     sampler: AnySampler
     runner: ModelRunner
-    grammars: Grammars | None  # None: there is no tokenizer
-    compute_here: Callable[[], None]  # to be called by a thread before it steps; the loading thread has done so
+    grammars: Grammars | None  # None: the model has no tokenizer
+    compute_here: Callable[[], None]  # must be called by a thread before it runs steps; the loading thread has done so
     host_copy: HostCopy = field(default_factory=lambda: HostCopy(_to_host, _from_host))
 
     @property
@@ -76,8 +76,8 @@ class Engine:
         return self.runner.step(batch, block_tables)
 
     def read_layer(self, layer: int) -> None:
-        """Fill a layer's parameters again: from host memory if they were kept there, else from the checkpoint. Any
-        thread; the layer is not executed meanwhile.
+        """Reload a layer's parameters, from host memory if kept there, otherwise from the checkpoint. Any thread; the
+        layer must not be executed meanwhile.
         """
         if self.host_copy.fill(self.memory.parameters, layer):
             return
@@ -132,38 +132,37 @@ def load_engine(
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
-    `model_impl`: "ballast" are our own classes, "transformers" its modelling code over our memory, "auto" ours for what
-    they know and the other for the rest.
+    `model_impl`: "ballast": our own classes; "transformers": its modelling code over our memory; "auto": our own
+    classes where they support the model.
 
-    `dtype` "auto" is the checkpoint's own. `max_model_len` None is the longest that the model allows. `threads` is
-    with how many one step is computed, in this whole process (None: as it is). `kernels`: "native" are the compiled
-    ones, "torch" those of torch, and "auto" the compiled ones wherever they can be used. `backend`: memory of that
-    device which is to be had in another way than usual.
+    `dtype`: "auto": the checkpoint's own. `max_model_len`: None: the model's maximum. `threads`: number of threads that
+    compute a step, set for the whole process (None: unchanged). `kernels`: "native": the compiled ones; "torch":
+    torch's; "auto": the compiled ones where possible. `backend`: replaces the default memory backend of the device.
 
-    On a GPU the `largest` steps are run before the parameters are loaded: what they need is not dealt out. Without
-    `device_memory_bytes` parameters and KV get what they, and links with `links_bytes`, leave of
-    `gpu_memory_utilization`.
+    On a GPU the `largest` steps are run before the parameters are loaded, to measure their memory, which is reserved.
+    Without `device_memory_bytes`, parameters and KV get the `gpu_memory_utilization` share of the device, less these
+    steps and `links_bytes` for links.
 
-    On a GPU steps of decodes are recorded, for as many rows as the `largest` has, unless `enforce_eager` says not to.
-    `attention_backend`: "triton" are our own kernels, which "auto" takes, since FlashInfer's were never run on a GPU by
-    us; "flashinfer" are those, and with them nothing is recorded.
+    On a GPU decode-only steps of up to the `largest` number of rows are recorded as CUDA graphs unless `enforce_eager`
+    is set. `attention_backend`: "triton": our own kernels, also the choice of "auto", since we never ran FlashInfer's
+    on a GPU; "flashinfer": without CUDA graphs.
 
-    `host_copy`: "off", "auto" or bytes that it may take. Then the parameters come from a copy in the memory of this
-    host, if a worker has made one, and else one is made.
+    `host_copy`: "off", "auto" or its maximum size in bytes. Unless off, the parameters are loaded from a copy in this
+    host's memory, which is made if no worker has made it yet.
 
-    `lora_modules`: folders of LoRA adapters, by name. They take memory of their own from the same budget.
+    `lora_modules`: folders of LoRA adapters, by name. Their memory is part of the budget.
 
-    With `peers` this is one rank of a tensor-parallel instance and loads its share; the facts told of the model are
-    those of all ranks together.
+    With `peers` this is one rank of a tensor-parallel instance and loads its share; reported facts of the model cover
+    all ranks.
 
     Raises:
-        ConfigError: the checkpoint cannot be served as asked, or the device has not the memory.
+        ConfigError: the checkpoint cannot be served with these settings, or the device lacks the memory.
     """
     bound_kernel_caches()
     index = gpu_index(device)
     compute_here = own_stream(torch.device("cpu") if index is None else torch.device("cuda", index))
-    compute_here()  # what the largest steps take is kept for the stream that they run on
-    if index is not None:  # sums of products that are split over programs are added in float32 then
+    compute_here()  # torch's allocator keeps the memory of the largest steps for the stream they run on
+    if index is not None:  # makes cuBLAS reduce split products in float32
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     served, native = choose_model(
@@ -187,7 +186,7 @@ def load_engine(
         if largest is not None:
             beside_bytes = beside(open_cuda(index), meter, served, block_tokens, longest, largest, recorded)
             gc.collect()
-            torch.cuda.empty_cache()  # of recordings that were made to be measured
+            torch.cuda.empty_cache()  # of recordings made for the measurement
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
@@ -252,11 +251,11 @@ def beside(
     largest: Largest,
     recorded: Largest | None = None,
 ) -> int:
-    """What the largest steps take beside parameters and KV: activations, the sampler's tables, and what libraries and
-    compiled kernels keep. torch's allocator keeps it for them. The backend is closed afterwards.
+    """Measure the memory that the largest steps need beside parameters and KV: activations, the sampler's tables, and
+    memory held by libraries and compiled kernels. torch's allocator keeps it reserved. Closes the backend.
 
     Raises:
-        ConfigError: the device has not the memory for parameters and one such step.
+        ConfigError: parameters and one such step do not fit into the device's memory.
     """
     needs = served.needs(block_tokens)
     block_count = blocks_needed(largest, block_tokens, longest)
@@ -290,7 +289,7 @@ def _assemble(
         cast(Adaptable, model).adapt(lora)
     sampler = _sampler(device, config, grammars, native)
     graphs, record = None, recorder(device)
-    # What FlashInfer plans on the host for each step is not recorded.
+    # FlashInfer plans each step on the host, which a graph cannot contain.
     if recorded is not None and record is not None and isinstance(attention, CudaAttention):
         graphs = DecodeGraphs(
             model,
@@ -312,7 +311,7 @@ def _load_adapters(adapters: Sequence[AdapterFiles], dtype: torch.dtype, device:
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy; locked in memory where a device reads it several times as fast then."""
+    """Copy to host memory; page-locked if copied from a GPU, which makes reading it back several times as fast."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda).copy_(tensor)
 
 
@@ -323,14 +322,14 @@ def _from_host(target: torch.Tensor, source: torch.Tensor) -> None:
 def _set_threads(threads: int | None, native: Kernels | None) -> int:
     if threads is None:
         return torch.get_num_threads() if native is None else native.threads
-    torch.set_num_threads(threads if native is None else 1)  # its own wait in a loop, and have little to do then
+    torch.set_num_threads(threads if native is None else 1)  # torch's threads would busy-wait beside ours
     if native is not None:
         native.threads = threads
     return threads
 
 
 def _grammars(model_dir: Path, config: ModelFacts) -> Grammars | None:
-    """None without a tokenizer: such a model serves token ids only."""
+    """The grammars of the model's tokenizer; None without one: such a model serves token ids only."""
     file = model_dir / "tokenizer.json"
     return Grammars(file, config.vocab_size, config.eos_token_ids) if file.is_file() else None
 
@@ -351,7 +350,7 @@ def _backend(device: str) -> MemoryBackend:
 
 
 def _compute_from_now_on(compute_here: Callable[[], None], device: torch.device) -> None:
-    """Each thread has a handle of cuBLAS and memory for it, which are made here, and not in somebody's first step."""
+    """Create this thread's cuBLAS handle and workspace now instead of in its first step."""
     compute_here()
     if device.type == "cuda":
         some = torch.zeros(16, 16, dtype=torch.bfloat16, device=device)

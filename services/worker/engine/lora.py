@@ -1,7 +1,7 @@
-"""LoRA adapters in memory, and what they add to a step: `(x @ A.T) @ B.T`, for the rows of the sequences that have one.
+"""LoRA adapters in memory: they add `(x @ A.T) @ B.T` to the rows of sequences that use one.
 
-They stay in memory for all layers on every member of a group, whichever layers it computes: a few MiB each. So a drop
-or a restore does not touch them. Legend: R rows of one adapter among the T rows of a step.
+Every member of a group keeps all layers of every adapter, a few MiB each, whichever layers it computes, so that drops
+and restores do not affect adapters. Legend: R rows of one adapter among the T rows of a step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,11 +22,11 @@ from services.worker.engine.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one linear module, whose outputs begin at a column of a joined product."""
+    """What one adapter adds to one linear module, whose output starts at `first_column` of a joined product."""
 
     first_column: int
     a_rD: torch.Tensor
-    b_Or: torch.Tensor  # times the adapter's scale
+    b_Or: torch.Tensor  # premultiplied by the adapter's scale
 
     def add_to(self, x_RD: torch.Tensor, rows_R: torch.Tensor, out_TO: torch.Tensor) -> None:
         added_RO = torch.mm(torch.mm(x_RD, self.a_rD.t()), self.b_Or.t())
@@ -34,11 +34,11 @@ class LowRank:
         out_TO[:, columns].index_add_(0, rows_R, added_RO)
 
 
-Product = Sequence[Sequence[LowRank]]  # by adapter: what it adds to one matrix product
+Product = Sequence[Sequence[LowRank]]  # adapter index -> its additions to one matrix product
 
 
 class Lora:
-    """All adapters of an engine, and which rows of the present step have which. Used by one thread at a time."""
+    """All adapters of an engine, and the rows of the current step that use each. Used by one thread at a time."""
 
     def __init__(self, adapters: Sequence[AdapterFiles], dtype: torch.dtype, device: torch.device) -> None:
         self.adapters = tuple(adapters)
@@ -50,11 +50,11 @@ class Lora:
 
     @property
     def modules(self) -> set[str]:
-        """That any of them adds to."""
+        """Names of the modules that any adapter modifies."""
         return {module for one in self.adapters for module in one.ranks}
 
     def product(self, modules: Iterable[tuple[str, int]]) -> Product:
-        """Of modules that are computed as one matrix: name and first column of each."""
+        """Additions to the product of modules computed as one matrix, given as (name, first column)."""
         modules = tuple(modules)
         return [
             [LowRank(column, *matrices[module]) for module, column in modules if module in matrices]
@@ -76,7 +76,7 @@ class Lora:
         self._of.clear()
 
     def lay_out(self, slices: Sequence[Slice], packed: PackedStep) -> bool:
-        """From now on it is this step. Returns whether any of its rows has an adapter."""
+        """Assign the step's rows to adapters. Returns whether any row has one."""
         found: dict[int, list[np.ndarray]] = {}
         for part, first in zip(slices, packed.first_rows.tolist(), strict=True) if self._of else ():
             if (index := self._of.get(part.sequence_id)) is not None:
@@ -86,7 +86,7 @@ class Lora:
         return bool(found)
 
     def adapt(self, model: nn.Module) -> None:
-        """Behind each of its linear modules that an adapter adds to, for rows as one sequence of a batch."""
+        """Add forward hooks to the model's modified linear modules, for packed rows as one sequence of a batch."""
         for name in sorted(self.modules):
             product = self.product([(name, 0)])
 
@@ -97,7 +97,7 @@ class Lora:
             model.get_submodule(name).register_forward_hook(add)
 
     def add_to(self, product: Product, x_TD: torch.Tensor, out_TO: torch.Tensor) -> None:
-        """Add to the product of `x_TD` with the model's own matrix, where it lies."""
+        """Add to `out_TO`, the product of `x_TD` with the model's own matrix, in place."""
         for adapter, rows_R in self._rows:
             if parts := product[adapter]:
                 x_RD = x_TD.index_select(0, rows_R)
@@ -106,13 +106,13 @@ class Lora:
 
 
 class Adaptable(Protocol):
-    """A model that can be computed with adapters."""
+    """A model that supports adapters."""
 
     def adapt(self, lora: Lora) -> None: ...
 
 
 def linears_of(model: nn.Module, layers_name: str) -> dict[str, tuple[int, int]]:
-    """Linear modules of a model's layers, by name: outputs, inputs."""
+    """Linear modules in a model's layers: name -> (outputs, inputs)."""
     named = model.named_modules()
     found = {n: m for n, m in named if isinstance(m, nn.Linear) and n.startswith(f"{layers_name}.")}
     return {name: (module.out_features, module.in_features) for name, module in found.items()}
@@ -123,7 +123,7 @@ def bytes_of(adapters: Iterable[AdapterFiles], dtype: torch.dtype) -> int:
 
 
 def _read(adapter: AdapterFiles, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Module -> A and B, which is multiplied by the scale before it is rounded."""
+    """Module -> (A, B), B multiplied by the scale before rounding."""
     found: dict[str, tuple[torch.Tensor, ...]] = {}
     with safe_open(adapter.folder / WEIGHTS, framework="pt") as opened:
         for module in adapter.ranks:

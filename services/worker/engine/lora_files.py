@@ -1,6 +1,6 @@
-"""LoRA adapters as `peft` writes them: what is in their folders, before a tensor is read. Free of torch.
+"""LoRA adapter folders as `peft` writes them, read without loading tensors. Does not import torch.
 
-Everything in `adapter_config.json` that would change what is computed is either followed or refused by its name.
+Every key of `adapter_config.json` that would change the computation is either supported or rejected by name.
 """
 
 import hashlib
@@ -19,11 +19,11 @@ from ballast.common.sampling import MAX_ADAPTER_CHARS
 from services.worker.engine.model_config import ModelConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-Linears = Mapping[str, tuple[int, int]]  # linear modules of a model's layers, by name: outputs, inputs
+Linears = Mapping[str, tuple[int, int]]  # linear modules in a model's layers: name -> (outputs, inputs)
 
 _KEY = re.compile(r"base_model\.model\.(.+)\.lora_([AB])\.weight")
 _FOLLOWED = {"peft_type", "r", "lora_alpha", "use_rslora"}
-# They say how it was trained, or what its tensors say by themselves.
+# Keys about training, or redundant with the tensors.
 _SAYING_NOTHING = {
     "auto_mapping",
     "base_model_name_or_path",
@@ -44,7 +44,7 @@ _SAYING_NOTHING = {
     "target_modules",
     "task_type",
 }
-_BASE_CHANGED_BY = ("pissa", "olora", "corda", "loftq")  # ways to begin that change the model's own weights
+_BASE_CHANGED_BY = ("pissa", "olora", "corda", "loftq")  # initialisations that modify the base weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class AdapterFiles:
     """One adapter's folder.
 
     Attributes:
-        name: What requests call it by.
-        scale: By which its products are multiplied.
-        ranks: Of the modules that it adds to, by their names.
-        element_count: Of all its tensors.
-        revision: A digest of its files.
+        name: Its name in requests.
+        scale: Factor of its products.
+        ranks: Rank by name of modified module.
+        element_count: Number of elements of all its tensors.
+        revision: Digest of its files.
     """
 
     name: str
@@ -71,12 +71,12 @@ class AdapterFiles:
         return max(self.ranks.values())
 
     def key(self, module: str, which: str) -> str:
-        """The name of a tensor, `which` is A or B."""
+        """Name of the tensor; `which` is A or B."""
         return f"base_model.model.{module}.lora_{which}.weight"
 
 
 def own_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
-    """Of the models that Ballast computes by its own classes."""
+    """Linear modules of models with our own classes."""
     hidden, inner = config.hidden_size, config.intermediate_size
     sizes = {
         "self_attn.q_proj": (config.query_size, hidden),
@@ -91,10 +91,10 @@ def own_linears(config: ModelConfig) -> dict[str, tuple[int, int]]:
 
 
 def read_adapters(modules: Mapping[str, Path], linears: Linears | None) -> list[AdapterFiles]:
-    """The adapters of `--lora-modules`, by name. `linears` None: what they add to is not looked at.
+    """The adapters of `--lora-modules`, sorted by name. `linears` None: the modified modules are not validated.
 
     Raises:
-        ConfigError: one of them cannot be served beside this model; it says which, and why.
+        ConfigError: an adapter cannot be served with this model; the message says which, and why.
     """
     return [_read(name, modules[name], linears) for name in sorted(modules)]
 

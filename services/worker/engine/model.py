@@ -1,8 +1,8 @@
 """The forward pass of a stage: the layers `[first, last)` of a decoder-only transformer over packed tokens.
 
-Shapes: T packed rows, D hidden size, N query heads, K KV heads, H head dim, I size inside the MLP, V vocabulary,
-R rows whose logits are wanted. Weights are [out, in], outputs perhaps padded. Where torch can, results of the large
-products go to buffers that live as long as the model: on a CPU, fresh memory may cost a page fault per 4 KiB.
+Shapes: T packed rows, D hidden size, N query heads, K KV heads, H head dim, I size inside the MLP, V vocabulary, R rows
+whose logits are computed. Weights are [out, in], with outputs possibly padded. Large products are written to buffers
+that live as long as the model: on a CPU, fresh memory may cost a page fault per 4 KiB.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -25,7 +25,7 @@ _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn,
 
 @dataclass(frozen=True, slots=True)
 class _Layer:
-    """One layer's parameters and its KV. The tensors are made once and stay valid over remaps."""
+    """A layer's parameters and its KV. The tensors are created once and stay valid through remaps."""
 
     kv_B2TKH: torch.Tensor
     attention_norm_D: torch.Tensor
@@ -43,7 +43,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _AdaptedLayer:
-    """What adapters add to one layer's products."""
+    """The adapters' additions to one layer's products."""
 
     qkv: Product
     output: Product
@@ -62,7 +62,7 @@ class _Buffers:
 
 
 class Model:
-    """A model whose layers can be executed in ranges, so that several stages share it.
+    """A model that can execute ranges of its layers, so that several stages share it.
 
     Not thread-safe: one step at a time.
     """
@@ -92,7 +92,7 @@ class Model:
         self._adapted: list[_AdaptedLayer] = []
 
     def adapt(self, lora: Lora) -> None:
-        """Set the adapters, whose rows are laid out for each step."""
+        """Set the adapters; `Lora.lay_out` assigns rows to them for each step."""
         config, self._lora = self._config, lora
         for index in range(config.layer_count):
             attention, mlp = f"model.layers.{index}.self_attn.", f"model.layers.{index}.mlp."
@@ -111,12 +111,12 @@ class Model:
         return len(self._layers)
 
     def reserve(self, rows: int) -> None:
-        """Buffers stay where they are unless a step has more rows than these."""
+        """Size the buffers for `rows` rows. They are reallocated only if a step has more."""
         if rows > self._buffers.qkv.shape[0]:
             self._buffers = self._make_buffers(rows)
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TD, fresh memory. For the first stage."""
+        """hidden_TD in fresh memory. First stage only."""
         return self._embedding_VD.index_select(0, token_ids_T)
 
     def run_layers(
@@ -128,13 +128,13 @@ class Model:
         first_layer: int,
         last_layer: int,
     ) -> torch.Tensor:
-        """Apply the layers `[first_layer, last_layer)`. The result may lie where `hidden_TD` lay, or elsewhere."""
+        """Apply the layers `[first_layer, last_layer)`. The result may or may not share memory with `hidden_TD`."""
         config, rows = self._config, hidden_TD.shape[0]
         hidden_TD = self._pad(hidden_TD)
         padded = hidden_TD.shape[0]
         self.reserve(padded)
         buffers, operations = self._buffers, self._operations
-        buffers.attended[rows:padded].zero_()  # attention does not see them; they stay finite
+        buffers.attended[rows:padded].zero_()  # attention does not write padding rows; keep them finite
         rotation = operations.rotation(positions_T)
         added_TD: torch.Tensor | None = None
         lora = self._lora
@@ -165,7 +165,7 @@ class Model:
         return hidden_TD[:rows] if added_TD is None else hidden_TD.add_(added_TD)[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV. For the last stage."""
+        """logits_RV. Last stage only."""
         normed_RD = self._operations.norm(self._pad(hidden_RD), None, self._final_norm_D)
         logits = _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
@@ -178,7 +178,7 @@ class Model:
         return projected[:, : self._config.hidden_size]
 
     def _pad(self, hidden_TD: torch.Tensor) -> torch.Tensor:
-        """With rows of zeros behind, if that spares compiling kernels for one more number of rows."""
+        """Pad with rows of zeros if that avoids compiling kernels for another number of rows."""
         added = padded_rows(hidden_TD.shape[0]) - hidden_TD.shape[0] if hidden_TD.device.type == "cpu" else 0
         return F.pad(hidden_TD, (0, 0, 0, added)) if added else hidden_TD
 
@@ -225,7 +225,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
 
 
 def _onednn_suits(x: torch.Tensor) -> bool:
-    """Whether oneDNN is faster than MKL, which torch takes by itself: by a tenth, and by a third with few rows and a
-    matrix stored as [in, out]; not with one row.
+    """Whether oneDNN is faster than MKL, torch's default: by 10 %, or by a third with few rows and a matrix stored as
+    [in, out]; not with a single row.
     """
     return _HAS_ONEDNN and x.dtype == torch.float32 and x.shape[0] > 1 and x.device.type == "cpu"

@@ -1,6 +1,6 @@
 """config.json of a Hugging Face checkpoint, reduced to what the forward pass needs.
 
-Defaults for absent keys are those of the architecture's configuration class, since checkpoints rely on them.
+Missing keys get the defaults of the architecture's configuration class, on which checkpoints rely.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ Json = Mapping[str, object]
 class RopeKind(StrEnum):
     DEFAULT = "default"
     LINEAR = "linear"
-    DYNAMIC = "dynamic"  # equal to default up to max_position_embeddings, beyond which nothing is served
+    DYNAMIC = "dynamic"  # equals default up to max_position_embeddings, the longest length served
     LLAMA3 = "llama3"
 
 
@@ -37,21 +37,21 @@ class RopeConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """What is known of a model whatever computes it."""
+    """Facts about a model that do not depend on the implementation."""
 
     architecture: str
     vocab_size: int
     layer_count: int
-    max_position: int  # the longest sequence the model can hold, prompt and output
+    max_position: int  # longest sequence, prompt and output together
     eos_token_ids: tuple[int, ...]
-    checkpoint_dtype: str | None  # as config.json names it
+    checkpoint_dtype: str | None  # as named in config.json
     rank: int = 0
     rank_count: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig(ModelFacts):
-    """With tensor parallelism heads and the MLP's inner size are those of one rank."""
+    """Configuration of a model; with tensor parallelism, heads and the MLP's inner size are those of one rank."""
 
     hidden_size: int
     intermediate_size: int
@@ -67,10 +67,10 @@ class ModelConfig(ModelFacts):
     has_qk_norm: bool
 
     def of_rank(self, rank: int, rank_count: int) -> "ModelConfig":
-        """The share of one rank: of heads, of KV heads, and of the MLP.
+        """The share of one rank: of heads, KV heads and the MLP.
 
         Raises:
-            ConfigError: they cannot be divided by so many.
+            ConfigError: they are not divisible by the number of ranks.
         """
         shares = {
             "attention heads": self.head_count,
@@ -101,13 +101,13 @@ class ModelConfig(ModelFacts):
 
 @dataclass(frozen=True, slots=True)
 class _Family:
-    """What config.json need not say because the architecture implies it."""
+    """Properties that an architecture implies and config.json may omit."""
 
-    kv_head_count: int | None  # None: as many as query heads
+    kv_head_count: int | None  # None: same as query heads
     head_dim: int | None  # None: hidden / heads
     default_window: int | None
     max_position: int
-    qkv_bias: bool | None  # None: config.json's attention_bias decides
+    qkv_bias: bool | None  # None: attention_bias in config.json decides
     output_bias: bool | None
     mlp_bias: bool | None
     qk_norm: bool
@@ -122,10 +122,10 @@ _FAMILIES = {
 
 
 def read_model_config(model_dir: Path) -> ModelConfig:
-    """Read config.json and, where there is one, generation_config.json.
+    """Read config.json and, if present, generation_config.json.
 
     Raises:
-        ConfigError: naming the file and the key, if the checkpoint is not one that can be served exactly.
+        ConfigError: the checkpoint cannot be served exactly; the message names file and key.
     """
     path = model_dir / "config.json"
     config = _Reader(path, read_json(path))
@@ -152,7 +152,7 @@ def read_model_config(model_dir: Path) -> ModelConfig:
         head_count=head_count,
         kv_head_count=kv_head_count,
         head_dim=head_dim,
-        # Up to the window's length, windowed attention is full attention.
+        # Up to the window's length, windowed attention equals full attention.
         max_position=max_position if window is None else min(max_position, window),
         rms_norm_eps=config.positive("rms_norm_eps", 1e-6),
         rope=_rope(config, max_position),
@@ -167,16 +167,16 @@ def read_model_config(model_dir: Path) -> ModelConfig:
 
 
 def read_eos_token_ids(model_dir: Path) -> tuple[int, ...]:
-    """Those of generation_config.json or, without it, of config.json. Errors as in `read_model_config`."""
+    """End-of-sequence ids from generation_config.json or, without it, config.json. Errors as in `read_model_config`."""
     path = model_dir / "config.json"
     return _eos_token_ids(model_dir, _Reader(path, read_json(path)))
 
 
 def read_json(path: Path) -> Json:
-    """The object in a JSON file.
+    """Read a JSON object from a file.
 
     Raises:
-        ConfigError: no such file, not JSON, or not an object.
+        ConfigError: the file does not exist, is not JSON or contains no object.
     """
     try:
         value: object = json.loads(path.read_bytes())
@@ -192,7 +192,7 @@ def read_json(path: Path) -> Json:
 
 
 class _Reader:
-    """Typed access to the keys of one JSON object, with errors that name file and key."""
+    """Typed access to the keys of a JSON object; errors name file and key."""
 
     def __init__(self, path: Path, values: Json, prefix: str = "") -> None:
         self._path, self._values, self._prefix = path, values, prefix
@@ -277,7 +277,7 @@ def _sliding_window(config: _Reader, family: _Family) -> int | None:
     if family.default_window is None:
         return None
     switched = config.get("use_sliding_window")
-    if family.qkv_bias is False:  # Mistral has no switch: a window that is set, or absent, is used
+    if family.qkv_bias is False:  # Mistral has no switch for its window: a window that is set is used
         if config.has("sliding_window") and config.get("sliding_window") is None:
             return None
     elif not switched:
@@ -334,7 +334,9 @@ def _eos_token_ids(model_dir: Path, config: _Reader) -> tuple[int, ...]:
 
 
 def longest_of(config: Any) -> int | None:
-    """Where rotation depends on how long the longest sequence of a batch is (longrope), only what does not."""
+    """Maximum sequence length. With longrope, whose rotation depends on the longest sequence of a batch, only the
+    length up to which it does not.
+    """
     longest = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}
     sections = [rope, *(section for section in rope.values() if isinstance(section, dict))]

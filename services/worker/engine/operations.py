@@ -1,6 +1,6 @@
 """Operations between the matrix products of a layer: norms, residuals, rotary embedding, KV cache, activation.
 
-Shapes as in `model`. Both implementations round alike; their sums may differ in the last bit.
+Shapes as in `model`. Both implementations round at the same points; sums may differ in the last bit.
 """
 
 import importlib
@@ -18,7 +18,7 @@ from services.worker.engine.rotary import rotary_table
 
 _TILE_HEADS = 8
 _TILE_ELEMENTS = 1024
-_ELEMENTS_PER_WARP = 512  # of a row that is normalised: 16 in each thread's registers
+_ELEMENTS_PER_WARP = 512  # of a normalised row: 16 in the registers of each thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class HeadNorms:
 
 class Operations(Protocol):
     def norm(self, hidden_TD: torch.Tensor, added_TD: torch.Tensor | None, weight_D: torch.Tensor) -> torch.Tensor:
-        """Add to the hidden states, where they lie, and give their sum normalised."""
+        """Add `added_TD` to the hidden states in place and return the normalised sum."""
         ...
 
     def rotation(self, positions_T: torch.Tensor) -> torch.Tensor:
@@ -39,22 +39,22 @@ class Operations(Protocol):
     def attend(
         self,
         kv_B2TKH: torch.Tensor,
-        qkv: torch.Tensor,  # [T, N + 2K, H]; may be changed
+        qkv: torch.Tensor,  # [T, N + 2K, H]; may be overwritten
         norms: HeadNorms | None,
         rotation: torch.Tensor,
         attention: AttentionStep,
         out_TNH: torch.Tensor,
     ) -> None:
-        """Rotate queries and keys, put keys and values into the cache, and attend."""
+        """Rotate queries and keys, write keys and values to the cache, and attend."""
         ...
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """activated_TI of [T, 2I and padding], which may be changed."""
+        """activated_TI from [T, 2I and padding], which may be overwritten."""
         ...
 
 
 class TorchOperations:
-    """By torch, on any device and in any dtype."""
+    """Operations with torch, on any device and in any dtype."""
 
     def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
         self._config = config
@@ -95,13 +95,12 @@ class TorchOperations:
 
 
 class FusedOperations:
-    """By Triton on a GPU: one launch for each norm with its residual, for rotation with the KV, for the activation."""
+    """Operations with Triton on a GPU: one launch per norm with its residual, for rotation with the KV write, and for
+    the activation.
+    """
 
     def __init__(self, config: ModelConfig, max_model_len: int, dtype: torch.dtype, device: torch.device) -> None:
-        """
-        Raises:
-            ConfigError: triton is not installed.
-        """
+        """Raises ConfigError if triton is not installed."""
         try:
             self._kernels: Any = importlib.import_module("services.worker.engine.fused_kernels")
         except ImportError as error:
@@ -162,7 +161,7 @@ class FusedOperations:
 
 
 def norm_constants(size: int, *, has_added: bool) -> dict[str, Any]:
-    """What the kernel is compiled for: these two variants, and no other."""
+    """Compile-time constants of the kernel: one variant with and one without `added_TD`."""
     padded = power_of_two(size)
     warps = min(16, max(1, padded // _ELEMENTS_PER_WARP))
     return {"SIZE": size, "SIZE_PAD": padded, "HAS_ADDED": has_added, "num_warps": warps}
@@ -197,7 +196,9 @@ def _fused_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.
 
 
 def _reference_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """RMS norm rounded as by the reference: in float32 even for float64, back to the dtype before the weight."""
+    """RMS norm with the reference's rounding: computed in float32 even for float64, converted before multiplying the
+    weight.
+    """
     wide = x.float()
     normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
     return weight * normed.to(x.dtype)

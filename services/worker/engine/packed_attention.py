@@ -1,4 +1,4 @@
-"""Attention by the compiled kernels: over block tables, where K and V lie, without gathering or masks."""
+"""Attention with the compiled kernels: reads K and V in place through block tables, without gathers or masks."""
 
 from collections.abc import Callable, Sequence
 
@@ -19,24 +19,26 @@ class PagedAttention:
         self._kernels = kernels
 
     def prepare(self, step: PackedStep, first_seen: FirstSeen | None = None) -> "PagedAttentionStep":
-        """`first_seen`: of positions, the first one that each sees. Rows of a chunk share nothing that is read then."""
+        """`first_seen`: maps positions to the first visible position of each. With it every row of a chunk is computed
+        on its own.
+        """
         return PagedAttentionStep(self._kernels, step, first_seen)
 
 
 class PagedAttentionStep:
-    """An `AttentionStep`. A model that knows it runs attention inside of its layers."""
+    """An `AttentionStep`. `PackedModel` runs its attention inside the kernel of the layers."""
 
     def __init__(self, kernels: Kernels, step: PackedStep, first_seen: FirstSeen | None = None) -> None:
         self._kernels = kernels
         self._slots = np.ascontiguousarray(step.slots_T)
         self._fields = _span_fields(step) if first_seen is None else _row_fields(step, first_seen)
         self._blocks = _joined(step)
-        # What the kernels read, in memory that lives as long as this.
+        # Arguments of the kernels; the memory lives as long as this object.
         self.spans = Spans(len(self._fields), self._fields.ctypes.data, self._blocks.ctypes.data)
 
     @property
     def slots(self) -> int:
-        """The address of where each row's K and V go."""
+        """Address of the cache slots where K and V of each row are written."""
         return self._slots.ctypes.data
 
     def run(
@@ -66,7 +68,7 @@ class PagedAttentionStep:
 
 
 def _span_fields(step: PackedStep) -> Ints:
-    """Decodes first, as the rows are."""
+    """Spans in the order of rows: decodes first."""
     decodes, chunks = step.decode_count, step.chunks
     width = step.decode_blocks_SW.shape[1]
     fields = np.zeros((decodes + len(chunks), len(SPAN_FIELDS)), np.int64)
@@ -81,7 +83,7 @@ def _span_fields(step: PackedStep) -> Ints:
 
 
 def _row_fields(step: PackedStep, first_seen: FirstSeen) -> Ints:
-    """A span for each row, with what that row sees."""
+    """One span per row, limited to the tokens visible to it."""
     spans = _span_fields(step)
     counts = spans[:, 1]
     fields = spans.repeat(counts, axis=0)

@@ -1,7 +1,7 @@
-"""The forward pass by the compiled kernels, over matrices packed for them. Shapes as in `model`.
+"""The forward pass with the compiled kernels, over matrices packed for them. Shapes as in `model`.
 
-One call computes all layers of a step, without the interpreter. Every row is computed alike whatever stands beside it:
-the same bits in whatever batch, and a prompt in chunks of whatever size.
+One call computes all layers of a step without the GIL. A row is computed the same way whatever the rest of the batch:
+its bits depend neither on the batch nor on the chunk sizes of a prompt.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from services.worker.memory.parameters import ParameterStore
 
 @dataclass(frozen=True, slots=True)
 class _Buffers:
-    """Memory for as many rows as the largest step so far had."""
+    """Memory for as many rows as the largest step so far."""
 
     normed: torch.Tensor
     qkv: torch.Tensor
@@ -32,7 +32,7 @@ class _Buffers:
 
 
 class PackedModel:
-    """The counterpart of `Model`: layers can be executed in ranges; one step at a time."""
+    """Counterpart of `Model`: executes ranges of layers, one step at a time."""
 
     def __init__(
         self, config: ModelConfig, parameters: ParameterStore, kv: KvCache, kernels: Kernels, *, max_model_len: int
@@ -70,13 +70,13 @@ class PackedModel:
         return len(self._layers)
 
     def reserve(self, rows: int) -> None:
-        """Buffers stay where they are unless a step has more rows than these."""
+        """Size the buffers for `rows` rows. They are reallocated only if a step has more."""
         if rows > self._buffers.qkv.shape[0]:
             self._buffers = self._make_buffers(rows)
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TD, fresh memory. For the first stage."""
-        if self._head is self._embedding:  # packed, since the head multiplies with it
+        """hidden_TD in fresh memory. First stage only."""
+        if self._head is self._embedding:  # packed, since it is also the head
             return self._kernels.unpack(self._embedding, token_ids_T, self._config.hidden_size)
         return self._embedding.index_select(0, token_ids_T)
 
@@ -91,7 +91,7 @@ class PackedModel:
     ) -> torch.Tensor:
         """Apply the layers `[first_layer, last_layer)`; `attention` is a `PagedAttentionStep`.
 
-        The result lies where `hidden_TD` lay, if that was dense.
+        Writes over `hidden_TD` if it is dense.
         """
         assert isinstance(attention, PagedAttentionStep)
         hidden_TD = hidden_TD.contiguous()
@@ -114,7 +114,7 @@ class PackedModel:
         return hidden_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV, in float32 for bfloat16; valid until the next call. For the last stage."""
+        """logits_RV, in float32 for bfloat16 models; valid until the next call. Last stage only."""
         hidden_RD = hidden_RD.contiguous()
         rows = hidden_RD.shape[0]
         if rows > self._logits.shape[0]:

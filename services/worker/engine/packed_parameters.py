@@ -1,7 +1,7 @@
-"""Parameters of `transformers`' modules that stay quantised in memory, and are dense only while they are multiplied.
+"""Parameters of `transformers` modules that stay quantised in memory and are dequantised only for the products.
 
-A module's own code asks for its parameter as ever: an attribute of the module makes it. Experts are made one by one
-where the code takes one after the other.
+Modelling code accesses its parameters as usual: an attribute of the module dequantises on access. Experts are
+dequantised one by one if the code uses them one by one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from services.worker.engine.quantised import Packing, QuantisedMatrix
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a matrix of the checkpoint goes: whose expert, and from which row on."""
+    """Where a matrix of the checkpoint goes: the expert and the first row."""
 
     key: str
     expert: int | None = None
@@ -30,7 +30,7 @@ class PackedParameter:
     sources: Sequence[Placed]
 
     def fill(self, name: str, stored: Mapping[str, torch.Tensor], matrices: Mapping[str, QuantisedMatrix]) -> None:
-        """Copy the matrices to the parameter's tensors, which are `stored` under `part_name`s."""
+        """Copy the matrices to the parameter's tensors in `stored`, keyed by `part_name`."""
         for source in self.sources:
             matrix = matrices[source.key]
             for part, tensor in matrix.read().items():
@@ -52,9 +52,9 @@ def packed_parameters(
     converters: Sequence[WeightConverter],
     matrices: Mapping[str, QuantisedMatrix],
 ) -> dict[str, PackedParameter]:
-    """Those of a model that can stay as the checkpoint has them; all others are made dense when they are loaded.
+    """Parameters that can stay quantised as in the checkpoint; all others are dequantised at load.
 
-    `sources`: for each parameter the tensors that it is made of, with the pattern by which `transformers` found it.
+    `sources`: parameter -> (checkpoint tensor, pattern by which `transformers` mapped it).
     """
     tied = getattr(model, "all_tied_weights_keys", {})
     shared = {*tied, *tied.values()}
@@ -82,7 +82,9 @@ def _of_experts(
     matrices: Mapping[str, QuantisedMatrix],
     wanted: torch.Tensor,
 ) -> PackedParameter | None:
-    """Matrices of experts, one on another, those of gate and up joined by rows; None if it is done in another way."""
+    """Placement of expert matrices stacked along experts, with gate and up joined by rows; None for
+    other arrangements.
+    """
     pattern, packing = given[0][1], matrices[given[0][0]].packing
     converter = next((one for one in converters if pattern in one.source_patterns), None)
     if converter is None or wanted.dim() != 3 or any(matrices[key].packing != packing for key, _ in given):
@@ -106,7 +108,7 @@ def _of_experts(
 
 
 def pack(model: nn.Module, parameters: Mapping[str, PackedParameter], dtype: torch.dtype) -> None:
-    """Put the quantised tensors, without memory, in the place of these parameters."""
+    """Replace these parameters by their quantised tensors, on the meta device."""
     leaves: dict[str, dict[str, Packing]] = {}
     for name, parameter in parameters.items():
         path, _, leaf = name.rpartition(".")
@@ -127,7 +129,7 @@ def is_packed(module: nn.Module) -> bool:
 
 
 class _Dense:
-    """Gets the value of an attribute: the dense parameter, or what makes each expert's once it is indexed."""
+    """Getter of a module attribute: the dequantised parameter, or `Experts`, which dequantise when indexed."""
 
     def __init__(self, leaf: str, packing: Packing, dtype: torch.dtype) -> None:
         self._leaf, self._packing, self._dtype = leaf, packing, dtype
@@ -141,7 +143,7 @@ class _Dense:
 
 
 class Experts:
-    """A dense tensor [E, ...] to whoever asks for more than one of its experts at a time."""
+    """Acts as a dense tensor [E, ...]. Indexing a single expert dequantises that one only."""
 
     def __init__(self, tensors: Mapping[str, Any], packing: Packing, dtype: torch.dtype) -> None:
         self._tensors, self._packing, self._dtype = tensors, packing, dtype

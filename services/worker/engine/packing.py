@@ -1,7 +1,7 @@
-"""The shape of one step: which rows of the packed token matrix belong to which sequence, and where their KV goes.
+"""The layout of one step: the rows of the packed token matrix by sequence, and where their KV goes.
 
-Plain integers in NumPy arrays; made once per step, read by every layer. Rows: first the sequences that compute one
-token (decodes), by ascending context length so that neighbours can share a padded gather, then chunk after chunk.
+Plain integers in NumPy arrays; made once per step, read by every layer. Order of rows: first the sequences that compute
+one token (decodes), by ascending context length so that neighbours can share a padded gather, then chunk after chunk.
 """
 
 import itertools
@@ -22,12 +22,12 @@ _LEAST_ROWS, _LEAST_WIDTH = 16, 16
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """A run of more than one token of one sequence."""
+    """More than one consecutive token of one sequence."""
 
     first_row: int
     row_count: int
-    first_position: int  # tokens of the sequence before the chunk; their KV is in the cache
-    blocks: Ints  # of the whole context, chunk included
+    first_position: int  # tokens of the sequence before the chunk, whose KV is in the cache
+    blocks: Ints  # blocks of the whole context, chunk included
 
     @property
     def context_tokens(self) -> int:
@@ -40,17 +40,17 @@ class PackedChunk:
 
 @dataclass(frozen=True, slots=True)
 class PackedStep:
-    """Legend: T rows in all, S decodes, W blocks of the longest table among them."""
+    """Layout of a step. Legend: T rows in total, S decodes, W blocks of the longest table of a decode."""
 
     block_tokens: int
     token_ids_T: Ints
     positions_T: Ints
-    slots_T: Ints  # block * block_tokens + offset: where each row's K and V go
-    decode_contexts_S: Ints  # tokens, the new one included; ascending
-    decode_blocks_SW: Ints  # whole tables, padded with the sequence's own first block
+    slots_T: Ints  # block * block_tokens + offset: where K and V of each row go
+    decode_contexts_S: Ints  # context tokens, the new one included; ascending
+    decode_blocks_SW: Ints  # whole tables, padded with the sequence's first block
     chunks: tuple[PackedChunk, ...]
-    first_rows: Ints  # aligned with the batch's slices: the row of its first token
-    sample_rows: Ints  # aligned with the batch's slices that sample
+    first_rows: Ints  # aligned with the batch's slices: row of its first token
+    sample_rows: Ints  # aligned with the batch's slices that sample: row of the last token
     blocks_end: int  # highest block id in use, plus one
 
     @property
@@ -59,7 +59,7 @@ class PackedStep:
 
     @property
     def base_block(self) -> int:
-        """One of the blocks that the step writes, so it is there: kernels are given the cache from it on."""
+        """A block that the step writes, hence mapped: kernels get the cache from it on."""
         return int(self.slots_T[0]) // self.block_tokens
 
     @property
@@ -69,18 +69,18 @@ class PackedStep:
 
 class _Table(NamedTuple):
     given: Sequence[int]
-    row: int  # of the packer's tables
-    length: int  # blocks
+    row: int  # in the packer's tables
+    length: int  # in blocks
     end: int  # highest block id, plus one
 
 
 class Packer:
-    """Lays out batches. Keeps block tables as rows of one array, and writes those that have changed."""
+    """Lays out batches. Keeps block tables as rows of an array and rewrites those that changed."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
         self._tables: dict[SequenceId, _Table] = {}
-        self._blocks_RW = np.zeros((0, _LEAST_WIDTH), np.int64)  # behind a table's end, its first block
+        self._blocks_RW = np.zeros((0, _LEAST_WIDTH), np.int64)  # padded with the table's first block
         self._free_rows: list[int] = []
 
     def forget(self, sequence_id: SequenceId) -> None:
@@ -92,9 +92,9 @@ class Packer:
             self.forget(sequence_id)
 
     def pack(self, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]]) -> PackedStep:
-        """Lay out a batch's slices; the tables are aligned with them. At least one slice.
+        """Lay out a batch's slices, at least one; `tables` is aligned with them.
 
-        A table that is the same object as in the step before is taken to be unchanged.
+        A table that is the same object as in the previous step is taken to be unchanged.
 
         Raises:
             InvariantViolation: a table does not cover its slice.

@@ -1,11 +1,11 @@
 # pyright: basic, reportMissingImports=false
-"""The Triton kernel behind `CudaAttention`. Importing this module needs triton; nothing else may import it eagerly.
+"""The Triton kernel of `CudaAttention`. Importing this module needs triton, so import it lazily.
 
-A tile is a few consecutive rows of one sequence, for all query heads that share one KV head. Decodes are tiles of one
-row; the context of a long one is split over several, and a second kernel joins what they give. There may be fewer
-programs than tiles of decodes: how many tiles there are is read, so that one recording suits all contexts. K and V are
-read where they lie, through the sequence's block table, from the address of a block that is there: Triton asks the
-driver about each address that it is given, and at the layer's own nothing may be mapped.
+A tile is a few consecutive rows of one sequence, for all query heads that share a KV head. Decodes are tiles of one
+row; a long context is split over several, and a second kernel joins the partial results. There may be fewer programs
+than decode tiles: the number of tiles is read from memory, so that one CUDA graph fits all contexts. K and V are read
+in place through the sequence's block table, relative to a mapped block: Triton looks up every pointer argument in the
+driver, and the start of the layer's range may be unmapped.
 """
 
 import triton
@@ -19,25 +19,25 @@ def paged_attention(
     out_ptr,  # [T, N, H], contiguous
     q_ptr,  # [T, N, H], rows q_row_stride apart
     kv_ptr,  # [B, 2, BLOCK_TOKENS, K, H] from base_block on, contiguous
-    shape_ptr,  # [3] int32: tiles, if there may be more than programs; blocks of a table; where the tables begin
-    tables_ptr,  # [S, blocks of a table] int32, behind as many other numbers as shape_ptr says
+    shape_ptr,  # [3] int32: tiles, if possibly more than programs; blocks per table; offset of the tables
+    tables_ptr,  # [S, blocks per table] int32, at the offset given by shape_ptr
     tiles_ptr,  # [tiles, 8] int32: table, first row, rows, position of the first row, context from, to, part or -1
-    parts_ptr,  # [parts, N, H] float32: what a part of a context gives
-    weights_ptr,  # [parts, N] float32: the logarithm to base 2 of its weight
+    parts_ptr,  # [parts, N, H] float32: partial results
+    weights_ptr,  # [parts, N] float32: log2 of the parts' weights
     q_row_stride,
     scale,
     base_block,
     KV_HEADS: tl.constexpr,
     GROUPS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
-    HEAD_PAD: tl.constexpr,  # the next power of two
+    HEAD_PAD: tl.constexpr,  # next power of two
     BLOCK_TOKENS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,  # rows x GROUPS, padded
     TILE_TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,  # whether tiles are decodes, which may be parts of a context
+    SPLITS: tl.constexpr,  # whether tiles are decodes, whose contexts may be split
     PRECISION: tl.constexpr,
 ):
-    """A program is a KV head of a tile, and of every tile so many behind it as there are programs."""
+    """Attention of tiles. One program per KV head and tile; with SPLITS a program loops over several tiles."""
     table_width = tl.load(shape_ptr + 1)
     tables_ptr += tl.load(shape_ptr + 2)
     if SPLITS:
@@ -114,7 +114,7 @@ def _attend(
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
         visible = tokens[None, :] <= positions[:, None]
         scores = tl.where(visible, scores, float("-inf"))
-        # Rows past the tile's end see the context too, so that no row is ever all -inf.
+        # Rows past the tile's end attend too, so that no row is ever all -inf.
         new_best = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
@@ -141,13 +141,13 @@ def join_parts(
     out_ptr,  # [T, N, H], contiguous
     parts_ptr,
     weights_ptr,
-    joins_ptr,  # [rows that are split, 4] int32: row, first part, parts; without parts there is nothing to do
+    joins_ptr,  # [split rows, 4] int32: row, first part, parts; nothing to do for zero parts
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     MOST_PARTS: tl.constexpr,
 ):
-    """A program is one head of a row."""
+    """Combine the parts of a split context. One program per head of a row."""
     join = tl.program_id(0)
     head = tl.program_id(1)
     row = tl.load(joins_ptr + join * 4).to(tl.int64)

@@ -1,12 +1,12 @@
 """How a model's parameters are named and shaped in memory, and which checkpoint tensors each is made of.
 
-Projections that read the same input are one matrix here, so that a layer is four matrix products. A checkpoint tensor
+Projections with the same input are joined to one matrix, so that a layer has four matrix products. A checkpoint tensor
 is thus a band of rows of a parameter.
 
-On a CPU, for torch's kernels, matrices are stored as [in, out], but for the embedding: oneDNN then multiplies a few
-rows a third faster, since it need not rearrange the matrix first, unless the stored width is a power of two. Such a
-width is padded. For the compiled kernels they are packed into panels (`native`), and so is an embedding that is the
-head as well. A GPU has them as the checkpoint does.
+On a CPU, for torch's kernels, matrices except the embedding are stored as [in, out]: oneDNN then multiplies a few rows
+a third faster, since it need not reorder the matrix first, unless the stored width is a power of two. Such a width is
+padded. For the compiled kernels matrices are packed into panels (`native`), including an embedding that is also the
+head. On a GPU they are stored as in the checkpoint.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,12 +20,12 @@ from services.worker.engine.native.library import Kernels, packed_shape
 from services.worker.engine.native.structs import PANEL
 from services.worker.memory.parameters import TensorSpec
 
-EMBEDDING, HEAD = "embedding", "head"  # the parts that are no layer
-_PADDING = 16  # a vector register of float32
+EMBEDDING, HEAD = "embedding", "head"  # names of the parts that are not layers
+_PADDING = 16  # in elements: a vector register of float32
 
 
 class ParameterLayout(Enum):
-    """How a parameter lies in memory."""
+    """Memory layout of a parameter."""
 
     ROWS = "rows"  # as in the checkpoint
     COLUMNS = "columns"  # [in, out]
@@ -34,7 +34,7 @@ class ParameterLayout(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One of equal parts."""
+    """One of `count` equal parts."""
 
     index: int
     count: int
@@ -45,8 +45,8 @@ WHOLE = Share(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A part of a checkpoint tensor and the rows that it fills. Of one rank of several it is that rank's band of rows,
-    or of columns.
+    """A part of a checkpoint tensor and the rows that it fills; for a rank of several, its share of the rows or
+    columns.
     """
 
     tensor: str
@@ -58,11 +58,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    name: str  # inside its part
-    shape: tuple[int, ...]  # as the checkpoint has it: [out] or [out, in]
-    sources: tuple[Source, ...]  # none: all zeros
+    name: str  # within its part
+    shape: tuple[int, ...]  # as in the checkpoint: [out] or [out, in]
+    sources: tuple[Source, ...]  # empty: all zeros
     layout: ParameterLayout = ParameterLayout.ROWS
-    padding: int = 0  # zeros behind the outputs; panels are filled up without being told
+    padding: int = 0  # zeros after the outputs; panels pad implicitly
 
     def stored_shape(self, dtype: torch.dtype) -> tuple[int, ...]:
         if self.layout is ParameterLayout.PANELS:
@@ -71,19 +71,19 @@ class Parameter:
         return (self.shape[1], out) if self.layout is ParameterLayout.COLUMNS else (out, *self.shape[1:])
 
     def padded_view(self, stored: torch.Tensor) -> torch.Tensor:
-        """The stored tensor as [out and padding, ...]. Not of panels."""
+        """The stored tensor as [out and padding, ...]. Not for panels."""
         assert self.layout is not ParameterLayout.PANELS
         return stored.t() if self.layout is ParameterLayout.COLUMNS else stored
 
     def clear_padding(self, stored: torch.Tensor) -> None:
-        """Make it zero: checksums cover it, and memory that comes back from the pool holds anything."""
+        """Zero the padding: checksums cover it, and memory from the pool has arbitrary contents."""
         if self.layout is not ParameterLayout.PANELS:
             self.padded_view(stored)[self.shape[0] :].zero_()
         elif self.shape[0] % PANEL:
             stored[-1].zero_()
 
     def write(self, stored: torch.Tensor, first_row: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
-        """Fill a band of rows, converting to the dtype of the memory. Panels need the kernels."""
+        """Write a band of rows, converting to the dtype of the memory. Panels need the kernels."""
         if self.layout is ParameterLayout.PANELS:
             assert kernels is not None
             kernels.pack(stored, first_row, rows.to(stored.dtype))
@@ -91,7 +91,7 @@ class Parameter:
             self.padded_view(stored)[first_row : first_row + len(rows)] = rows
 
     def read(self, stored: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
-        """What is stored, in the checkpoint's shape."""
+        """The stored parameter in the checkpoint's shape."""
         if self.layout is ParameterLayout.PANELS:
             assert kernels is not None
             return kernels.unpack(stored, torch.arange(self.shape[0]), self.shape[1])
@@ -99,7 +99,7 @@ class Parameter:
 
 
 def layout_for(device: torch.device | str, kernels: Kernels | None) -> ParameterLayout:
-    """How matrices lie that these are to multiply."""
+    """Layout of matrices for a device and its kernels."""
     if kernels is not None:
         return ParameterLayout.PANELS
     return ParameterLayout.COLUMNS if torch.device(device).type == "cpu" else ParameterLayout.ROWS
@@ -121,11 +121,13 @@ def layer_parameters(
         return Parameter(name, (size,), (Source(tensor, 0, size),), padding=padding)
 
     def projection(name: str, inputs: int, tensor: str) -> Parameter:
-        """Back to the hidden size: each rank has the columns of its inputs, and the sum over ranks is the product."""
+        """Projection back to the hidden size: ranks split the inputs (columns), and the sum over
+        ranks is the product.
+        """
         return matrix(name, (hidden, inputs), (Source(f"{tensor}.weight", 0, hidden, column_share=share),))
 
     def added_once(name: str, tensor: str) -> Parameter:
-        """A bias behind such a sum: only the first rank adds it."""
+        """Bias of such a projection: only the first rank adds it."""
         bias = whole(name, hidden, tensor, pad(hidden))
         return replace(bias, sources=()) if config.rank else bias
 
@@ -157,7 +159,7 @@ def layer_parameters(
 def end_parameters(
     config: ModelConfig, layout: ParameterLayout = ParameterLayout.COLUMNS
 ) -> dict[str, tuple[Parameter, ...]]:
-    """Part -> its parameters. A tied head multiplies with the embedding part's matrix."""
+    """Part name -> its parameters. A tied head uses the matrix of the embedding part."""
     shape, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
     embedding = (Source("model.embed_tokens.weight", 0, shape[0]),)
     norm = Parameter("norm", (hidden,), (Source("model.norm.weight", 0, hidden),))

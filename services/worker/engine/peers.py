@@ -7,14 +7,16 @@ import torch
 
 
 class Peers(Protocol):
-    """Collectives: all ranks call the same in the same order. A lost or silent rank raises, and ends the process."""
+    """Collectives: all ranks make the same calls in the same order. A lost or silent rank raises an error that ends the
+    process.
+    """
 
     @property
     def rank(self) -> int: ...
 
     @property
     def count(self) -> int:
-        """Of ranks, this one included."""
+        """Number of ranks, this one included."""
         ...
 
     def sum(self, tensor: torch.Tensor) -> None:
@@ -28,13 +30,13 @@ class Peers(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """`Peers` of which there is one so far: what it would have is known by them, and nothing is computed."""
+    """`Peers` of a rank whose process group does not exist yet: for planning, nothing can be computed."""
 
     rank: int
     count: int
 
     def sum(self, tensor: torch.Tensor) -> None:
-        """Nothing to add."""
+        """No-op."""
 
     def least(self, number: int) -> int:
         return number

@@ -1,6 +1,5 @@
-"""Changes of logits that depend on a sequence's tokens so far."""
+"""Logit changes that depend on a sequence's tokens so far."""
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -9,12 +8,12 @@ from services.worker.core.batch import NewSequence
 
 
 class TokenHistory:
-    """Tokens of a penalised sequence. Lives as long as the sequence runs."""
+    """Token counts of a penalised sequence, kept while it runs."""
 
     def __init__(self, new: NewSequence, device: torch.device) -> None:
         self._sampling = new.sampling
         self._device = device
-        self._counts: dict[int, int] = dict.fromkeys(new.prompt_token_ids, 0)  # token -> how often in the output
+        self._counts: dict[int, int] = dict.fromkeys(new.prompt_token_ids, 0)  # token -> count in the output
         for token_id in new.output_token_ids:
             self.add(token_id)
 
@@ -23,7 +22,7 @@ class TokenHistory:
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def apply(self, logits_V: torch.Tensor) -> None:
-        """Penalise in place: repetition over prompt and output, frequency and presence over the output."""
+        """Penalise in place: repetition for prompt and output, frequency and presence for the output."""
         sampling, seen = self._sampling, torch.tensor(list(self._counts), dtype=torch.int64, device=self._device)
         logits = logits_V[seen]
         if sampling.repetition_penalty != 1.0:
@@ -47,8 +46,3 @@ class Bias:
     def apply(self, logits_V: torch.Tensor) -> None:
         """Add in place."""
         logits_V.index_add_(0, self._token_ids, self._values.to(logits_V.dtype))
-
-
-def forbid(logits_V: torch.Tensor, token_ids: tuple[int, ...]) -> None:
-    """Mask these tokens, in place."""
-    logits_V.index_fill_(0, torch.tensor(token_ids, device=logits_V.device), -math.inf)

@@ -1,6 +1,6 @@
-"""Readers that bring what lies in a file's pages to a GPU: each through pinned memory of its own, beside the others.
+"""Threads that copy data from file pages to a GPU in parallel, each through its own pinned buffer.
 
-A copy out of other memory goes through memory of the driver's, a piece at a time: a tenth as fast.
+A copy from pageable memory goes through the driver's staging buffer piece by piece, at a tenth of the speed.
 """
 
 import threading
@@ -21,14 +21,16 @@ def _pinned(size_bytes: int) -> torch.Tensor:
 
 class PinnedReaders:
     def __init__(self, device: torch.device, empty: Callable[[int], torch.Tensor] = _pinned) -> None:
-        """`empty` makes memory that the device reads by itself."""
+        """`empty`: allocates pinned memory."""
         self._device = device
         self._empty = empty
         self._of_thread = threading.local()
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="readers")
 
     def submit(self, read: torch.Tensor, write: Callable[[torch.Tensor], None]) -> Future[None]:
-        """Calls `write`, which copies to the device, with the same as `read` in pinned memory. Done: it is there."""
+        """Copy `read` to pinned memory and call `write` with it, which copies it to the device. The future completes
+        after the copy.
+        """
         return self._threads.submit(self._bring, read, write)
 
     def close(self) -> None:
@@ -41,4 +43,4 @@ class PinnedReaders:
         staged = slot[: read.nbytes].view(read.dtype).view(read.shape)
         staged.copy_(read)
         with beside(self._device)():
-            write(staged)  # which waits for the copy
+            write(staged)  # waits for the copy

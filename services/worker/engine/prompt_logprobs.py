@@ -1,4 +1,4 @@
-"""Logprobs of prompts, kept while chunk after chunk is computed until the first token is generated."""
+"""Prompt logprobs, collected chunk by chunk until the first token is generated."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -9,18 +9,18 @@ import torch
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import NewSequence, SequenceId, Slice, TokenLogprobs
 
-_ROWS_AT_ONCE = 32  # of logits in float64
+_ROWS_AT_ONCE = 32  # rows of float64 logits in memory
 
 
 @dataclass(slots=True)
 class _Prompt:
     token_ids: tuple[int, ...]
     top_count: int
-    known: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of its first tokens
+    known: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of the prompt's first tokens
 
 
 class PromptLogprobs:
-    """`logits`: of rows of hidden states behind the last layer."""
+    """Collects prompt logprobs. `logits`: maps hidden states after the last layer to logits."""
 
     def __init__(self, logits: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self._logits = logits
@@ -35,7 +35,7 @@ class PromptLogprobs:
         self._prompts.pop(sequence_id, None)
 
     def take(self, slices: Sequence[Slice], first_rows: np.ndarray, hidden_TD: torch.Tensor) -> None:
-        """A batch has been computed. All ranks of an instance call it with the same slices."""
+        """Record the logprobs of a computed batch. All ranks of an instance call it with the same slices."""
         if not self._prompts:
             return
         for part, first_row in zip(slices, first_rows.tolist(), strict=True):
@@ -43,7 +43,9 @@ class PromptLogprobs:
                 self._take(prompt, part, hidden_TD[first_row : first_row + len(part.token_ids)])
 
     def with_prompt(self, sequence_id: SequenceId, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
-        """The logprobs of a generated token; with those of the prompt, if it is the first and they are wanted."""
+        """The logprobs of a generated token, with those of the prompt if it is the first token and
+        they were requested.
+        """
         prompt = self._prompts.pop(sequence_id, None) if self._prompts else None
         if prompt is None or logprobs is None:
             return logprobs
@@ -52,7 +54,7 @@ class PromptLogprobs:
         return TokenLogprobs(logprobs.token_id, logprobs.logprob, logprobs.top, tuple(prompt.known))
 
     def _take(self, prompt: _Prompt, part: Slice, hidden_CD: torch.Tensor) -> None:
-        first = part.first_position + 1  # the token that the first row predicts
+        first = part.first_position + 1  # position predicted by the first row
         if first > len(prompt.known):
             raise InvariantViolation(f"a prompt with {len(prompt.known)} logprobs goes on at {first}")
         del prompt.known[first:]

@@ -1,8 +1,8 @@
-"""Quantised matrices: how checkpoints store them, how they lie in memory, and what numbers they stand for.
+"""Quantised matrices: how checkpoints store them, their layout in memory, and dequantisation.
 
-Whatever the format, a matrix in memory is `values` (float8, int8, or two of four bits in a byte, along the inputs), a
-scale for each block of rows and columns, and zero points where the format has them. Only parameters are quantised here:
-activations and KV are computed in the model's dtype, so scales of theirs in a checkpoint are not read.
+In memory, a matrix of any format is `values` (float8, int8, or two 4-bit values per byte along the inputs), a scale per
+block of rows and columns, and zero points if the format has them. Only parameters are quantised: activations and KV are
+computed in the model's dtype, so their scales in a checkpoint are ignored.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
@@ -22,7 +22,7 @@ from services.worker.memory.parameters import TensorSpec
 VALUES, SCALES, ZEROS = "values", "scales", "zeros"
 METHODS = ("fp8", "fbgemm_fp8", "compressed-tensors", "awq", "gptq", "mxfp4")
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # the place of each column among the eight of a word
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position of each column among the eight of a word
 _MX_BLOCK = 32
 _SCALE_DTYPES = {
     "F64": torch.float64,
@@ -32,7 +32,7 @@ _SCALE_DTYPES = {
     "U8": torch.uint8,
     "F8_E8M0": torch.uint8,
 }
-# Of activations and KV, and what the shapes of other tensors say as well.
+# Tensors not read: scales of activations and KV, and redundant shapes.
 _UNREAD = (
     "input_scale",
     "input_zero_point",
@@ -47,7 +47,7 @@ _UNREAD = (
 
 
 class Number(StrEnum):
-    """What a value of a matrix is."""
+    """Number format of a matrix's values."""
 
     FP8 = "fp8"
     INT8 = "int8"
@@ -61,12 +61,12 @@ class Number(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How a matrix lies in memory, or one for each expert: `shape` is [..., N, K]."""
+    """Memory layout of a matrix or a stack of expert matrices: `shape` is [..., N, K]."""
 
     shape: tuple[int, ...]
     number: Number
-    block: tuple[int, int]  # rows and columns with one scale
-    scale_dtype: torch.dtype  # uint8: the scale's exponent, with a bias of 127
+    block: tuple[int, int]  # (rows, columns) that share a scale
+    scale_dtype: torch.dtype  # uint8: exponents with a bias of 127
     has_zeros: bool = False
     is_transposed: bool = False  # the module multiplies with [..., K, N]
 
@@ -87,7 +87,7 @@ class Packing:
         return specs | ({ZEROS: TensorSpec(grid, torch.int8)} if self.has_zeros else {})
 
     def dense(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """The matrix, or each expert's, or that of one expert if these are one expert's tensors."""
+        """Dequantise the matrix, the stack of experts, or a single expert if the tensors are one expert's."""
         wide = torch.promote_types(dtype, torch.float32)
         numbers = self._numbers(tensors[VALUES], wide)
         if self.has_zeros:
@@ -109,7 +109,7 @@ class Packing:
         return table[halves.int()]
 
     def _spread(self, grid: torch.Tensor, shape: torch.Size) -> torch.Tensor:
-        """A number for each block as one for each element, or such that it is broadcast."""
+        """Expand a grid of block values to elements, or to a shape that broadcasts."""
         for dim, block in ((-2, self.block[0]), (-1, self.block[1])):
             if grid.shape[dim] > 1 and block > 1:
                 grid = grid.repeat_interleave(block, dim).narrow(dim, 0, shape[dim])
@@ -117,17 +117,17 @@ class Packing:
 
 
 class Slices(Protocol):
-    """Tensors of files, by name, that are read once they are indexed: `safetensors`' slices."""
+    """Lazy tensors of files by name, as in `safetensors`: read when indexed."""
 
     def __call__(self, key: str) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class QuantisedMatrix:
-    """One of a checkpoint, under the name that a dense one would have."""
+    """A quantised matrix of a checkpoint, under the name of its dense equivalent."""
 
     packing: Packing
-    read: Callable[[], Mapping[str, torch.Tensor]]  # as the packing's specs
+    read: Callable[[], Mapping[str, torch.Tensor]]  # name -> tensor, as in the packing's specs
 
     def get_shape(self) -> list[int]:
         return list(self.packing.dense_shape)
@@ -140,10 +140,10 @@ class QuantisedMatrix:
 
 
 def quantisation_of(model_dir: Path, told: Mapping[str, object]) -> Mapping[str, Any] | None:
-    """What config.json says of it.
+    """The quantisation declared in config.json.
 
     Raises:
-        ConfigError: it is of a kind that is not read here.
+        ConfigError: the method is not supported.
     """
     found = told.get("quantization_config", told.get("compression_config"))
     if found is None:
@@ -166,10 +166,10 @@ def quantisation_of(model_dir: Path, told: Mapping[str, object]) -> Mapping[str,
 def find_quantised(
     places: Mapping[str, Path], config: Mapping[str, Any], slices: Slices
 ) -> tuple[dict[str, QuantisedMatrix], set[str]]:
-    """The quantised matrices among a checkpoint's tensors, and the names of all tensors that they are made of.
+    """The quantised matrices among a checkpoint's tensors, and the names of all tensors that belong to them.
 
     Raises:
-        ConfigError: one is stored in a way that is not read here.
+        ConfigError: a matrix is stored in an unsupported way.
     """
     matrices: dict[str, QuantisedMatrix] = {}
     used = {key for key in places if key.rpartition(".")[2] in _UNREAD}
@@ -181,7 +181,7 @@ def find_quantised(
 
 
 def _grouped(places: Mapping[str, Path]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Name of a matrix -> role -> name of a tensor."""
+    """Matrix name -> role -> tensor name."""
     companions = ("weight_scale_inv", "weight_scale", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx")
     for key in places:
         base, _, leaf = key.rpartition(".")
@@ -204,7 +204,7 @@ def _matrix(where: str, parts: Mapping[str, str], config: Mapping[str, Any], sli
 
 
 def _mxfp4(parts: Mapping[str, str], slices: Slices) -> QuantisedMatrix:
-    """OpenAI's: [E, N, G, 16] bytes, and an exponent for each group of 32."""
+    """OpenAI's MXFP4: [E, N, G, 16] bytes, and an exponent per group of 32."""
     experts, rows, groups, _ = slices(parts["blocks"]).get_shape()
     packing = Packing(
         shape=(experts, rows, groups * _MX_BLOCK),
@@ -221,7 +221,7 @@ def _mxfp4(parts: Mapping[str, str], slices: Slices) -> QuantisedMatrix:
 
 
 def _by_columns(where: str, parts: Mapping[str, str], config: Mapping[str, Any], slices: Slices) -> QuantisedMatrix:
-    """AWQ and GPTQ: [K, N] of int32, which holds several columns (AWQ, in an order of its own) or rows (GPTQ)."""
+    """AWQ and GPTQ: [K, N] in int32 words that hold several columns (AWQ, in its own order) or rows (GPTQ)."""
     is_awq = config["quant_method"] == "awq"
     bits = 4 if is_awq else int(config.get("bits", 4))
     per_word = 32 // bits
@@ -240,7 +240,7 @@ def _by_columns(where: str, parts: Mapping[str, str], config: Mapping[str, Any],
         scale_dtype=_scale_dtype(where, slices(parts["scales"])),
         has_zeros=True,
     )
-    # GPTQ's first format stores zero points less one; without any, the middle is zero.
+    # GPTQ's first format stores zero points minus one; without zero points the middle of the range is zero.
     more = 0 if is_awq or config.get("checkpoint_format", "gptq") == "gptq_v2" else 1
 
     def read() -> dict[str, torch.Tensor]:
@@ -257,7 +257,7 @@ def _by_columns(where: str, parts: Mapping[str, str], config: Mapping[str, Any],
 
 
 def _by_rows(where: str, parts: Mapping[str, str], config: Mapping[str, Any], slices: Slices) -> QuantisedMatrix:
-    """compressed-tensors' pack-quantized: [N, K] in int32 along K; zero points along N."""
+    """compressed-tensors pack-quantized: [N, K] in int32 words along K; zero points in words along N."""
     rows, words = slices(parts["weight_packed"]).get_shape()
     scale = slices(parts["weight_scale"])
     scale_rows, groups = scale.get_shape()
@@ -289,7 +289,7 @@ def _by_rows(where: str, parts: Mapping[str, str], config: Mapping[str, Any], sl
 
 
 def _plain(where: str, parts: Mapping[str, str], config: Mapping[str, Any], slices: Slices) -> QuantisedMatrix:
-    """A value has a byte: [N, K] of float8 or int8, with a scale in all, for each row, or for each block."""
+    """One byte per value: [N, K] of float8 or int8, with one scale in total, per row or per block."""
     key = parts.get("weight_scale_inv", parts.get("weight_scale"))
     values = slices(parts["weight"])
     dtype, shape = str(values.get_dtype()), tuple(values.get_shape())
@@ -353,7 +353,7 @@ def _bytes_of_exponents(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _words(words: torch.Tensor, bits: int, is_awq: bool, *, by_rows: bool) -> torch.Tensor:
-    """Numbers of int32 words: several rows of each, or several columns."""
+    """Unpack int32 words that hold several rows, or several columns."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     if by_rows:
         return ((words[:, None, :] >> shifts[None, :, None]) & ((1 << bits) - 1)).flatten(0, 1)
@@ -364,12 +364,12 @@ def _words(words: torch.Tensor, bits: int, is_awq: bool, *, by_rows: bool) -> to
 
 
 def _joined(numbers: torch.Tensor) -> torch.Tensor:
-    """Two of four bits in a byte, the first one low."""
+    """Pack pairs of 4-bit values into bytes, the first one low."""
     halves = numbers.to(torch.uint8)
     return halves[:, 0::2] | (halves[:, 1::2] << 4)
 
 
 def _ascends(group_of: torch.Tensor, size: int) -> bool:
-    """Whether groups are what they are without an order of their own; -1 stands for an order that was not stored."""
+    """Whether groups are in ascending order; -1 stands for an order that was not stored."""
     wanted = torch.arange(len(group_of)) // size
     return bool((group_of < 0).all()) or torch.equal(group_of.long(), wanted)

@@ -1,4 +1,4 @@
-"""Random numbers as a pure function of (seed, position), so that a replayed request draws the same ones anywhere.
+"""Random numbers as a pure function of (seed, position), so that a replayed request draws the same ones on any worker.
 
 Philox4x32-10 (Salmon et al., SC 2011): the key is the seed, the counter the position.
 """
@@ -28,7 +28,7 @@ def philox(counter: tuple[Words, Words, Words, Words], key: tuple[Words, Words])
 
 
 def uniforms(seeds: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.float64]:
-    """One number in [0, 1), a multiple of 2**-53, for each pair."""
+    """One number in [0, 1), a multiple of 2**-53, for each (seed, position)."""
     seed, position = seeds.view(np.uint64), positions.view(np.uint64)
     zero = np.zeros_like(position)
     key = (seed & _LOW, seed >> _WORD)

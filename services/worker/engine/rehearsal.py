@@ -1,5 +1,5 @@
-"""The largest steps that there will be, run before anybody waits for one: what is compiled at its first use is compiled
-then, and what memory a GPU needs beside parameters and KV is seen.
+"""Runs the largest possible steps before serving: triggers compilation and measures the GPU memory needed beside
+parameters and KV.
 """
 
 from collections.abc import Iterator
@@ -12,22 +12,21 @@ from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.runner import ModelRunner
 
-# What takes the most memory, as log-probabilities of every row are kept until its token is known, and all that a GPU
-# compiles a kernel for.
+# Parameters that use the most memory, as logprobs keep every row, and all kernels that a GPU compiles.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1, repetition_penalty=1.1, logit_bias={0: 0.0})
 _Tables = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """What one step has at most."""
+    """Maxima of a step."""
 
     tokens: int
     sequences: int
 
 
 class Meter(Protocol):
-    """What a device has."""
+    """Memory of a device."""
 
     @property
     def total_bytes(self) -> int: ...
@@ -49,12 +48,12 @@ class CudaMeter:
 
 
 def blocks_needed(largest: Largest, block_tokens: int, longest: int) -> int:
-    """Sequences may share them: nobody reads what they say."""
+    """Number of blocks for the rehearsal. Sequences may share them, as their contents do not matter."""
     return -(-min(largest.tokens, longest) // block_tokens)
 
 
 def rehearse(runner: ModelRunner, largest: Largest, block_tokens: int, longest: int) -> None:
-    """The runner has no sequences, and no block of its cache is in use."""
+    """Run the steps. The runner must have no sequences, and no block of its cache may be in use."""
     for batch, tables in _steps(largest, blocks_needed(largest, block_tokens, longest), longest, block_tokens):
         runner.step(batch, tables)
         runner.forget_all()
@@ -65,17 +64,17 @@ def _steps(largest: Largest, block_count: int, longest: int, block_tokens: int) 
     while (left := largest.tokens - sum(chunks)) > 0 and len(chunks) < largest.sequences:
         chunks.append(min(left, longest))
     yield _step([(0, length) for length in chunks], tuple(range(block_count)))
-    # Of the longest context that there may be, in one block over and over: it is split, and the parts take memory.
+    # The longest possible contexts, in a single repeated block: they are split, and the parts need memory.
     yield _step([(longest - 1, 1)] * min(largest.sequences, largest.tokens), (0,) * -(-longest // block_tokens))
 
 
 def _step(shares: list[tuple[int, int]], table: tuple[int, ...]) -> tuple[Batch, _Tables]:
-    """Of tokens before and tokens computed, for each sequence."""
+    """One batch from (context tokens before, tokens computed) per sequence."""
     slices = tuple(Slice(i, before, (0,) * length, True) for i, (before, length) in enumerate(shares))
     added = tuple(NewSequence(i, (0,) * length, (), _SAMPLING) for i, (_, length) in enumerate(shares))
     return Batch(0, (), added, slices), [table] * len(shares)
 
 
 def fitting_budget(meter: Meter, utilization: float, beside_bytes: int) -> int:
-    """For parameters and KV, where all of it together is to take so much of the device, as vLLM has it."""
+    """Budget for parameters and KV if all of it together may use this share of the device, as in vLLM."""
     return int(meter.total_bytes * utilization) - beside_bytes

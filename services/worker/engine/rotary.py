@@ -1,6 +1,6 @@
-"""Rotary position embedding: tables of cosines and sines, bit for bit those of `transformers`.
+"""Rotary position embedding: tables of cosines and sines, bit-identical to those of `transformers`.
 
-They are computed in float32 whatever the model's dtype, as there, and then converted.
+As there, they are computed in float32 whatever the model's dtype, and then converted.
 """
 
 import math
@@ -24,7 +24,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
-    """Long wavelengths are stretched by the factor, short ones kept, and those between are blended."""
+    """Llama 3 scaling: long wavelengths are stretched by the factor, short ones kept, and those in between
+    interpolated.
+    """
     longest_kept = rope.original_max_position / rope.high_freq_factor
     shortest_stretched = rope.original_max_position / rope.low_freq_factor
     wavelengths = 2 * math.pi / plain
@@ -40,7 +42,7 @@ def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:
 def rotary_table(
     rope: RopeConfig, head_dim: int, positions: int, dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
-    """[positions, 2, head_dim]: the cosines and the sines by which a head at each position is rotated.
+    """[positions, 2, head_dim]: cosines and sines that rotate a head at each position.
 
     The first half of the sines is negated, so that rotating is `x * cos + swap_halves(x) * sin`.
     """

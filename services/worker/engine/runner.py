@@ -1,4 +1,4 @@
-"""Executes batches on a whole model: the engine's only entry for the thread that steps it."""
+"""Executes batches on a model: the engine's only entry point for the thread that runs its steps."""
 
 import time
 from collections import deque
@@ -39,14 +39,14 @@ class ModelRunner:
         self._kv = kv
         self.graphs = graphs
         self._lora = lora
-        self._is_adapted = False  # rows of this step have an adapter
+        self._is_adapted = False  # whether rows of the current step have an adapter
         self._packer = Packer(kv.shape.block_tokens)
         self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
         self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
-        """The sequences that were added and not removed."""
+        """The sequences added and not yet removed."""
         return self._sampler.sequence_ids
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
@@ -67,17 +67,17 @@ class ModelRunner:
     ) -> StepResult | torch.Tensor:
         """Execute the layers `[first_layer, last_layer)` of a batch.
 
-        `hidden_TD` comes from the stage before and is changed; None for the first stage. Rows have the same order on
-        every stage: it follows from the slices alone. Returns the hidden states, or from the last stage the result.
+        `hidden_TD` comes from the previous stage and is overwritten; None for the first stage. Rows have the same order
+        on every stage, as it follows from the slices alone. Returns the hidden states, or the result on the last stage.
 
         `block_tables` is aligned with the batch's slices; each covers at least the slice's last token. A table that is
-        the same object as in the step before is taken to be unchanged.
+        the same object as in the previous step is taken to be unchanged.
 
-        `preempted` is asked at the batch's safepoints.
+        `preempted` is polled at the batch's safepoints.
 
         Raises:
-            Preempted: it said so. KV behind what had been computed before may have been written.
-            InvariantViolation: the batch or a table contradicts what this runner was told before.
+            Preempted: `preempted` returned True. KV of the batch's tokens may have been written.
+            InvariantViolation: the batch or a table contradicts an earlier call.
         """
         started_s = time.perf_counter()
         samples = last_layer == self._config.layer_count
@@ -123,7 +123,7 @@ class ModelRunner:
     def _compute_slices(
         self, packed: PackedStep, hidden_TD: torch.Tensor | None, firsts: range, preempted: Callable[[], bool]
     ) -> torch.Tensor:
-        """In slices of layers, which begin at `firsts`. On a GPU one slice is launched ahead of the one that runs."""
+        """Compute in slices of layers starting at `firsts`. On a GPU one slice is launched ahead of the running one."""
         launched: deque[torch.cuda.Event] = deque()
         for first in firsts:
             if first != firsts.start and preempted():
@@ -139,7 +139,7 @@ class ModelRunner:
         return hidden_TD
 
     def _sample(self, rows: Sequence[SampleRow], packed: PackedStep, hidden_TD: torch.Tensor) -> Sampled:
-        """While a device computes the layers: it is waited for at the end."""
+        """Prepare sampling while a device computes the layers; waits for it at the end."""
         prepared = self._sampler.prepare(rows)
         sample_rows_R, *uploaded = upload([packed.sample_rows, *prepared.arrays], hidden_TD.device)
         logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows_R))
@@ -148,12 +148,12 @@ class ModelRunner:
     def compute(
         self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
     ) -> torch.Tensor:
-        """Hidden states behind the layers, which another step may overwrite. In inference mode."""
+        """Hidden states after the layers, which the next step may overwrite. Call it in inference mode."""
         device = self._kv.layer(0).device
         if hidden_TD is not None:
-            if hidden_TD.is_cuda:  # brought on another stream, whose memory it is
+            if hidden_TD.is_cuda:  # allocated on another stream
                 hidden_TD.record_stream(torch.cuda.current_stream(hidden_TD.device))
-            hidden_TD = hidden_TD.to(device)  # a link gives them where it has received them
+            hidden_TD = hidden_TD.to(device)  # a link delivers them to host memory
         if self.graphs is not None and not self._is_adapted:
             replayed_TD = self.graphs.run_layers(hidden_TD, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
@@ -173,7 +173,7 @@ class ModelRunner:
         )
 
     def forget_all(self) -> None:
-        """Another leader's batches follow: they bring every sequence anew."""
+        """Remove all sequences: the next batches come from another leader, which adds its sequences."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)

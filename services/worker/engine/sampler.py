@@ -1,9 +1,8 @@
-"""Chooses the next tokens. What a row gives depends on its logits, parameters, seed and position alone.
+"""Samples the next tokens. A row's token depends only on its logits, parameters, seed and position.
 
-Order, as in vLLM: forbidden tokens, grammar, logit bias, penalties, temperature, min-p, top-k, top-p. All that is
-random is computed in float64 and row by row, so that neither batch neighbours nor their number can change a token.
-Tokens whose probability equals that of the last one a filter keeps are kept too: a border between equals would depend
-on sorting.
+Order, as in vLLM: constraints, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random is computed
+in float64 and row by row, so that neither the other rows nor their number can change a token. Tokens with the same
+probability as the last one kept by a filter are also kept: otherwise the cut would depend on sorting.
 
 Shapes: R rows that sample, V vocabulary.
 """
@@ -20,9 +19,9 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
 from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
-from services.worker.engine.grammar import GrammarState
+from services.worker.engine.constraint import Constraint, constraint_of
 from services.worker.engine.native.library import Kernels, RowParameters
-from services.worker.engine.penalties import Bias, TokenHistory, forbid
+from services.worker.engine.penalties import Bias, TokenHistory
 from services.worker.engine.random_numbers import uniforms
 
 
@@ -38,45 +37,32 @@ class SampleRow:
 class Sampled:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
-    errors: tuple[tuple[int, str], ...] = ()  # rows whose grammar cannot be followed any further, and why
+    errors: tuple[tuple[int, str], ...] = ()  # (row, reason) for rows whose constraint has failed
 
 
 @dataclass(frozen=True, slots=True)
 class _SampledSequence:
     sampling: SamplingParams
     seed: int
-    forbidden: tuple[int, ...]  # until min_tokens have been generated
-    forbidden_until: int  # position from which they are allowed
-    grammar: GrammarState | None
+    constraint: Constraint | None
     bias: Bias | None
     history: TokenHistory | None
-    plain: bool  # the most probable token and nothing else
+    plain: bool  # greedy, without any option
 
 
 def require_new(new: NewSequence, known: Container[SequenceId]) -> None:
-    """
-    Raises:
-        InvariantViolation: the sequence cannot be sampled so.
-    """
+    """Raises InvariantViolation if a sampled sequence has no seed, or if the sequence is known already."""
     if new.sampling.seed is None and not new.sampling.greedy:
         raise InvariantViolation(f"sequence {new.sequence_id} is sampled and came without a seed")
     if new.sequence_id in known:
         raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
 
 
-def forbidden_ends(sampling: SamplingParams, eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Tokens that would end the sequence, where it must not end yet."""
-    if not sampling.min_tokens:
-        return ()
-    ends = sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
-    return tuple(token for token in dict.fromkeys(ends) if token < vocab_size)
-
-
 class _Ranked(NamedTuple):
-    """Top tokens of a row, and the normalisation for the log-probability of any other token."""
+    """Top tokens of a row, and the normalisation for the logprob of any other token."""
 
     top: tuple[tuple[int, float], ...]
-    values_V: torch.Tensor  # log-probabilities plus the two below
+    values_V: torch.Tensor  # logprobs plus the two below
     best: float
     log_total: float
 
@@ -85,23 +71,25 @@ class _Ranked(NamedTuple):
 
 
 class Choosing(Protocol):
-    """Tokens being sampled."""
+    """Tokens whose sampling has been launched."""
 
     def collect(self) -> Sampled:
-        """Wait for them."""
+        """Wait for the tokens."""
         ...
 
 
 class PreparedRows(Protocol):
-    """Host-side data of a step's rows, made before its execution."""
+    """Host-side data of a step's rows, prepared before its execution."""
 
     @property
     def arrays(self) -> Sequence[np.ndarray]:
-        """For the step's upload."""
+        """Arrays to upload with the step."""
         ...
 
     def launch(self, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> Choosing:
-        """Has one token per row chosen. `logits_RV` is changed; `uploaded` are the arrays where it is."""
+        """Launch the sampling of one token per row. `logits_RV` is overwritten; `uploaded` are the arrays on its
+        device.
+        """
         ...
 
 
@@ -149,14 +137,14 @@ class Sampler:
         grammars: Grammars | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """With the compiled `kernels` all rows are sampled in one call; tokens are the same."""
+        """With the compiled `kernels` all rows are sampled in one call; the tokens are the same."""
         self._grammars = grammars
         self._kernels = kernels
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
         self._sequences: dict[SequenceId, _SampledSequence] = {}
-        self._special = 0  # sequences that are not plain
+        self._special = 0  # number of sequences that are not plain
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]:
@@ -165,18 +153,16 @@ class Sampler:
     def add(self, new: NewSequence) -> None:
         require_new(new, self._sequences)
         sampling = new.sampling
-        forbidden = forbidden_ends(sampling, self._eos_token_ids, self._vocab_size)
+        constraint = constraint_of(new, self._grammars, self._eos_token_ids, self._vocab_size)
         penalised = sampling.penalised
         sequence = _SampledSequence(
             sampling=sampling,
             seed=sampling.seed or 0,
-            forbidden=forbidden,
-            forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
-            grammar=GrammarState(self._grammars, new) if sampling.grammar is not None else None,
+            constraint=constraint,
             bias=Bias(sampling.logit_bias, self._device) if sampling.logit_bias else None,
             history=TokenHistory(new, self._device) if penalised else None,
             plain=sampling.greedy
-            and not (penalised or forbidden or sampling.logit_bias or sampling.grammar)
+            and not (penalised or constraint is not None or sampling.logit_bias)
             and sampling.logprobs is None,
         )
         self._sequences[new.sequence_id] = sequence
@@ -191,7 +177,7 @@ class Sampler:
         return _HostRows(self, rows)
 
     def sample(self, rows: Sequence[SampleRow], logits_RV: torch.Tensor) -> Sampled:
-        """One token per row. `logits_RV` is changed."""
+        """Sample one token per row. `logits_RV` is overwritten."""
         if not self._special:
             return Sampled(tuple(self._best(logits_RV)), (None,) * len(rows))
         sequences = [self._sequences[row.sequence_id] for row in rows]
@@ -200,11 +186,9 @@ class Sampler:
             for i, sequence in enumerate(sequences)
             if sequence.sampling.logprobs is not None
         }
-        for row, sequence, logits_V in zip(rows, sequences, logits_RV, strict=True):
-            if row.position < sequence.forbidden_until and sequence.forbidden:
-                forbid(logits_V, sequence.forbidden)
-            if sequence.grammar is not None:
-                sequence.grammar.restrict(logits_V)
+        for sequence, logits_V in zip(sequences, logits_RV, strict=True):
+            if sequence.constraint is not None:
+                sequence.constraint.restrict(logits_V)
             if sequence.bias is not None:
                 sequence.bias.apply(logits_V)
             if sequence.history is not None:
@@ -214,15 +198,15 @@ class Sampler:
         for i, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
             if sequence.history is not None:
                 sequence.history.add(token_id)
-            if sequence.grammar is not None:
-                sequence.grammar.add(token_id)
-                if sequence.grammar.error:
-                    errors.append((i, sequence.grammar.error))
+            if sequence.constraint is not None:
+                sequence.constraint.add(token_id)
+                if sequence.constraint.error:
+                    errors.append((i, sequence.constraint.error))
         logprobs = [raw_logprobs[i].of(token) if i in raw_logprobs else None for i, token in enumerate(token_ids)]
         return Sampled(tuple(token_ids), tuple(logprobs), tuple(errors))
 
     def _raw_logprobs(self, logits_V: torch.Tensor, count: int) -> "_Ranked":
-        """Before any change of `logits_V`."""
+        """Logprobs before any change of `logits_V`."""
         count = min(count, len(logits_V))
         if self._kernels is None:
             logprobs_V = torch.log_softmax(logits_V.double(), -1)
@@ -273,7 +257,7 @@ def _choose_at_once(
 
 
 def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R: np.ndarray) -> list[int]:
-    """Draw one token per row by inversion, in vocabulary order. `logits_RV` is float64 and is changed."""
+    """Draw one token per row by inversion, in vocabulary order. `logits_RV` is float64 and is overwritten."""
 
     def column(values: Sequence[float]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float64, device=logits_RV.device)[:, None]
@@ -286,18 +270,18 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R
         for i in keep_best_at_once(logits_RV, sampling):
             keep_best(logits_RV[i], sampling[i].top_k, sampling[i].top_p)
     cumulated_RV = torch.softmax(logits_RV, -1).cumsum_(-1)
-    # The last value is 1 up to rounding; scaling by it keeps the draw inside the row.
+    # The last cumulative value is 1 up to rounding; scaling by it keeps the draw within the row.
     targets_R1 = torch.from_numpy(uniforms_R).to(logits_RV.device)[:, None] * cumulated_RV[:, -1:]
     chosen_R = torch.searchsorted(cumulated_RV, targets_R1, right=True)[:, 0]
     return chosen_R.clamp_(max=logits_RV.shape[1] - 1).tolist()
 
 
-_FIRST_LOOK = 256  # most nuclei are smaller, and finding so many best is much cheaper than sorting a vocabulary
+_FIRST_LOOK = 256  # most nuclei are smaller, and this topk is much cheaper than sorting a vocabulary
 
 
 def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams]) -> list[int]:
-    """What `keep_best` does, to all rows. Returns those for which the first look was not enough, one by one of which
-    takes less memory.
+    """`keep_best` for all rows. Returns the rows that need more than the first `_FIRST_LOOK` tokens; processing these
+    one by one takes less memory.
     """
     size, device = logits_RV.shape[1], logits_RV.device
     looked_at = min(size, _FIRST_LOOK)
@@ -326,7 +310,7 @@ def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams
 
 
 def keep_best(row_V: torch.Tensor, top_k: int, top_p: float) -> None:
-    """Make all but the top k, and of those all but the smallest set that holds top_p of their mass, impossible."""
+    """Mask all but the top k, and of those all but the smallest set with a mass of at least top_p."""
     size = len(row_V)
     limit = top_k if 0 < top_k < size else size
     if limit < size:

@@ -1,7 +1,7 @@
-"""Chooses the next tokens on a GPU: a few launches for all rows, and one wait, for the tokens. The rules are those of
-`sampler`; draws are the same but for rounding, since sums over a vocabulary are of float32 terms here.
+"""Samples the next tokens on a GPU: a few launches for all rows, and a single wait. The rules are those of `sampler`;
+draws differ by rounding only, since sums over a vocabulary have float32 terms here.
 
-Shapes: R rows that sample, V vocabulary, L rows with log-probabilities, H sequences that are penalised.
+Shapes: R rows that sample, V vocabulary, L rows with logprobs, H sequences that are penalised.
 """
 
 import importlib
@@ -17,16 +17,16 @@ from ballast.common.extras import lacking
 from ballast.common.sampling import SamplingParams
 from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
-from services.worker.engine.grammar import GrammarState
+from services.worker.engine.constraint import Constraint, constraint_of
 from services.worker.engine.random_numbers import uniforms
-from services.worker.engine.sampler import Sampled, SampleRow, forbidden_ends, require_new
+from services.worker.engine.sampler import Sampled, SampleRow, require_new
 from services.worker.engine.upload import upload
 
-_TILE, _WARPS = 4096, 16  # logits that a program looks at at a time
+_TILE, _WARPS = 4096, 16  # logits that a program reads per iteration
 _LEAST, _ROOM = (
     512,
     1024,
-)  # of the best tokens of a filtered row, put aside by find_best; ties may be more than the first
+)  # candidates that find_best collects for a filtered row; ties may exceed the first number
 _EDITS = 128
 _ADJUSTED = 2048
 _FIRST_HISTORIES, _FIRST_PLACES = 8, 256
@@ -34,24 +34,21 @@ _FIRST_HISTORIES, _FIRST_PLACES = 8, 256
 
 @dataclass(frozen=True, slots=True)
 class _GpuSequence:
-    place: int  # in the sampler's tables
+    place: int  # row in the sampler's tables
     sampling: SamplingParams
-    forbidden: tuple[int, ...]
-    forbidden_until: int  # position from which they are allowed
-    grammar: GrammarState | None
+    constraint: Constraint | None
     history: int  # row of the counts; -1: not penalised
 
     @property
     def special(self) -> bool:
-        """Whether a step has to look at it by itself."""
+        """Whether a step has to process it individually."""
         sampling = self.sampling
-        known = sampling.logprobs is not None or self.grammar is not None
-        return known or bool(self.forbidden) or bool(sampling.logit_bias)
+        return sampling.logprobs is not None or self.constraint is not None or bool(sampling.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRows:
-    """What a step's rows need on the device: the arrays, and which of them there are."""
+    """Data that a step's rows need on the device: the arrays, and flags for the features used."""
 
     sampler: "GpuSampler"
     sequences: Sequence[_GpuSequence]
@@ -60,7 +57,7 @@ class GpuRows:
     masked: bool
     penalised: bool
     edit_count: int
-    ranked: tuple[int, ...]  # rows with log-probabilities
+    ranked: tuple[int, ...]  # rows with logprobs
 
     def launch(self, uploaded: Sequence[torch.Tensor], logits_RV: torch.Tensor) -> "GpuChoosing":
         return self.sampler.launch(self, uploaded, logits_RV)
@@ -68,26 +65,26 @@ class GpuRows:
 
 @dataclass(frozen=True, slots=True)
 class GpuChoosing:
-    """Tokens that the device is about to choose."""
+    """Tokens whose sampling has been launched on the device."""
 
-    token_ids_R: torch.Tensor  # there, int32
+    token_ids_R: torch.Tensor  # on the device, int32
     sequences: Sequence[_GpuSequence]
     ranked: tuple[int, ...]
-    copies: Sequence[torch.Tensor]  # on the host, once the event is over
+    copies: Sequence[torch.Tensor]  # on the host, valid after the event
     over: torch.cuda.Event | None
     raw_LV: torch.Tensor | None = None  # logits of the ranked rows
 
     def collect(self) -> Sampled:
-        """Waits for them."""
+        """Wait for the tokens."""
         if self.over is not None:
             self.over.synchronize()
         tokens, *ranked = (copy.tolist() for copy in self.copies)
         errors: list[tuple[int, str]] = []
         for i, sequence in enumerate(self.sequences):
-            if sequence.grammar is not None:
-                sequence.grammar.add(tokens[i])
-                if sequence.grammar.error:
-                    errors.append((i, sequence.grammar.error))
+            if sequence.constraint is not None:
+                sequence.constraint.add(tokens[i])
+                if sequence.constraint.error:
+                    errors.append((i, sequence.constraint.error))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if ranked:
             for at, (i, logprob, values, top, found) in enumerate(zip(self.ranked, *ranked, strict=True)):
@@ -98,7 +95,7 @@ class GpuChoosing:
         return Sampled(tuple(tokens), tuple(logprobs), tuple(errors))
 
     def _best_of_all(self, row: int, count: int) -> tuple[list[float], list[int]]:
-        """Where too many tokens are equal for the best to be put aside; waits once more."""
+        """Top tokens of a row in which too many tie for `find_best` to collect them. Waits for the device again."""
         assert self.raw_LV is not None
         logits_V = self.raw_LV[row].float()
         top = logits_V.topk(min(count, len(logits_V)))
@@ -106,7 +103,7 @@ class GpuChoosing:
 
 
 class GpuSampler:
-    """Keeps what sampling needs to know of each running sequence; what was seen of penalised ones, on the device."""
+    """Keeps the sampling state of running sequences; token counts of penalised ones are on the device."""
 
     def __init__(
         self,
@@ -115,10 +112,7 @@ class GpuSampler:
         device: torch.device,
         grammars: Grammars | None = None,
     ) -> None:
-        """
-        Raises:
-            ConfigError: triton is not installed.
-        """
+        """Raises ConfigError if triton is not installed."""
         try:
             self._kernels: Any = importlib.import_module("services.worker.engine.sampling_kernels")
         except ImportError as error:
@@ -128,14 +122,14 @@ class GpuSampler:
         self._eos_token_ids = tuple(eos_token_ids)
         self._device = device
         self._sequences: dict[SequenceId, _GpuSequence] = {}
-        self._numbers = np.zeros((0, 8))  # of each place; columns as in the kernels
+        self._numbers = np.zeros((0, 8))  # one row per place; columns as in the kernels
         self._wholes = np.zeros((0, 4), np.int32)
         self._seeds = np.zeros(0, np.int64)
         self._special = np.zeros(0, np.bool_)
         self._free_places: list[int] = []
         self._counts_HV = torch.zeros(0, vocab_size, dtype=torch.int16, device=device)
         self._free_histories: list[int] = []
-        self._begun: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # histories to be written: tokens, and their counts
+        self._begun: dict[int, tuple[np.ndarray, np.ndarray]] = {}  # histories to write: (tokens, counts)
         self._scratch: tuple[torch.Tensor, ...] = ()
         self._places = torch.zeros(0, dtype=torch.int32, device=device)
         self._told: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -150,9 +144,7 @@ class GpuSampler:
         self._sequences[new.sequence_id] = sequence = _GpuSequence(
             place=self._place(),
             sampling=sampling,
-            forbidden=forbidden_ends(sampling, self._eos_token_ids, self._vocab_size),
-            forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
-            grammar=GrammarState(self._grammars, new) if sampling.grammar is not None else None,
+            constraint=constraint_of(new, self._grammars, self._eos_token_ids, self._vocab_size),
             history=self._begin_history(new) if sampling.penalised else -1,
         )
         place = sequence.place
@@ -202,7 +194,7 @@ class GpuSampler:
 
     @torch.inference_mode()
     def _write_histories(self) -> None:
-        """Of all sequences that have been added since the last step, at once."""
+        """Write the histories of all sequences added since the last step at once."""
         histories = np.fromiter(self._begun, np.int64, len(self._begun))
         tokens, values = zip(*self._begun.values(), strict=True)
         rows = np.repeat(histories, [len(each) for each in tokens])
@@ -212,7 +204,7 @@ class GpuSampler:
         self._counts_HV.index_put_((there[1], there[2]), there[3])
 
     def prepare(self, rows: Sequence[SampleRow]) -> GpuRows:
-        """Arrays for the step's upload."""
+        """Prepare the arrays to upload with the step."""
         if self._begun:
             self._write_histories()
         sequences = [self._sequences[row.sequence_id] for row in rows]
@@ -227,15 +219,15 @@ class GpuSampler:
         values: list[float] = []
         ranked: list[int] = []
         for i in np.flatnonzero(self._special[places_R]).tolist():
-            row, sequence = rows[i], sequences[i]
+            sequence = sequences[i]
             if sequence.sampling.logprobs is not None:
                 ranked.append(i)
-            if sequence.grammar is not None and (bits := sequence.grammar.allowed()) is not None:
+            bits, excluded = (None, ()) if sequence.constraint is None else sequence.constraint.next()
+            if bits is not None:
                 wholes[i, 2] = len(masks)
                 masks.append(_words(bits, self._vocab_size))
-            forbidden = sequence.forbidden if row.position < sequence.forbidden_until else ()
-            if forbidden or sequence.sampling.logit_bias:
-                edits = dict(sequence.sampling.logit_bias) | dict.fromkeys(forbidden, -math.inf)
+            if excluded or sequence.sampling.logit_bias:
+                edits = dict(sequence.sampling.logit_bias) | dict.fromkeys(excluded, -math.inf)
                 places.extend((i, token) for token in edits)
                 values.extend(edits.values())
         arrays: list[np.ndarray] = [numbers, wholes]
@@ -264,7 +256,7 @@ class GpuSampler:
         kernels, stride = self._kernels, logits_RV.stride(0)
         edits = (next(there), next(there)) if rows.edit_count else None
         ranked_L = next(there) if rows.ranked else None
-        raw_LV = None if ranked_L is None else logits_RV.index_select(0, ranked_L)  # before anything is changed
+        raw_LV = None if ranked_L is None else logits_RV.index_select(0, ranked_L)  # before logits are changed
         if edits is not None:
             count = rows.edit_count
             kernels.edit[(-(-count // _EDITS),)](logits_RV, *edits, stride, count, TILE=_EDITS)
@@ -296,7 +288,7 @@ class GpuSampler:
         return GpuChoosing(chosen_R, rows.sequences, rows.ranked, copies, over, raw_LV)
 
     def _rank(self, raw_LV: torch.Tensor, chosen_L: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Log-probabilities of the chosen tokens and of the best, with those, and how many of the best were found."""
+        """Logprobs of the chosen tokens; logprobs and ids of the best tokens; how many of those were found."""
         row_count, vocabulary = raw_LV.shape
         numbers, wholes, best_token_L = self._unfiltered(row_count)
         best_L, seen, total_L, near, near_tokens = (each[:row_count] for each in self._found(row_count))
@@ -309,7 +301,7 @@ class GpuSampler:
         return [own_L1[:, 0], -distances - log_total_L1, near_tokens.gather(1, places), found_L1[:, 0].clone()]
 
     def _unfiltered(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What find_best is told of rows that are ranked, and memory for their best tokens."""
+        """Inputs of `find_best` for ranked rows, and memory for their best tokens."""
         if self._told is None or len(self._told[0]) < rows:
             numbers = np.zeros((rows, 8))
             numbers[:, :3] = 1.0, 1.0, math.inf
@@ -320,7 +312,7 @@ class GpuSampler:
         return self._told
 
     def _found(self, rows: int) -> tuple[torch.Tensor, ...]:
-        """What find_best leaves; one launch's at a time."""
+        """Outputs of `find_best`, reused by every launch."""
         if not self._scratch or len(self._scratch[0]) < rows:
             floats, ints = torch.float32, torch.int32
             kinds = ((floats, ()), (ints, (4,)), (torch.float64, ()), (floats, (_ROOM,)), (ints, (_ROOM,)))
@@ -330,7 +322,7 @@ class GpuSampler:
 
 
 def find_constants() -> dict[str, int]:
-    """What the kernel is compiled for."""
+    """Compile-time constants of the kernel."""
     return {"TILE": _TILE, "LEAST": _LEAST, "ROOM": _ROOM, "num_warps": _WARPS}
 
 
@@ -343,7 +335,7 @@ def adjust_constants() -> dict[str, int]:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """Copies that are there once the event is over."""
+    """Host copies, valid after the event."""
     if tensors[0].device.type != "cuda":
         return list(tensors), None
     copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]
@@ -355,7 +347,7 @@ def _to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch
 
 
 def _words(bits: np.ndarray, vocab_size: int) -> np.ndarray:
-    """Bytes of bits as whole words of 32, no fewer than the vocabulary needs."""
+    """Convert a bit mask from bytes to 32-bit words, padded to the vocabulary."""
     words = np.zeros(-(-vocab_size // 32), np.int32)
     count = min(len(bits), words.nbytes)
     words.view(np.uint8)[:count] = bits[:count]

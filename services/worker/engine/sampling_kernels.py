@@ -1,9 +1,9 @@
 # pyright: basic, reportMissingImports=false, reportGeneralTypeIssues=false, reportAttributeAccessIssue=false
-"""The Triton kernels behind `GpuSampler`. Importing this module needs triton; nothing else may import it eagerly.
+"""The Triton kernels of `GpuSampler`. Importing this module needs triton, so import it lazily.
 
-A program is a row. All filters are borders on how far a logit lies below the row's best: a distance, float32, not
-negative, so that its bits are in the order of its value. Sums over a vocabulary are of float32 terms, added in float64;
-what is drawn from few tokens is computed in float64 from the start.
+One program per row. All filters are thresholds on the distance of a logit from the row's best: a non-negative float32,
+whose bits sort like its value. Sums over a vocabulary have float32 terms added in float64; draws from few tokens are
+computed in float64 throughout.
 
 Shapes: R rows, V vocabulary.
 """
@@ -12,29 +12,29 @@ import triton
 import triton.language as tl
 
 IMPOSSIBLE = tl.constexpr(0x7F800000)  # the bits of an infinite distance
-ABSENT = tl.constexpr(0x7FFFFFFF)  # behind the end of the vocabulary
+ABSENT = tl.constexpr(0x7FFFFFFF)  # past the end of the vocabulary
 PIVOTS = tl.constexpr(4)
 
-# Columns of a row's numbers.
-TEMPERATURE = tl.constexpr(0)  # 0: the best token
+# Columns of a row's float parameters.
+TEMPERATURE = tl.constexpr(0)  # 0: greedy
 TOP_P = tl.constexpr(1)
-FLOOR = tl.constexpr(2)  # the largest distance that min-p lets in
+FLOOR = tl.constexpr(2)  # largest distance that min-p admits
 UNIFORM = tl.constexpr(3)
 REPETITION = tl.constexpr(4)
 FREQUENCY = tl.constexpr(5)
 PRESENCE = tl.constexpr(6)
 NUMBERS = tl.constexpr(8)
 
-# Columns of a row's whole numbers.
+# Columns of a row's integer parameters.
 TOP_K = tl.constexpr(0)  # 0: all
-HISTORY = tl.constexpr(1)  # row of the counts of tokens; -1: none
+HISTORY = tl.constexpr(1)  # row of the token counts; -1: none
 MASK = tl.constexpr(2)  # row of the bit masks; -1: none
 WHOLES = tl.constexpr(4)
 
-# Columns of what `find_best` has found.
+# Columns of the results of `find_best`.
 BEST_TOKEN = tl.constexpr(0)
-FOUND = tl.constexpr(1)  # how many tokens it has put aside; -1: none, or more than there is room for
-LIMIT = tl.constexpr(2)  # the bits of the largest distance among them
+FOUND = tl.constexpr(1)  # number of tokens collected; -1: none, or more than fit
+LIMIT = tl.constexpr(2)  # bits of the largest distance among them
 SEEN = tl.constexpr(4)
 
 
@@ -64,13 +64,13 @@ def find_best(
     chosen_ptr,  # [R] int32: the best token
     best_ptr,  # [R] float32: its logit
     seen_ptr,  # [R, SEEN] int32
-    total_ptr,  # [R] float64: the mass of all tokens that min-p lets in, where that of the best is 1
-    near_ptr,  # [R, ROOM] float32: distances of tokens put aside, in the order of the vocabulary
+    total_ptr,  # [R] float64: mass of all tokens that min-p admits, relative to the best token's
+    near_ptr,  # [R, ROOM] float32: distances of collected tokens, in vocabulary order
     near_tokens_ptr,  # [R, ROOM] int32
     row_stride,
     vocabulary,
     TILE: tl.constexpr,
-    LEAST: tl.constexpr,  # so many of the best tokens at least are put aside where a row is filtered, if there are
+    LEAST: tl.constexpr,  # minimum number of candidates collected for a filtered row, if there are as many
     ROOM: tl.constexpr,
 ):
     """Argmax of each row and, for filtered rows, candidates among the best tokens."""
@@ -95,8 +95,8 @@ def find_best(
     found = -1
     limit = 0
     if (temperature > 0) & ((floor < float("inf")) | (top_p < 1) | ((top_k > 0) & (top_k < vocabulary))):
-        # As many lanes as LEAST have one at least that is as near as this, by the upper half of its bits. What is as
-        # near as that border may be most of a vocabulary: it is left out.
+        # The distance, by the upper half of its bits, within which at least LEAST lanes have a token. Tokens at the
+        # limit itself may be most of the vocabulary and are excluded.
         near = _bits(tl.where(highest == best, 0.0, best - highest), lanes < vocabulary) // 65536
         low = 0
         high = IMPOSSIBLE // 65536
@@ -128,7 +128,7 @@ def find_best(
 
 @triton.jit
 def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """Mass, or number, of the tokens up to these bits, and the largest bits among them."""
+    """Mass, or number, of the tokens with at most these bits, and the largest bits among them."""
     lanes = tl.arange(0, TILE)
     masses = tl.zeros([TILE], tl.float32)
     most = tl.zeros([TILE], tl.int32)
@@ -144,12 +144,12 @@ def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE:
 
 @triton.jit
 def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """The least bits up to which the tokens' mass, or number, reaches the target, which that up to `high` does."""
+    """The smallest bits at which the tokens' mass, or number, reaches the target. It must be reached at `high`."""
     low = 0
     lanes = tl.arange(0, TILE)
     steps = tl.arange(0, PIVOTS)
     while low < high:
-        # At equal distances from one another; all that counts are those that tokens have.
+        # Evenly spaced pivots, narrowed to distances that occur.
         nearest = low.to(tl.float32, bitcast=True)
         span = high.to(tl.float32, bitcast=True) - nearest
         pivots = tl.maximum((nearest + span * (steps / PIVOTS)).to(tl.int32, bitcast=True), low)
@@ -172,7 +172,7 @@ def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.conste
 
 @triton.jit
 def _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE: tl.constexpr):
-    """The token of those up to these bits at which the mass, in the order of the vocabulary, exceeds the draw."""
+    """The token with at most these bits at which the cumulative mass, in vocabulary order, exceeds the draw."""
     lanes = tl.arange(0, TILE)
     total = tl.full((), 0.0, tl.float64)
     for start in tl.range(0, vocabulary, TILE, num_stages=3):
@@ -193,7 +193,7 @@ def _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE: tl.c
         if reached > target:
             beyond = (passed + tl.cumsum(masses, 0) > target) & (masses > 0)
             first = tl.min(tl.where(beyond, at, vocabulary), 0)
-            # Where both sums round otherwise, the last token of the tile is it.
+            # If rounding makes the sums differ, take the last token of the tile.
             token = tl.where(first < vocabulary, first, tl.max(tl.where(masses > 0, at, 0), 0))
             searching = 0
         passed = reached
@@ -203,10 +203,10 @@ def _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE: tl.c
 
 @triton.jit
 def draw(
-    logits_ptr,  # as of find_best
+    logits_ptr,  # as in find_best
     numbers_ptr,
     wholes_ptr,
-    chosen_ptr,  # [R] int32: the token drawn, where the temperature is not 0
+    chosen_ptr,  # [R] int32: the token drawn, unless the temperature is 0
     best_ptr,
     seen_ptr,
     total_ptr,
@@ -229,7 +229,7 @@ def draw(
         top_k = tl.load(wholes_ptr + row * WHOLES + TOP_K)
         found = tl.load(seen_ptr + row * SEEN + FOUND)
         limit = tl.load(seen_ptr + row * SEEN + LIMIT)
-        whole = limit == IMPOSSIBLE - 1  # all that is possible was put aside
+        whole = limit == IMPOSSIBLE - 1  # all possible tokens were collected
         has_top_k = (top_k > 0) & (top_k < vocabulary)
         last = floor.to(tl.int32, bitcast=True)
         done = 0
@@ -281,7 +281,7 @@ def draw(
         tl.store(chosen_ptr + row, token)
 
 
-# Every value of a specialised argument may cost a compilation in the middle of a step.
+# Not specialised on: each value of a specialised argument may cost a compilation in the middle of a step.
 @triton.jit(do_not_specialize=["count"])
 def edit(
     logits_ptr,  # [R, V], rows row_stride apart
@@ -291,7 +291,7 @@ def edit(
     count,
     TILE: tl.constexpr,
 ):
-    """Add to single logits: logit bias, or minus infinity."""
+    """Add to individual logits: logit bias, or minus infinity."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     present = at < count
     rows = tl.load(places_ptr + at * 2, mask=present, other=0).to(tl.int64)
@@ -306,8 +306,8 @@ def adjust(
     logits_ptr,  # [R, V], rows row_stride apart
     numbers_ptr,
     wholes_ptr,
-    masks_ptr,  # [M, mask_stride] int32: a bit for each token that may follow
-    counts_ptr,  # [H, V] int16: 0 for a token that was not seen; 1 and how often it was generated
+    masks_ptr,  # [M, mask_stride] int32: a bit for each allowed token
+    counts_ptr,  # [H, V] int16: 0 for an unseen token; otherwise 1 plus its count in the output
     row_stride,
     mask_stride,
     vocabulary,

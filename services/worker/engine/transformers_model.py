@@ -1,6 +1,6 @@
-"""A model computed by `transformers`' own modelling code, unmodified, over our parameters, our KV and packed rows.
+"""A model computed by the unmodified modelling code of `transformers`, over our parameters, our KV and packed rows.
 
-Shapes as in `model`. `decoder` says how its layers run.
+Shapes as in `model`. `decoder` explains how its layers run.
 """
 
 import itertools
@@ -41,8 +41,8 @@ from services.worker.memory.kv_cache import KvCache, KvShape
 from services.worker.memory.parameters import ParameterStore, TensorSpec
 
 _TEST_ROWS = 16
-# By how much two ways to compute the same may differ, of the largest logit; the rows' median counts, as a router's
-# near-ties send a token to other experts.
+# Tolerance between two computations, relative to the largest logit. The median over rows is compared, as near-ties in a
+# router send some tokens to other experts.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 
 transformers.logging.set_verbosity_error()
@@ -50,10 +50,10 @@ transformers.logging.disable_progress_bar()
 
 
 def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
-    """What `transformers` makes of config.json. No code of the checkpoint is run.
+    """Read config.json with `transformers`. No code of the checkpoint is executed.
 
     Raises:
-        ConfigError: it is not a decoder that `transformers` knows.
+        ConfigError: it is not a decoder that `transformers` supports.
     """
     path = model_dir / "config.json"
     told = read_json(path)
@@ -61,7 +61,7 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     try:
         config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         known: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    except Exception as error:  # the type depends on the error in the file
+    except Exception as error:  # the exception type depends on the error in the file
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(str(path), f"transformers makes no decoder of it: {first_line}") from error
     architectures = told.get("architectures")
@@ -70,7 +70,7 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
         why = f"{architectures[0]!r} is not served: transformers has {name} for the model_type {config.model_type!r}"
         raise ConfigError(f"{path}: architectures", why)
     if hasattr(config, "quantization_config"):
-        del config.quantization_config  # its modules are made as if they were dense
+        del config.quantization_config  # create its modules as if they were dense
     text = config.get_text_config()
     if config.is_encoder_decoder or text is not config:
         raise ConfigError(f"{path}: model_type", f"{config.model_type!r} is more than a decoder of text")
@@ -92,7 +92,7 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
 
 
 class TransformersDecoder(Decoder):
-    """A `StageModel`: its parameters are views of our memory, made once."""
+    """A `StageModel` whose parameters are views of our memory, created once."""
 
     def __init__(
         self,
@@ -103,7 +103,9 @@ class TransformersDecoder(Decoder):
         like: Decoder,
         division: Division,
     ) -> None:
-        """Divided and packed as another one without memory; `division`: with the sum over its ranks."""
+        """Divided and packed like the model `like`, which has no memory. `division` has the
+        all-reduce over the ranks.
+        """
         super().__init__(config, dtype, like.packed, like.cuts, division, gives_tuples=like.gives_tuples)
         self.kv = kv
         self._bind(parameters, dtype)
@@ -113,7 +115,7 @@ class TransformersDecoder(Decoder):
         return len(self.layers)
 
     def reserve(self, rows: int) -> None:
-        """Nothing to do: torch's allocator keeps what a step took."""
+        """No-op: torch's allocator keeps the memory of a step."""
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         run = LayerRun(0, 0)
@@ -145,11 +147,11 @@ class TransformersDecoder(Decoder):
         return self.pass_through(run, with_head=True, inputs_embeds=hidden, position_ids=positions).logits[0]
 
     def adapt(self, lora: Lora) -> None:
-        """Whose rows are those of each step from now on."""
+        """Set the adapters; `Lora.lay_out` assigns rows to them for each step."""
         lora.adapt(self.model)
 
     def _bind(self, parameters: ParameterStore, dtype: torch.dtype) -> None:
-        """Parameters and buffers of the checkpoint lie in our memory; other buffers are made as `transformers` does."""
+        """Bind parameters and persistent buffers to our memory; other buffers are created as `transformers` does."""
         views: dict[int, torch.Tensor] = {}
         parts = parts_of(self.model, self.layers_name, len(self.layers), dtype)
         device = parameters.part(EMBEDDING)[next(iter(parts.others[EMBEDDING]))].device
@@ -180,7 +182,7 @@ class TransformersDecoder(Decoder):
 
 
 class TransformersModel:
-    """An `Implementation`: the modelling code of `transformers`."""
+    """An `Implementation` by the modelling code of `transformers`."""
 
     name = "transformers"
 
@@ -193,9 +195,8 @@ class TransformersModel:
         device: torch.device,
         division: Division = WHOLE,
     ) -> None:
-        """
-        Raises:
-            ConfigError: the model does not run on packed rows over paged KV, or cannot be divided among the ranks.
+        """Raises ConfigError if the model does not run on packed rows over paged KV, or cannot be divided among the
+        ranks.
         """
         self.config = replace(facts, rank=division.rank, rank_count=division.count)
         self.pipelines = True
@@ -215,7 +216,7 @@ class TransformersModel:
         self._lock = threading.Lock()
 
     def _divided(self) -> Decoder:
-        """This rank's share; the kinds of attention are its own then."""
+        """The model with this rank's share of the parameters. Updates `kinds` to those of the share."""
         if self._packed:
             why = "a quantised checkpoint is computed on one device: 1 is the most"
             raise ConfigError("tensor_parallel_size", why)
@@ -244,7 +245,7 @@ class TransformersModel:
 
     @property
     def quantised(self) -> str | None:
-        """What the values are that stay quantised in memory, if there are any."""
+        """Number formats of the values kept quantised in memory, if any."""
         numbers = {str(parameter.packing.number) for parameter in self._packed.values()}
         return ", ".join(sorted(numbers)) or None
 
@@ -262,7 +263,9 @@ class TransformersModel:
 
     @property
     def token_elements(self) -> int:
-        """Of the KV of a token in each layer: as many as the largest layer needs, and keys as large as values."""
+        """KV elements per token and layer: those of the largest layer, rounded up to an even number for keys and
+        values.
+        """
         most = max(kind.token_elements for kind in self.kinds)
         return most + most % 2
 
@@ -327,10 +330,10 @@ class TransformersModel:
         return None
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Compares random rows in one range and in two with what `transformers` computes alone.
+        """Compare random rows, computed in one range of layers and in two, with the output of `transformers`.
 
         Raises:
-            ConfigError: the model on packed rows is another one.
+            ConfigError: the logits differ.
         """
         assert isinstance(model, TransformersDecoder)
         rows = min(_TEST_ROWS, self.config.max_position, kv.block_count * kv.shape.block_tokens)
@@ -363,7 +366,7 @@ class TransformersModel:
         ids: torch.Tensor,
         borders: tuple[int, ...],
     ) -> Sequence[torch.Tensor]:
-        """In two chunks, and then token by token."""
+        """Logits computed in two chunks, and then token by token."""
         size, first = kv.shape.block_tokens, kv.window.first_block
         table = tuple(range(first, first - (-len(ids) // size)))
         tokens = tuple(ids.tolist())
@@ -382,7 +385,7 @@ class TransformersModel:
 
 
 def _apart(wanted: torch.Tensor, found: Sequence[torch.Tensor]) -> float:
-    """The largest of the parts' medians."""
+    """The largest median difference of any part."""
     most = 0.0
     for rows, parts in zip(wanted.split([len(part) for part in found]), found, strict=True):
         differing = (rows - parts).abs().amax(1) / rows.abs().amax(1).clamp(min=1e-6)

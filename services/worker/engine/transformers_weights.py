@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint, under the names and shapes that `transformers`' modelling code has for them.
+"""Reads a checkpoint's tensors under the names and in the shapes of `transformers`' modelling code.
 
-A parameter at a time is read and converted by `transformers` itself (names, joined matrices, merged experts), copied to
-its place in our memory, and given up: what is held beside the memory is the largest parameter, twice at most. It is
-read by this thread: each thread of a pool would keep what it has read in an arena of its own.
+Parameters are read and converted one at a time by `transformers` itself (names, joined matrices, merged experts),
+copied to our memory and freed: the extra memory is at most twice the largest parameter. This thread reads them: each
+thread of a pool would keep its memory in an arena of its own.
 """
 
 import os
@@ -41,7 +41,7 @@ Part = int | str
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Tensors of each part by their names in the whole model; a tied one once, where it comes first."""
+    """Tensors of each part by their names in the whole model; a tied tensor only once, where it comes first."""
 
     layers: tuple[Mapping[str, torch.Tensor], ...]
     others: Mapping[str, Mapping[str, torch.Tensor]]
@@ -51,7 +51,7 @@ class Parts:
 
 
 def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype) -> Parts:
-    """Of a model on the meta device, in `dtype` but for those that its class keeps in float32."""
+    """Parts of a model on the meta device, in `dtype` except for those that its class keeps in float32."""
     plan = model._get_dtype_plan(dtype)
     wide = build_glob_alternation(list(plan))[0] if plan else None
     layers: list[dict[str, torch.Tensor]] = [{} for _ in range(layer_count)]
@@ -71,7 +71,7 @@ def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype)
 
 
 class TransformersCheckpoint:
-    """An open checkpoint, by the names of a model without memory."""
+    """An open checkpoint, accessed by the names of a model on the meta device."""
 
     def __init__(
         self,
@@ -82,15 +82,14 @@ class TransformersCheckpoint:
         packed: Mapping[str, PackedParameter] | None = None,
         cut: Callable[[str, torch.Tensor], torch.Tensor] = lambda _, tensor: tensor,
     ) -> None:
-        """`packed` are those of the model's parameters that stay quantised; `cut` gives the part of one, by its name,
-        that is kept in memory.
+        """`packed`: parameters that stay quantised. `cut`: (name, tensor) -> the share kept in memory.
 
         Raises:
-            ConfigError: there are no tensors in the folder, or not those that its index names.
+            ConfigError: the folder has no tensors, or lacks some that its index names.
         """
         self._model_dir, self._model, self._parts, self._dtype = model_dir, model, parts, dtype
         self._files_of = tensor_places(model_dir)
-        self._places = dict(self._files_of)  # of what is dense, or would be
+        self._places = dict(self._files_of)  # matrices by the names of their dense equivalents
         self._files: dict[Path, Any] = {}
         self._mapping: list[Any] = get_model_conversion_mapping(model)
         self._plan = model._get_dtype_plan(dtype)
@@ -112,7 +111,7 @@ class TransformersCheckpoint:
         self._files.clear()
 
     def packed_parameters(self) -> dict[str, PackedParameter]:
-        """Those of a dense model that can stay quantised."""
+        """Parameters of a dense model that can stay quantised."""
         return packed_parameters(self._model, self._patterns, self._converters, self._matrices)
 
     @property
@@ -120,7 +119,9 @@ class TransformersCheckpoint:
         return [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
 
     def _map(self) -> tuple[dict[str, list[str]], list[str]]:
-        """The tensors that each of the model's is made of, by the first name that `transformers` gives them."""
+        """Model tensor -> the checkpoint tensors it is made of, by the first name that `transformers` gives it; and
+        unused tensors.
+        """
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = self._converters
         prefix, state = self._model.base_model_prefix, self._model.state_dict() | dict.fromkeys(self._packed, True)
@@ -139,17 +140,19 @@ class TransformersCheckpoint:
         return sources, unknown
 
     def require_only(self) -> None:
-        """Raise ConfigError if the checkpoint holds a tensor that the model has no use for, and does not say so."""
+        """Raise ConfigError if the checkpoint contains a tensor that the model neither uses nor
+        declares as ignorable.
+        """
         patterns = self._model._keys_to_ignore_on_load_unexpected or ()
         for key in self._unknown:
             if not key.endswith(IGNORED_SUFFIXES) and not any(re.search(pattern, key) for pattern in patterns):
                 raise ConfigError(f"{self._places[key]}: {key}", f"is not a tensor of {type(self._model).__name__}")
 
     def fill(self, part: Part, stored: Mapping[str, torch.Tensor]) -> None:
-        """Copy each of a part's tensors into its memory.
+        """Copy the tensors of a part to its memory.
 
         Raises:
-            ConfigError: a tensor is missing, has another shape, or cannot be read.
+            ConfigError: a tensor is missing, has a wrong shape, or cannot be read.
         """
         left = dict(self._parts.of(part))
         for name, packed in self._packed.items():
@@ -167,14 +170,16 @@ class TransformersCheckpoint:
             raise ConfigError(f"{self._model_dir}: {name}", "the checkpoint has no tensor that this is made of")
 
     def _sources_of(self, name: str, left: Iterable[str]) -> list[str]:
-        """Of the tensor, or of the one it is tied to, or of what is split into it and others."""
+        """Checkpoint tensors of a model tensor, or of the one it is tied to. Empty for a later part
+        of a split tensor.
+        """
         if (found := self._sources.get(name)) is not None:
             self._require_tied(name, found)
             return found
         for alias in self._aliases(name):
             if (found := self._sources.get(alias)) is not None:
                 return found
-        # One tensor of the file is split into several: it has the name of the first of them.
+        # A tensor of the file that is split into several is listed under the name of the first.
         return []
 
     def _aliases(self, name: str) -> list[str]:
@@ -208,7 +213,7 @@ class TransformersCheckpoint:
             raise ConfigError(f"{self._places[sources[0]]}: {name}", f"cannot be converted: {why}")
 
     def _take(self, left: dict[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
-        """Move what has been converted to its place; the model is without memory again."""
+        """Move the converted tensors to their destinations; the model is on the meta device again."""
         for name in [*left]:
             for held in (name, *self._aliases(name)):
                 path, _, leaf = held.rpartition(".")

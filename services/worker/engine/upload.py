@@ -1,4 +1,4 @@
-"""What a step's arrays become on the device that computes it."""
+"""Uploads the arrays of a step to the device that computes it."""
 
 from collections.abc import Sequence
 
@@ -9,8 +9,8 @@ _ALIGNMENT_BYTES = 16
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Tensors of the same shapes and types. On the CPU they are the arrays' own memory; elsewhere all go in one copy,
-    for which nobody waits: a stage is told of its next batch while it still executes the one before.
+    """Tensors with the arrays' shapes and types. On a CPU they share the arrays' memory; otherwise one asynchronous
+    copy transfers all, as a stage gets its next batch while it still executes the previous one.
     """
     tensors = [torch.from_numpy(array) for array in arrays]
     return tensors if device.type == "cpu" else copy_at_once(tensors, device)
@@ -21,7 +21,7 @@ def copy_at_once(tensors: Sequence[torch.Tensor], device: torch.device) -> list[
     for tensor in tensors:
         starts.append(end)
         end += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-    # torch keeps pinned memory that was copied from until the copy is over.
+    # torch keeps pinned memory until the copy has completed.
     staged = torch.empty(end, dtype=torch.uint8, pin_memory=device.type == "cuda")
     for start, tensor in zip(starts, tensors, strict=True):
         staged[start : start + tensor.nbytes].view(tensor.dtype).copy_(tensor.reshape(-1))

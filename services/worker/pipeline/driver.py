@@ -17,7 +17,7 @@ from services.worker.core import transition_messages as t
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.draining import Draining
-from services.worker.core.events import GroupOpened, KvArrived, OfflinePaused, RoleChanged
+from services.worker.core.events import BatchesLost, GroupOpened, KvArrived, OfflinePaused, RoleChanged
 from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Victim
 from services.worker.core.transition import AFTER_COMMIT, Transition
@@ -110,7 +110,7 @@ class TransitionDriver:
             self._published.stale_total += 1
             return
         match event:
-            case t.EpochEnded():
+            case t.EpochEnded() if not transition.part.lost:
                 self._pass_end_on(epoch)
             case t.CommitRequested() if transition.phase is Phase.PREPARED:
                 self._published.note_commit()
@@ -150,6 +150,10 @@ class TransitionDriver:
     @property
     def may_form(self) -> bool:
         return self.transition is None or self.transition.may_form
+
+    @property
+    def has_lost_batches(self) -> bool:
+        return self.transition is not None and self.transition.has_lost_batches
 
     def poll(self) -> None:
         """Called between two batches."""
@@ -350,8 +354,13 @@ class TransitionDriver:
                 self._context.report_room()
             case t.Quiesce():
                 self._published.note_commit()
-            case t.SendEpochEnded(epoch=epoch):
-                self._pass_end_on(epoch)
+                if self._current().part.lost:
+                    self._answers.tell(BatchesLost(self._now(), in_force=True))
+            case t.SendEpochEnded(epoch=epoch, to=to):
+                if self._current().part.lost:
+                    self._end_for(epoch, to)
+                else:
+                    self._pass_end_on(epoch)
             case t.TakeUp():
                 return self._dissolve() if self._current().part.dissolves else [self._take_up()]
             case t.Empty(epoch=epoch):
@@ -444,6 +453,8 @@ class TransitionDriver:
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
         new = transition.part.new
+        if transition.part.lost:
+            self._keep_only(self._handover.own_victims() if transition.led_before else transition.kept)
         own = self._handover.give(new.leader.worker_id, now_s) if transition.led_before else ()
         self._stage.forget_all()
         self._remap(transition)
@@ -502,6 +513,18 @@ class TransitionDriver:
             self.leaving.pass_end_on()
         else:
             self._links.pass_on(Topic.EPOCH_ENDED, epoch)
+
+    def _end_for(self, epoch: Epoch, followers: Sequence[WorkerId]) -> None:
+        """To each of them: the pipeline is broken."""
+        body = roster_to_bytes(t.SendRoster(epoch, self._handover.own_victims(), ()), ())
+        for to in followers:
+            self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
+
+    def _keep_only(self, kept: Sequence[Victim]) -> None:
+        """Release the blocks of batches that were lost with a stage, and of sequences that ended meanwhile."""
+        book, tokens = self._context.book, {victim.sequence_id: victim.computed_tokens for victim in kept}
+        for sequence_id in book.sequence_ids:
+            book.trim(sequence_id, tokens.get(sequence_id, 0))
 
     def _remap(self, transition: Transition) -> None:
         lost, began_s = self._layers_lost(transition), self._now()

@@ -52,7 +52,7 @@ class Handover:
     def give(self, leader: WorkerId, now_s: float) -> tuple[Victim, ...]:
         """Hand this worker's sequences over to the leader of its new group; if that is itself, keep them."""
         if leader == self._role.me:
-            return self._own_victims()
+            return self.own_victims()
         self._hand_over(HandOver(now_s, leader))
         return ()
 
@@ -69,7 +69,7 @@ class Handover:
         for to in sorted(self._going) if isinstance(event.event, HandOver) and event.event.by_tokens else ():
             self.send(epoch, to, more=True)
 
-    def _own_victims(self) -> tuple[Victim, ...]:
+    def own_victims(self) -> tuple[Victim, ...]:
         return tuple(
             Victim(i, count, self._role.me) for i, count in sorted(self._context.group_scheduler.kv_tokens.items())
         )

@@ -152,7 +152,9 @@ class Hub:
                 self.post(GrammarComes(grammar_from_bytes(_whole(message))))
             case Topic.EPOCH_ENDED:
                 ending = Epoch(message.stream)
-                self.post(Told(ending, EpochEnded(now_s, ending, peer)))
+                kept = pb.Roster.FromString(_whole(message)).victims
+                victims = tuple(victim_from_proto(v) for v in kept)
+                self.post(Told(ending, EpochEnded(now_s, ending, peer, victims)))
             case Topic.HANDOVER:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(SNAPSHOT.record(s) for s in handover.sequences)

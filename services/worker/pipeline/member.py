@@ -22,7 +22,7 @@ from services.worker.core.events import Execute, GroupLost, GroupOpened, Removed
 from services.worker.core.mover import Mode
 from services.worker.core.report import Parks
 from services.worker.core.room import GroupRoom, RoomSizes
-from services.worker.core.transition import Reception, reception
+from services.worker.core.transition import LostStage, Reception, lost_stage, reception
 from services.worker.core.transition_messages import KvReceived, PeerLost
 from services.worker.core.turns import MemberEvent, StepOutcome
 from services.worker.core.worker import WorkerCore
@@ -87,6 +87,7 @@ class GroupMember:
         compile_grammar = environment.compile_grammar
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
         self._rescue: Rescue | None = None  # a member of the group is lost
+        self._lost: LostStage | None = None  # likewise, and a stand-in may come
         self._is_awake = True  # `poll` may have something to do
         pace = environment.plane.pace
 
@@ -151,6 +152,8 @@ class GroupMember:
     @property
     def wakes_at_s(self) -> float | None:
         leaving, transition = self._driver.leaving, self._driver.transition
+        if self._lost is not None and self._now() < self._lost.until_s:
+            return self._lost.until_s
         return leaving.wakes_at_s if leaving is not None and transition is not None and transition.drains else None
 
     @property
@@ -218,6 +221,8 @@ class GroupMember:
                 driver.told(epoch, told)
             case BatchArrived():
                 self._stage_of(event.epoch).arrived(event)
+            case ResultArrived() if driver.has_lost_batches:
+                self.published.stale_total += 1
             case ResultArrived():
                 if (outcome := self._stage_of(event.epoch).outcome(event)) is not None:
                     self._answers.add(outcome)
@@ -272,11 +277,18 @@ class GroupMember:
         if not self._is_awake:
             return []
         self._driver.poll()
+        if self._lost is not None:
+            self._wait_for_stand_in(self._lost)
         self._migrations.poll()
         if self._rescue is not None and self._rescue.poll(self._now(), self._context.grow_book):
             self._be_whole(self._rescue)
         self._parking.poll()
-        rests = self._rescue is None and self._driver.at_rest and self._migrations.at_rest and self._parking.at_rest
+        rests = (
+            self._rescue is self._lost is None
+            and self._driver.at_rest
+            and self._migrations.at_rest
+            and self._parking.at_rest
+        )
         self._is_awake = not rests
         return self._answers.take()
 
@@ -359,17 +371,31 @@ class GroupMember:
         self._migrations.peer_lost(epoch, event.peer, event.why)
         if self._rescue is not None:
             return
-        in_group = epoch == self._role.epoch and self._role.has_stage(event.peer)
-        transition = self._driver.transition
+        role, transition = self._role, self._driver.transition
+        in_group = epoch == role.epoch and role.has_stage(event.peer)
+        if in_group and transition is not None and event.peer in transition.part.lost:
+            return
+        at_rest = self._driver.at_rest and self._lost is None
         if transition is not None and (transition.epoch == epoch or in_group):
             self._driver.drive(event)
-        if in_group and self._rescue is None:
-            self._break_up(self._role.epoch, event.peer, event.why)
+        if not in_group or self._rescue is not None or (self._lost is not None and self._lost.peer == event.peer):
+            return
+        self._lost = lost_stage(self._now(), epoch, event, role.stages, self.me, at_rest=at_rest)
+        if self._lost is None:
+            self._break_up(role.epoch, event.peer, event.why)
+        else:
+            get_logger().warning("a stage is lost: its group waits for a stand-in", peer=event.peer, why=event.why)
+
+    def _wait_for_stand_in(self, lost: LostStage) -> None:
+        if lost.epoch != self._role.epoch or not self._role.stages:
+            self._lost = None
+        elif not lost.waits(self._now(), self._driver.transition):
+            self._break_up(self._role.epoch, lost.peer, lost.why)
 
     def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
         """End all requests, for dispatchers to replay, then load the missing layers."""
         get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
-        now_s, role = self._now(), self._role
+        now_s, role, self._lost = self._now(), self._role, None
         survivors = [stage for stage in role.stages if stage.worker_id not in (self.me, peer)]
         self.published.fail_open(f"{peer}: {why}")
         self._migrations.abandon(f"{peer}: {why}")

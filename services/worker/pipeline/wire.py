@@ -50,7 +50,7 @@ class Topic(IntEnum):
 
     BATCH = 1  # StageBatch and the hidden states of its tokens
     RESULT = 2
-    EPOCH_ENDED = 3  # no payload
+    EPOCH_ENDED = 3  # if a stage was lost: a Roster of the sequences that the leader has
     HANDOVER = 4
     ROSTER = 5
     KV_WANTED = 6

@@ -27,6 +27,16 @@ def alone(planner: Planner, worker: str, first: int = 0, last: int = 4) -> Group
     return Group(GroupId(worker), (member,))
 
 
+def lose(planner: Planner, worker: str, stand_in: str, *members: str) -> None:
+    """`stand_in` cannot take its place, and is asked to first."""
+    planner.lose(worker)
+    assert f"{stand_in} stands in for {worker}" in planner.core.conductor.records()[0].journal.why
+    planner.answer(Phase.FAILED, stand_in, why="no link")
+    planner.answer(Phase.ABORTED, stand_in, *members)
+    planner.said.clear()
+    planner.wait(0.2)
+
+
 def prepared(planner: Planner) -> set[str]:
     """Who is asked to prepare, in a group that the plan's base does not have: an order to leave what it is in."""
     calls = [c for c in planner.said if isinstance(c, p.CallMember) and c.call is p.WorkerCall.PREPARE]
@@ -35,8 +45,8 @@ def prepared(planner: Planner) -> set[str]:
 
 def test_a_stopped_member_that_comes_back_is_placed_as_what_it_is() -> None:
     planner, pair = paired("w2")
-    planner.lose("w1")
-    planner.wait(0.2)
+    lose(planner, "w1", "w2", "w0")
+    planner.wait(3.0)
     assert planner.shape == ["w2[0:4]"]
     assert prepared(planner) == {"w0"}, "it is told to leave, though nobody but the planner has lost its peer"
     planner.go_through("w0")
@@ -230,8 +240,8 @@ def test_what_was_said_before_a_transition_says_nothing_about_its_end() -> None:
 
 def test_who_is_whole_already_need_not_prepare() -> None:
     planner, _ = paired("w2")
-    planner.lose("w1")
-    planner.wait(0.2)
+    lose(planner, "w1", "w2", "w0")
+    planner.wait(3.0)
     planner.answer(Phase.DONE, "w0")
     planner.answer(Phase.DONE, "w0")
     assert planner.journal[-1] is Stage.DONE

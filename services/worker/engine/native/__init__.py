@@ -1,1 +1,1 @@
-"""Compiled kernels for CPUs: one shared object, built beforehand (`build.py`) and called through ctypes."""
+"""Compiled kernels for CPUs: a shared object, built beforehand (`build.py`) and called through ctypes."""

@@ -1,8 +1,8 @@
 """Compiles the kernels: `python services/worker/engine/native/build.py`. Standard library only.
 
-`make setup` and the build of a wheel call it; nothing is compiled when a worker runs. One object file per instruction
-set, and one that chooses among them. Where there is no compiler for C++ it says so in one line, and workers compute
-with torch.
+Called by `make setup` and when a wheel is built; nothing is compiled when a worker runs. One object file per
+instruction set, and one that selects among them. Without a C++ compiler it prints one line, and workers compute with
+torch.
 """
 
 import argparse
@@ -23,7 +23,7 @@ _COMMON = "-std=gnu++17 -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -Wal
 _FAST = "-O3 -fno-math-errno -fno-trapping-math"
 _CHECKED = "-O1 -g -fno-omit-frame-pointer -fno-sanitize-recover=all"
 _AVX512 = "-mavx512f -mavx512bw -mavx512dq -mavx512vl -mfma"
-# Name -> bytes of a vector, flags. `dispatch.cpp` chooses by the processor.
+# Name -> (bytes of a vector, flags). `dispatch.cpp` selects by processor.
 _X86 = {
     "generic": (16, "-msse2"),
     "avx2": (32, "-mavx2 -mfma"),
@@ -37,14 +37,14 @@ NOT_BUILT = "The compiled kernels were not built, workers compute with torch:"
 
 
 class CannotBuild(Exception):
-    """Says why in one line."""
+    """The kernels cannot be built; the message is one line."""
 
 
 def build(library: Path = LIBRARY, sanitizers: str = "") -> Path:
     """Compile unless the library is newer than all of its sources.
 
     Raises:
-        CannotBuild: there is no compiler that can.
+        CannotBuild: no suitable compiler was found, or it failed.
     """
     sources = sorted(SOURCES.iterdir())
     newest_s = max(file.stat().st_mtime for file in [*sources, Path(__file__)])
@@ -69,7 +69,7 @@ def build(library: Path = LIBRARY, sanitizers: str = "") -> Path:
 
         with ThreadPoolExecutor(os.cpu_count()) as threads:
             list(threads.map(compile_one, jobs))
-        linked = library.with_name(f".{library.name}.{os.getpid()}")  # beside it, so that it can take its place at once
+        linked = library.with_name(f".{library.name}.{os.getpid()}")  # renamed atomically in the same folder
         try:
             _run([compiler, "-shared", *checks.split(), *map(str, objects), "-o", str(linked), "-lm", "-lpthread"])
             linked.replace(library)

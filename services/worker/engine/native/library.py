@@ -1,4 +1,4 @@
-"""The shared object, if it is there, and its functions over tensors. A call gives up the interpreter lock."""
+"""The shared object, if built, and its functions on tensors. Calls release the GIL."""
 
 import ctypes
 import functools
@@ -40,7 +40,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
 
 
 class RowParameters(NamedTuple):
-    """Aligned with the rows of logits that are sampled."""
+    """Sampling parameters, one entry per row of logits."""
 
     temperatures: Floats  # 0: the most probable token
     top_k: Ints  # 0: all
@@ -50,7 +50,7 @@ class RowParameters(NamedTuple):
 
 
 class Kernels:
-    """Packed matrices have the shape that `packed_shape` says. Tensors are on the CPU, with dense rows."""
+    """Kernels on CPU tensors with dense rows. Packed matrices have the shape given by `packed_shape`."""
 
     def __init__(self, path: Path) -> None:
         library = ctypes.CDLL(str(path))
@@ -66,7 +66,7 @@ class Kernels:
 
     @property
     def isas(self) -> tuple[str, ...]:
-        """The instruction sets that this processor can use, the best one first."""
+        """Instruction sets that this processor supports, best first."""
         names: list[str] = []
         while isinstance(name := self._functions["isa"](len(names)), bytes):
             names.append(name.decode())
@@ -79,12 +79,12 @@ class Kernels:
         return name.decode()
 
     def choose_isa(self, name: str) -> None:
-        """Sets the instruction set for the whole process, while nothing is computed. Meant for tests."""
+        """Set the instruction set for the whole process while no kernel runs. For tests."""
         self._functions["choose_isa"](self.isas.index(name))
 
     @property
     def threads(self) -> int:
-        """With how many threads the whole process computes, whoever calls included."""
+        """Number of computing threads of the whole process, the calling thread included."""
         return self._threads
 
     @threads.setter
@@ -126,13 +126,13 @@ class Kernels:
         return out
 
     def pack(self, packed: torch.Tensor, first_row: int, rows: torch.Tensor) -> None:
-        """Write rows [first_row, ...) of a matrix to their places."""
+        """Write rows [first_row, first_row + len(rows)) of a matrix to its packed form."""
         self._functions["pack"](
             _DTYPES[packed.dtype], packed.data_ptr(), first_row, rows.contiguous().data_ptr(), *rows.shape
         )
 
     def unpack(self, packed: torch.Tensor, rows: torch.Tensor, inputs: int) -> torch.Tensor:
-        """Fresh [rows, inputs]: the rows of a matrix whose numbers (int64) are given."""
+        """The rows of a matrix selected by index (int64), as a fresh [rows, inputs] tensor."""
         out = torch.empty(len(rows), inputs, dtype=packed.dtype)
         self._functions["unpack"](
             _DTYPES[packed.dtype], packed.data_ptr(), rows.data_ptr(), len(rows), inputs, out.data_ptr()
@@ -140,7 +140,7 @@ class Kernels:
         return out
 
     def write_kv(self, kv_B2TKH: torch.Tensor, k_TKH: torch.Tensor, v_TKH: torch.Tensor, slots: int) -> None:
-        """`slots`: the address of one int64 per row, block * block tokens + offset."""
+        """Write K and V to the cache. `slots`: address of one int64 per row, block * block tokens + offset."""
         if k_TKH.stride(0) != v_TKH.stride(0):
             k_TKH, v_TKH = k_TKH.contiguous(), v_TKH.contiguous()
         rows, heads, head_dim = k_TKH.shape
@@ -160,7 +160,7 @@ class Kernels:
         self._functions["attend"](ctypes.byref(call))
 
     def sample(self, logits_RV: torch.Tensor, parameters: "RowParameters") -> Ints:
-        """One token for each row; see `Row` of src/sampler.h. float32 or float64."""
+        """Sample one token per row; see `Row` in src/sampler.h. float32 or float64."""
         rows, vocabulary = logits_RV.shape
         chosen = np.empty(rows, np.int64)
         columns = [np.ascontiguousarray(column) for column in parameters]
@@ -179,7 +179,7 @@ class Kernels:
         return chosen
 
     def rank(self, logits_V: torch.Tensor, count: int) -> tuple[Ints, Floats, float, float]:
-        """The `count` best tokens, equal ones in their order; their logits; the best logit, log(sum(exp(x - best)))."""
+        """The `count` best tokens, ties in order of id; their logits; the best logit; log(sum(exp(x - best)))."""
         indices, values, totals = np.empty(count, np.int64), np.empty(count), np.empty(2)
         self._functions["rank"](
             _DTYPES[logits_V.dtype],
@@ -193,7 +193,7 @@ class Kernels:
         return indices, values, float(totals[0]), float(totals[1])
 
     def run_layers(self, model: Model, step: Step, first: int, last: int) -> None:
-        """The layers [first, last), attention included."""
+        """Run the layers [first, last), attention included."""
         self._functions["run_layers"](ctypes.byref(model), ctypes.byref(step), first, last)
 
 
@@ -202,7 +202,9 @@ def dtype_code(dtype: torch.dtype) -> int:
 
 
 def packed_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
-    """Panels of 32 outputs, each [inputs, 32]; in bfloat16 inputs are stored in pairs, [inputs / 2, 32, 2]."""
+    """Shape of a packed matrix: panels of 32 outputs, each [inputs, 32]; in bfloat16 inputs are stored in pairs,
+    [inputs / 2, 32, 2].
+    """
     outputs, inputs = shape
     panels = -(-outputs // PANEL)
     if dtype == torch.bfloat16:
@@ -212,16 +214,16 @@ def packed_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
 
 @functools.cache
 def native_kernels() -> Kernels | None:
-    """None: the shared object was not built here."""
+    """The compiled kernels; None if the shared object was not built."""
     return Kernels(LIBRARY) if LIBRARY.exists() else None
 
 
 def choose_kernels(wanted: str, device: str, config: ModelConfig | None, dtype: torch.dtype) -> Kernels | None:
-    """The compiled kernels, or None for those of torch. "auto" takes the compiled ones wherever they can be used.
-    `config` None: of a model whose layers they do not compute, but only attention and sampling.
+    """The compiled kernels, or None for torch's. "auto" selects the compiled ones where possible. `config` None: for a
+    model whose layers they do not compute, only attention and sampling.
 
     Raises:
-        ConfigError: "native" was asked for, and cannot be had.
+        ConfigError: "native" was requested and is not available.
     """
     if wanted not in KERNELS:
         raise ConfigError("kernels", f"{wanted!r} is not supported; use one of {', '.join(KERNELS)}")

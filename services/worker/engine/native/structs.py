@@ -1,10 +1,10 @@
-"""What is passed to the shared object; mirrors `src/abi.h`, which says what the fields are."""
+"""Structs passed to the shared object; mirrors `src/abi.h`, which documents the fields."""
 
 import ctypes
 from typing import ClassVar
 
 ABI = 3
-PANEL = 32  # outputs side by side in a packed matrix
+PANEL = 32  # outputs per panel of a packed matrix
 
 _Fields = list[tuple[str, type]]
 
