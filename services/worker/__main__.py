@@ -38,7 +38,6 @@ from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
 from services.worker.engine.model_config import read_model_config
-from services.worker.following import nodes_of, run_ranks
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.build import BuiltInstance, join, stage_core
@@ -52,6 +51,7 @@ from services.worker.policy.microbatching import by_token_count
 from services.worker.policy.step_limits import StepLimits, step_limits, what_limits
 from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
+from services.worker.ranks.following import nodes_of, run_ranks
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import WorkerIdentity, WorkerServicer
 from services.worker.shell import StepEngine as ShellEngine
