@@ -48,7 +48,7 @@ from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
-from services.worker.policy.step_limits import StepLimits, step_limits, limiting_factor
+from services.worker.policy.step_limits import StepLimits, limiting_factor, step_limits
 from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.ranks.following import nodes_of, run_ranks
