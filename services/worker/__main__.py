@@ -144,10 +144,11 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
     gc.freeze()  # torch makes so many objects that a full collection delays a step
     try:
         costs = load_costs(settings, engine)
-        reaches = ranked is None or ranked.exchanges
-        if settings.swaps and not reaches:
-            raise ConfigError("worker.overload_policy", "KV of GPUs out of each other's reach cannot be swapped")
-        swap_blocks = swap_block_count(settings, engine.info) if reaches else 0
+        may_swap = ranked is None or ranked.swaps
+        if settings.swaps and not may_swap:
+            why = "KV of GPUs out of each other's reach, or on several hosts, cannot be swapped"
+            raise ConfigError("worker.overload_policy", why)
+        swap_blocks = swap_block_count(settings, engine.info) if may_swap else 0
         copier = HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None
     except BaseException:
         engine.close()

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from services.worker.memory.device import DeviceMemory
 
 _ANSWER_S = 30.0
+_LANES = 3  # `nodes.LANES`, if rank 0 is on another host
 
 
 def _end_with(connections: Sequence[socket.socket]) -> None:
@@ -57,7 +58,7 @@ def main() -> None:
     connections = [socket.socket(fileno=int(number)) for number in numbers]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which drains
     threading.Thread(target=_end_with, args=(connections,), daemon=True).start()
-    channel = RankChannel(connections[0], "the first rank")
+    channel, *lanes = [RankChannel(each, "the first rank") for each in connections[:_LANES]]
     start = cast(Start, channel.receive(None))  # while rank 0 waits for others
     if folder is not None:
         load_one = cast(functools.partial[Any], start.load_one)
@@ -65,7 +66,7 @@ def main() -> None:
     log = start.log
     logs.configure(service="worker", instance=f"{log.instance}/rank-{start.rank}", level=log.level, form=log.form)
     try:
-        _serve(channel, start)
+        _serve(channel, lanes, start)
     except ConfigError as error:
         channel.send(Failed(error.path, error.why), _ANSWER_S)
     except RankEnded:
@@ -75,8 +76,9 @@ def main() -> None:
         sys.exit(1)
 
 
-def _serve(channel: RankChannel, start: Start) -> None:
+def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> None:
     # Imported late: they import torch, which is slow, and rank 0's end must be noticed meanwhile.
+    from services.worker.ranks import elsewhere
     from services.worker.ranks.group import meet
     from services.worker.ranks.runner import follow
 
@@ -84,6 +86,7 @@ def _serve(channel: RankChannel, start: Start) -> None:
     group = meet(start)
     with start.load_one(device=start.devices[start.rank], peers=group) as engine:
         parameters = engine.memory.parameters
+        elsewhere.serve(engine, lanes)
         channel.send(RankReady(engine.block_count, parameters.loaded_checksums, engine.info.revision), _ANSWER_S)
         while True:
             message = channel.receive(None)

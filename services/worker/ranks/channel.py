@@ -7,7 +7,7 @@ import pickle
 import select
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -15,6 +15,8 @@ from ballast.common.errors import ConfigError
 from ballast.service.logs import LogFormat, LogLevel
 
 if TYPE_CHECKING:
+    import torch
+
     from services.worker.engine.load import Engine
     from services.worker.engine.packing import PackedStep
 
@@ -115,6 +117,12 @@ class Failed:
     why: str
 
 
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+
+
 def body_of(message: object) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
@@ -152,6 +160,36 @@ class RankChannel:
             self._socket.settimeout(within_s)
             (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
             return pickle.loads(self._read(size))
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+
+    def send_tensors(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
+        """Their bytes in host memory, without their sizes.
+
+        Raises:
+            RankLost: the other side is gone, or does not read.
+        """
+        try:
+            self._socket.settimeout(within_s)
+            for tensor in tensors:
+                self._socket.sendall(_bytes_of(tensor))
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+
+    def receive_into(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
+        """Fill them with what the other side's `send_tensors` sends.
+
+        Raises:
+            RankLost: the other side is gone, or silent.
+        """
+        try:
+            self._socket.settimeout(within_s)
+            for tensor in tensors:
+                left = _bytes_of(tensor)
+                while left:
+                    if not (count := self._socket.recv_into(left)):
+                        raise RankEnded(f"{self._name} has ended")
+                    left = left[count:]
         except OSError as error:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 

@@ -139,6 +139,11 @@ class Crew:
                     os.close(file)
             first += count
 
+    def far(self, rank: int) -> FarRank | None:
+        """None: the rank is on this host."""
+        of = self._ranks[rank - 1]
+        return of.far if isinstance(of, _RankElsewhere) else None
+
     def tell(self, message: object) -> None:
         body = body_of(message)
         for rank in self._ranks:

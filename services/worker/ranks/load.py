@@ -6,7 +6,7 @@ import contextlib
 import functools
 import tempfile
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,12 +15,15 @@ from ballast.service.logs import get_logger
 from services.worker.engine.choice import choose_model
 from services.worker.engine.load import Engine
 from services.worker.engine.peers import Apart
+from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.host import HostBackend
 from services.worker.memory.parameters import combined
-from services.worker.ranks.channel import RankLog, RankLost, RankReady, Start
+from services.worker.ranks.channel import RankChannel, RankLog, RankLost, RankReady, Start
 from services.worker.ranks.crew import Crew
+from services.worker.ranks.elsewhere import RemoteRank
 from services.worker.ranks.group import RankGroup, meet, open_store
 from services.worker.ranks.memory import Mirror, RankedMemory
-from services.worker.ranks.nodes import NodeListener, Nodes
+from services.worker.ranks.nodes import LAYERS, MEMORY, FarRank, NodeListener, Nodes
 from services.worker.ranks.runner import RankedRunner
 
 _WATCH_S = 0.2
@@ -42,8 +45,13 @@ class Ranked:
 
     @property
     def exchanges(self) -> bool:
-        """True if KV and layers of all ranks can be moved: rank 0 has their memory mapped."""
+        """True if KV and layers of all ranks can be moved: rank 0 has their memory mapped, or an image of it."""
         return bool(self.engine.memory.kv.mirrors)
+
+    @property
+    def swaps(self) -> bool:
+        """True if KV of all ranks can be copied to this host's memory."""
+        return self.exchanges and not self.engine.memory.kv.is_remote
 
 
 def load_ranked(
@@ -88,7 +96,9 @@ def load_ranked(
         undo.callback(engine.close)
         shares = crew.loaded()
         _require_equal(engine, shares)
-        mirrors = [] if far else open_mirrors(engine, [crew.files(rank) for rank in range(1, count)])
+        mirrors = open_mirrors(engine, [crew.files(rank) for rank in range(1, start.share)])
+        if far:
+            mirrors = [*mirrors, *_open_images(engine, far)] if len(mirrors) + 1 == start.share else []
         undo.callback(lambda: [mirror.close() for mirror in mirrors])
         store = engine.memory.parameters
         for layer, own in store.loaded_checksums.items():
@@ -125,29 +135,49 @@ def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirr
     """The memory of the other ranks, by their exported files. None if rank 0's device cannot access it: the instance
     then takes part in no drop.
     """
-    kv, pool = engine.memory.kv, engine.memory.pool
-    needs = engine.implementation.needs(kv.shape.block_tokens)
     with contextlib.ExitStack() as undo:
         mirrors: list[Mirror] = []
         for files in files_of:
             try:
-                backend = pool.backend.beside(files)
+                backend = engine.memory.pool.backend.beside(files)
             except ConfigError as error:
                 get_logger().warning("this instance takes part in no drop and no migration", why=str(error))
                 return []
-            mirrors.append(
-                Mirror.open(
-                    backend,
-                    budget_bytes=pool.budget_bytes,
-                    layers=needs.layers,
-                    others=needs.others,
-                    kv_shape=kv.shape,
-                    extent_bytes=pool.extent_bytes,
-                )
-            )
+            mirrors.append(_open_mirror(engine, backend))
             undo.callback(mirrors[-1].close)
         undo.pop_all()
         return mirrors
+
+
+def _open_images(engine: Engine, far: Mapping[int, FarRank]) -> list[Mirror]:
+    """As `open_mirrors`, of ranks on other hosts."""
+    if engine.memory.pool.backend.device.type != "cpu":
+        get_logger().warning(
+            "this instance takes part in no drop and no migration", why="its GPUs are on several hosts"
+        )
+        return []
+    with contextlib.ExitStack() as undo:
+        images: list[Mirror] = []
+        for rank, each in sorted(far.items()):
+            images.append(_open_mirror(engine, HostBackend(sparse=True)))
+            undo.callback(images[-1].close)
+            name = f"rank {rank} on {each.host}"
+            RemoteRank(images[-1], RankChannel(each.lanes[MEMORY], name), RankChannel(each.lanes[LAYERS], name))
+        undo.pop_all()
+        return images
+
+
+def _open_mirror(engine: Engine, backend: MemoryBackend) -> Mirror:
+    kv, pool = engine.memory.kv, engine.memory.pool
+    needs = engine.implementation.needs(kv.shape.block_tokens)
+    return Mirror.open(
+        backend,
+        budget_bytes=pool.budget_bytes,
+        layers=needs.layers,
+        others=needs.others,
+        kv_shape=kv.shape,
+        extent_bytes=pool.extent_bytes,
+    )
 
 
 def _require_equal(engine: Engine, shares: Sequence[RankReady]) -> None:
