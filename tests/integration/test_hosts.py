@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import functools
 import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Generator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -15,6 +17,7 @@ import pytest
 
 from ballast.client import AsyncClient, SamplingParams
 from tests.support.cluster import until
+from tests.support.pages import ROOT, session, steps
 from tools.local.cluster import LocalCluster
 from tools.local.ports import free_ports
 from tools.model.tiny import make_tiny
@@ -50,6 +53,23 @@ def other_host(
 
 def flags_at(port: int) -> list[str]:
     return ["--tensor-parallel-size", "2", "--nnodes", "2", "--dist-init-addr", f"{FIRST}:{port}"]
+
+
+def test_the_commands_of_the_page_serve_a_model_on_two_hosts(tmp_path: Path) -> None:
+    page = steps(ROOT / "docs/hosts.md")
+    places = {"two-hosts": str(tmp_path), f"{FIRST}:29500": f"{FIRST}:{free_ports(1, FIRST)[0]}"}
+    files, ranks, up, ask = (
+        replace(step, source=functools.reduce(lambda s, of: s.replace(*of), places.items(), step.source))
+        for step in page
+    )
+    with session("--port 0 --http-port 0") as shell, contextlib.ExitStack() as ending:
+        shell.run(files)
+        other = subprocess.Popen(["sh", "-c", f"exec {ranks.source.strip().rstrip('&')}"], cwd=ROOT)
+        ending.callback(lambda: other.wait(20))
+        ending.callback(other.terminate)
+        assert "ready: 1 worker" in shell.run(up)
+        assert shell.run(ask).strip()
+        assert other.poll() is None
 
 
 async def test_a_lost_host_ends_its_instances_only(model: Path, tmp_path: Path) -> None:
