@@ -294,6 +294,10 @@ class WorkerCore:
         return self._limits.max_running_count
 
     @property
+    def max_batch_tokens(self) -> int:
+        return self._limits.max_batch_tokens
+
+    @property
     def swap_block_count(self) -> int:
         """Blocks of host memory."""
         return self._limits.swap_block_count

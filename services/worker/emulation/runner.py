@@ -5,6 +5,7 @@ Marks of KV and layers are verified (see `phantom`). A sequence with wrong or mi
 
 from __future__ import annotations
 
+import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -31,6 +32,23 @@ class Activation:
         self.nbytes = nbytes
         self.wrong = wrong  # one byte per slice
         self.at_s = at_s  # ideal arrival: see `clock`
+
+
+class EmulatedActivations:
+    """A log of sizes: see `services.worker.pipeline.context.ActivationStore`."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self._size_bytes = size_bytes
+        self._row_bytes = 0
+
+    def slot_count(self, hidden: Activation) -> int:
+        return self._size_bytes // self._row_bytes if self._row_bytes else sys.maxsize
+
+    def write(self, hidden: Activation, rows: Sequence[int], slots: Sequence[int]) -> None:
+        self._row_bytes = self._row_bytes or max(1, hidden.nbytes // (rows[-1] + 1))
+
+    def read(self, slots: Sequence[int]) -> Activation:
+        return Activation(len(slots) * self._row_bytes, bytes(1))
 
 
 class _KnownSequence:

@@ -6,7 +6,7 @@ that executes a command drives the transition itself. Commands beyond a message 
 
 import copy
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
@@ -18,12 +18,15 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.draining import Draining
 from services.worker.core.events import BatchesLost, GroupOpened, KvArrived, OfflinePaused, RoleChanged
+from services.worker.core.logged import LoggedTokens
 from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Victim
 from services.worker.core.transition import AFTER_COMMIT, Transition
 from services.worker.links.traffic import TrafficClass
+from services.worker.pipeline.activations import Refill
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import (
+    ActivationsArrived,
     HandoverArrived,
     KvAsked,
     KvLeft,
@@ -56,6 +59,8 @@ class TransitionDriver:
         mover: KvMover,
         layer_loading: LayerLoading,
         migrations: Migrations,
+        refill: Refill,
+        log: LoggedTokens | None,
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[MemberContext, MemberRole], tuple[MemberContext, StageRunner]],
     ) -> None:
@@ -75,6 +80,7 @@ class TransitionDriver:
         self._memory = context.memory
         self._broken = broken
         self._second = second
+        self._refill, self._log = refill, log
         self._now = context.now
         self.transition: Transition | None = None  # current or last one
         self._received: PlanReceived | None = None
@@ -230,6 +236,10 @@ class TransitionDriver:
         if self.is_current(event.epoch):
             self._mover.asked(event)
 
+    def activations_arrived(self, event: ActivationsArrived) -> None:
+        if self.is_current(event.epoch) and (news := self._refill.arrived(event)) is not None:
+            self.drive(news)
+
     def kv_left(self, event: KvLeft) -> None:
         if self.is_current(event.send.epoch):
             self.drive(*self._mover.left(event))
@@ -277,6 +287,7 @@ class TransitionDriver:
     def abandon(self) -> None:
         """The group is lost."""
         self._handover.begin()
+        self._refill.forget()
         self.transition = self.leaving = None
         self._offline_paused = False
 
@@ -381,6 +392,8 @@ class TransitionDriver:
                 self._mover.send(command)
             case t.ExpectKv():
                 self._mover.expect(command)
+            case t.RefillKv(epoch=epoch, victim=victim, giver=giver):
+                self._refill.begin(epoch, victim, giver)
             case t.SendKvComplete(sequence_id=sequence_id, to=to):
                 self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
             case t.Resume(sequence_id=sequence_id):
@@ -453,8 +466,10 @@ class TransitionDriver:
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
         new = transition.part.new
-        if transition.part.lost:
-            self._keep_only(self._handover.own_victims() if transition.led_before else transition.kept)
+        if lost := transition.part.lost:
+            self._keep_only(self._handover.own_victims() if transition.led_before else transition.kept, lost)
+        elif self._log is not None:
+            self._log.clear()
         own = self._handover.give(new.leader.worker_id, now_s) if transition.led_before else ()
         self._stage.forget_all()
         self._remap(transition)
@@ -520,8 +535,13 @@ class TransitionDriver:
         for to in followers:
             self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
 
-    def _keep_only(self, kept: Sequence[Victim]) -> None:
+    def _keep_only(self, kept: Sequence[Victim], lost: Collection[WorkerId]) -> None:
         """Release the blocks of batches that were lost with a stage, and of sequences that ended meanwhile."""
+        role = self._role
+        gives = not role.is_last and role.next_stage in lost
+        self._handover.note_lacking(kept, self._log, gives=gives)
+        if self._log is not None:
+            self._log.forget_numbers()
         book, tokens = self._context.book, {victim.sequence_id: victim.computed_tokens for victim in kept}
         for sequence_id in book.sequence_ids:
             book.trim(sequence_id, tokens.get(sequence_id, 0))

@@ -1,6 +1,6 @@
 """Sequences that change leaders in a transition: receivers, arrivals, and which keep their KV."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -9,6 +9,7 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.events import Adopted, HandedOver, HandOver, OfLeaving, RoomWanted
+from services.worker.core.logged import LoggedTokens
 from services.worker.core.plan import Victim
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition import Transition
@@ -37,11 +38,22 @@ class Handover:
         self._final_counts: dict[WorkerId, int] = {}  # the same, once all KV of layers given up has been sent
         self._recomputed: tuple[SequenceId, ...] = ()  # new leader: sequences without room
         self._leading: Leading | None = None
+        self._lacking: set[SequenceId] = set()  # if a stage was lost: here or, at the new leader, anywhere
 
     def begin(self) -> None:
         self._going, self._coming, self._told_counts, self._final_counts = {}, [], {}, {}
         self._leading = None
         self._by_tokens = []
+        self._lacking = set()
+
+    def note_lacking(self, kept: Iterable[Victim], log: LoggedTokens | None, *, gives: bool) -> None:
+        """Before the take-up that replaces a lost stage. `gives`: the stand-in computes from this worker's log."""
+        size, book = self._memory.kv.shape.block_tokens, self._context.book
+        for victim in kept:
+            count, held = victim.computed_tokens, len(book.table(victim.sequence_id)) * size
+            logged = not gives or (log is not None and log.covers(victim.sequence_id, count))
+            if held < count or not logged:
+                self._lacking.add(victim.sequence_id)
 
     def note_final(self, block_count: int) -> None:
         """Record this worker's blocks once all KV of layers given up has been sent."""
@@ -81,6 +93,7 @@ class Handover:
             block_count=self._context.book.block_count,
             final_block_count=self._final_counts.get(self._role.me, 0),
             more=more,
+            lacking=sorted(self._lacking),
         )
         self._links.send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
 
@@ -103,6 +116,7 @@ class Handover:
         self._coming.extend(event.snapshots)
         self._told_counts[event.source] = event.block_count
         self._final_counts[event.source] = event.final_block_count
+        self._lacking.update(event.lacking)
         return tuple(
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )
@@ -131,7 +145,7 @@ class Handover:
             counts = self._context.room.counts
             counts |= {peer: count for peer, count in self._told_counts.items() if peer in members}
             in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
-            decision = leading.lead(now_s, victims, self._coming, counts, in_the_end)
+            decision = leading.lead(now_s, victims, self._coming, counts, in_the_end, self._lacking)
             progress.victim_count, progress.waves = decision.victim_count, 1
         progress.victims_waiting = decision.victim_count
         self._context.room.leading = leading
