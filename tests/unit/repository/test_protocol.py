@@ -28,6 +28,7 @@ HASHES = {
     7: "f9dee233e4bfb178",
     8: "9a70b9f5154d4fec",
     9: "0331143d157f2d86",
+    10: "52da60b04c67e211",
 }  # number -> of what was said then; those of old numbers stay
 
 
