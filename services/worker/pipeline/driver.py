@@ -6,7 +6,7 @@ that executes a command drives the transition itself. Commands beyond a message 
 
 import copy
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
@@ -369,7 +369,7 @@ class TransitionDriver:
                     self._answers.tell(BatchesLost(self._now(), in_force=True))
             case t.SendEpochEnded(epoch=epoch, to=to):
                 if self._current().part.lost:
-                    self._end_for(epoch, to)
+                    self._handover.end_for(epoch, to)
                 else:
                     self._pass_end_on(epoch)
             case t.TakeUp():
@@ -467,7 +467,7 @@ class TransitionDriver:
         self._published.note_commit()
         new = transition.part.new
         if lost := transition.part.lost:
-            self._keep_only(self._handover.own_victims() if transition.led_before else transition.kept, lost)
+            self._handover.keep_only(transition, self._log, gives=not role.is_last and role.next_stage in lost)
         elif self._log is not None:
             self._log.clear()
         own = self._handover.give(new.leader.worker_id, now_s) if transition.led_before else ()
@@ -494,7 +494,7 @@ class TransitionDriver:
         self._layer_loading.end()
         if role.leads:
             progress.victim_count = progress.victims_waiting = len(context.group_scheduler.sequence_ids)
-        homes, places = context.room.homes, context.core.max_running_count
+        homes, places = context.room.homes, context.core.limits.max_running_count
         targets = [MemberView(stage.worker_id, homes[stage.worker_id], places) for stage in role.stages]
         old_context, stage = self._second(context, copy.copy(role))
         draining = Draining(role.me, now_s, role.stages, targets, context.book.block_count)
@@ -528,23 +528,6 @@ class TransitionDriver:
             self.leaving.pass_end_on()
         else:
             self._links.pass_on(Topic.EPOCH_ENDED, epoch)
-
-    def _end_for(self, epoch: Epoch, followers: Sequence[WorkerId]) -> None:
-        """To each of them: the pipeline is broken."""
-        body = roster_to_bytes(t.SendRoster(epoch, self._handover.own_victims(), ()), ())
-        for to in followers:
-            self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
-
-    def _keep_only(self, kept: Sequence[Victim], lost: Collection[WorkerId]) -> None:
-        """Release the blocks of batches that were lost with a stage, and of sequences that ended meanwhile."""
-        role = self._role
-        gives = not role.is_last and role.next_stage in lost
-        self._handover.note_lacking(kept, self._log, gives=gives)
-        if self._log is not None:
-            self._log.forget_numbers()
-        book, tokens = self._context.book, {victim.sequence_id: victim.computed_tokens for victim in kept}
-        for sequence_id in book.sequence_ids:
-            book.trim(sequence_id, tokens.get(sequence_id, 0))
 
     def _remap(self, transition: Transition) -> None:
         lost, began_s = self._layers_lost(transition), self._now()

@@ -46,14 +46,27 @@ class Handover:
         self._by_tokens = []
         self._lacking = set()
 
-    def note_lacking(self, kept: Iterable[Victim], log: LoggedTokens | None, *, gives: bool) -> None:
-        """Before the take-up that replaces a lost stage. `gives`: the stand-in computes from this worker's log."""
+    def keep_only(self, transition: Transition, log: LoggedTokens | None, *, gives: bool) -> None:
+        """Before the take-up that replaces a lost stage: release the blocks of batches that were lost with it, and of
+        sequences that have ended meanwhile. `gives`: the stand-in computes from this worker's log.
+        """
+        kept = self._own_victims() if transition.led_before else transition.kept
         size, book = self._memory.kv.shape.block_tokens, self._context.book
-        for victim in kept:
-            count, held = victim.computed_tokens, len(book.table(victim.sequence_id)) * size
-            logged = not gives or (log is not None and log.covers(victim.sequence_id, count))
-            if held < count or not logged:
-                self._lacking.add(victim.sequence_id)
+        tokens = {victim.sequence_id: victim.computed_tokens for victim in kept}
+        for sequence_id, count in tokens.items():
+            logged = not gives or (log is not None and log.covers(sequence_id, count))
+            if len(book.table(sequence_id)) * size < count or not logged:
+                self._lacking.add(sequence_id)
+        for sequence_id in book.sequence_ids:
+            book.trim(sequence_id, tokens.get(sequence_id, 0))
+        if log is not None:
+            log.forget_numbers()
+
+    def end_for(self, epoch: Epoch, followers: Iterable[WorkerId]) -> None:
+        """Tell each of them that the epoch ends, and what is kept: the pipeline is broken."""
+        body = roster_to_bytes(SendRoster(epoch, self._own_victims(), ()), ())
+        for to in followers:
+            self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
 
     def note_final(self, block_count: int) -> None:
         """Record this worker's blocks once all KV of layers given up has been sent."""
@@ -64,7 +77,7 @@ class Handover:
     def give(self, leader: WorkerId, now_s: float) -> tuple[Victim, ...]:
         """Hand this worker's sequences over to the leader of its new group; if that is itself, keep them."""
         if leader == self._role.me:
-            return self.own_victims()
+            return self._own_victims()
         self._hand_over(HandOver(now_s, leader))
         return ()
 
@@ -81,7 +94,7 @@ class Handover:
         for to in sorted(self._going) if isinstance(event.event, HandOver) and event.event.by_tokens else ():
             self.send(epoch, to, more=True)
 
-    def own_victims(self) -> tuple[Victim, ...]:
+    def _own_victims(self) -> tuple[Victim, ...]:
         return tuple(
             Victim(i, count, self._role.me) for i, count in sorted(self._context.group_scheduler.kv_tokens.items())
         )

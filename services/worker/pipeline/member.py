@@ -95,7 +95,7 @@ class GroupMember:
         pace = environment.plane.pace
 
         def sizes() -> RoomSizes:
-            return RoomSizes(memory.leaving_block_count, memory.home_block_count, core.swap_block_count)
+            return RoomSizes(memory.leaving_block_count, memory.home_block_count, core.limits.swap_block_count)
 
         self._context = context = MemberContext(
             me, core, book, memory, role, links, hub, published, answers, now, environment.post, GroupRoom(me, sizes)
@@ -113,7 +113,7 @@ class GroupMember:
 
         store, block_tokens = environment.activations, memory.kv.shape.block_tokens
         log = None if store is None else ActivationLog(store, block_tokens)
-        self._refill = Refill(context, environment.engine, log, core.max_batch_tokens)
+        self._refill = Refill(context, environment.engine, log, core.limits.max_batch_tokens)
         self._copier = environment.copier
         self._stage = stage = StageRunner(
             context,
