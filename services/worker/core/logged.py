@@ -8,7 +8,7 @@ reuses count if they were logged when they were computed.
 from collections.abc import Iterable, Sequence
 from itertools import chain, takewhile
 
-from services.worker.core.batch import Batch, BlockNumber, NumberRuns, SequenceId
+from services.worker.core.batch import Batch, BlockNumber, NumberRuns, SequenceId, row_order
 from services.worker.core.blocks import BlockBook
 
 
@@ -21,8 +21,12 @@ class LoggedTokens:
         self._book: BlockBook | None = None
         self._compaction_count = 0
 
-    def covers(self, sequence_id: SequenceId, token_count: int) -> bool:
-        return self._counts.get(sequence_id, 0) >= token_count
+    def covers(self, book: BlockBook, sequence_id: SequenceId, token_count: int) -> bool:
+        """`book`: where the sequence's blocks are now."""
+        return self._is_of(book) and self._counts.get(sequence_id, 0) >= token_count
+
+    def _is_of(self, book: BlockBook) -> bool:
+        return book is self._book and book.compaction_count == self._compaction_count
 
     def clear(self) -> None:
         self._counts.clear()
@@ -34,11 +38,11 @@ class LoggedTokens:
 
     def follow(self, batch: Batch, book: BlockBook) -> None:
         """To be called before the batch's slices run. Blocks that have moved are not logged any more."""
-        if book is not self._book or book.compaction_count != self._compaction_count:
+        if not self._is_of(book):
             self.clear()
             self._book, self._compaction_count = book, book.compaction_count
         for sequence_id, first_block, first_number, count in batch.named:
-            if self.covers(sequence_id, (first_block + count) * self._block_tokens):
+            if self.covers(book, sequence_id, (first_block + count) * self._block_tokens):
                 self._numbers.update(range(first_number, first_number + count))
         for sequence_id in batch.removed:
             self._counts.pop(sequence_id, None)
@@ -51,7 +55,8 @@ class LoggedTokens:
     def take(self, batch: Batch, tables: Sequence[Sequence[int]], slot_count: int) -> tuple[list[int], list[int]]:
         """The rows of the batch's activations to be logged, and their slots. The log has the first `slot_count`."""
         rows, slots, row = list[int](), list[int](), 0
-        for (sequence_id, first, token_ids, _), table in zip(batch.slices, tables, strict=True):
+        for index in row_order(batch.slices):
+            (sequence_id, first, token_ids, _), table = batch.slices[index], tables[index]
             count = len(token_ids)
             if first <= self._counts.get(sequence_id, 0):
                 found = [*takewhile(slot_count.__gt__, self.slots(table, first, count))]

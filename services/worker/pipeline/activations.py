@@ -69,7 +69,7 @@ class ActivationLog:
         self, book: BlockBook, sequence_id: SequenceId, first: int, count: int
     ) -> tuple[tuple[int, ...], torch.Tensor] | None:
         """Token ids and activations; None: they are not logged."""
-        if not self.tokens.covers(sequence_id, first + count):
+        if not self.tokens.covers(book, sequence_id, first + count):
             return None
         slots = self.tokens.slots(book.table(sequence_id), first, count)
         return self.tokens.token_ids(slots), self._store.read(slots)

@@ -54,7 +54,7 @@ class Handover:
         size, book = self._memory.kv.shape.block_tokens, self._context.book
         tokens = {victim.sequence_id: victim.computed_tokens for victim in kept}
         for sequence_id, count in tokens.items():
-            logged = not gives or (log is not None and log.covers(sequence_id, count))
+            logged = not gives or (log is not None and log.covers(book, sequence_id, count))
             if len(book.table(sequence_id)) * size < count or not logged:
                 self._lacking.add(sequence_id)
         for sequence_id in book.sequence_ids:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from services.worker.core.batch import Batch, Slice
+from services.worker.core.batch import Batch, Slice, row_order
 from services.worker.core.blocks import BlockBook
 from services.worker.core.logged import LoggedTokens
 
@@ -28,11 +28,11 @@ class Stage:
         tables = self.book.apply(batch)
         self.log.follow(batch, self.book)
         rows, slots = self.log.take(batch, tables, self.slot_count)
-        tokens = [token for part in batch.slices for token in part.token_ids]
+        tokens = [token for i in row_order(batch.slices) for token in batch.slices[i].token_ids]
         self.rows |= dict(zip(slots, [tokens[row] for row in rows], strict=True))
 
     def read(self, sequence: int, count: int) -> list[int] | None:
-        if not self.log.covers(sequence, count):
+        if not self.log.covers(self.book, sequence, count):
             return None
         slots = self.log.slots(self.book.table(sequence), 0, count)
         assert self.log.token_ids(slots) == tuple(self.rows[slot] for slot in slots)
@@ -46,6 +46,18 @@ def test_chunks_and_decodes_are_logged_in_their_slots() -> None:
     assert stage.read(1, 7) == [*range(100, 107)]
     assert stage.read(2, 4) == [*range(200, 204)]
     assert stage.read(1, 8) is None
+
+
+def test_rows_are_those_of_the_packed_batch() -> None:
+    """Decodes first, and short contexts before long ones, whatever the order of the slices."""
+    log = LoggedTokens(SIZE)
+    book = BlockBook(8, SIZE)
+    for one in (batch((1, 0, 5), (2, 0, 2), (3, 0, 1)), batch((1, 5, 2), (2, 2, 1), (3, 1, 3))):
+        tables = book.apply(one)
+        log.follow(one, book)
+        rows, slots = log.take(one, tables, 1000)
+    assert rows == [*range(6)]
+    assert log.token_ids(slots) == (202, 301, 302, 303, 105, 106)
 
 
 def test_what_is_computed_again_is_logged_again() -> None:
@@ -98,6 +110,7 @@ def test_blocks_that_move_are_logged_no_more() -> None:
     stage.run(batch((1, 0, 4), (2, 0, 4)))
     stage.run(replace(batch(), removed=(1,)))
     stage.book.compacted(stage.book.compaction_plan(1))
+    assert stage.read(2, 4) is None
     stage.run(batch((3, 0, 1)))
     assert stage.read(2, 4) is None
     assert stage.read(3, 1) == [300]
