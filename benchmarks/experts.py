@@ -1,12 +1,13 @@
-"""What a drop brings for mixtures of experts, beside dense models at equal load: simulated, on three kinds of GPUs.
+"""Benefit of a drop for mixtures of experts and dense models at equal load, simulated on three kinds of GPUs.
 
     python -m benchmarks.experts [--out out/experts] [--cells gpt-oss-20b:L40S,...]
     python -m benchmarks.experts --write        # table and figure into docs/
 
-Two instances of each model, each of as few GPUs as hold the parameters in at most 85 % of their memory. Prompts of 800
-tokens, answers of 600 (lognormal, sigma 0.8). Half of a load for 15 s, then all of it for 40 s, then half again: the
-load at which demand would reach 125 % of the memory in the burst, or prompts take 85 % of the time, whichever is less.
-So what is short is short by about as much in each cell. Figures that are there in --out are not made again.
+Two instances of each model, each with the fewest GPUs that hold the parameters in at most 85 % of their memory. Prompts
+of 800 tokens, answers of 600 (lognormal, sigma 0.8). Half the load for 15 s, the full load for 40 s, then half again.
+The full load is that at which demand would reach 125 % of the memory in the burst, or prompts take 85 % of the time,
+whichever is less, so that the scarce resource is equally scarce in each cell. Figures that exist in --out are not
+computed again.
 """
 
 import argparse
@@ -35,14 +36,14 @@ _COUNT, _MOST_PARAMETERS = 2, 0.85
 _PROMPT, _PROMPT_SIGMA, _ANSWER, _SIGMA = 800, 0.6, 600, 0.8
 _BEFORE_S, _BURST_S, _AFTER_S = 15.0, 40.0, 10.0
 _OVER, _MOST_PROMPTS, _MOST_RATE = 1.25, 0.85, 200.0
-_SIZE = WorkerSize(max_running_count=1024)  # places are not what is short
+_SIZE = WorkerSize(max_running_count=1024)  # the number of running requests is not the bottleneck
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsCell:
     model: ModelSpec
     cluster: Cluster
-    share: float  # of the memory: parameters
+    share: float  # fraction of the memory used by parameters
 
     @classmethod
     def of(cls, model_name: str, gpu_name: str) -> "ExpertsCell":
@@ -53,7 +54,7 @@ class ExpertsCell:
         return cls(spec, find_cluster(f"{_COUNT * count}x{gpu_name}"), model.parameter_bytes / (usable * count))
 
     def rate_per_s(self) -> float:
-        """Requests per second of one instance during the burst."""
+        """Requests per second per instance during the burst."""
         square = _ANSWER * _ANSWER * math.exp(_SIGMA**2)
         low, high = 1e-4, _MOST_RATE
         for _ in range(30):

@@ -1,23 +1,22 @@
-"""How far a simulation can be believed: one workload in `sim`, on emulated workers, and on real ones of this machine.
+"""Accuracy of simulations: the same workload in `sim`, on emulated workers, and on real workers of this machine.
 
     python -m benchmarks.fidelity --out out/fidelity
 
-Two workers of a small model, with the engine that computes. The simulator and the emulated engine know of this machine
-what `ballast profile` measures (`--profile FILE`, or measured first) and what lone requests show: how long a step takes
-beyond the engine's own time, and a request beyond its steps. Four workloads: steady, bursty (more than can be computed,
-where a drop mostly does not pay), long answers (more than memory holds in a burst, where in simulations it does), and
-long prompts. Rates follow from profile and calibration, so that they fit any machine.
+Two workers with a small model and the real engine. The simulator and the emulated engine use the measurements of
+`ballast profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a
+step beyond the engine's own, and of a request beyond its steps. Four workloads: steady, bursty (limited by compute,
+where a drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and long
+prompts. Rates follow from profile and calibration, so that they fit any machine.
 
-Workers, dispatcher and client share this machine's cores. What the processes around the engines take of them for each
-step and each token is measured with some requests at a time (benchmarks/fidelity_probes.py), and simulated. What is
-left comes from another workload, with other lengths, another rate and another seed: steps, and tokens of prompts, take
-so many times as long that its mean TPOT and TTFT are right. Both are done before and after each of the four, as a
-machine is not equally fast at all times: a workload is simulated with what its two neighbours have shown. A pipeline is
-looked at once, and taken to be as much slower later as lone workers are. Nothing is calibrated on the four that are
-compared.
+Workers, dispatcher and client share this machine's cores. The processor time that the other processes use per step and
+per token is measured with a few concurrent requests (benchmarks/fidelity_probes.py), and simulated. The remaining
+difference is calibrated on a further workload, with different lengths, rate and seed: steps and prompt tokens are
+slowed down by factors that make its mean TPOT and TTFT match. Both measurements are repeated before and after each of
+the four workloads, as a machine's speed varies; a workload is simulated with the mean of its neighbours. A pipeline is
+measured once, and assumed to slow down like single workers. Nothing is calibrated on the four compared workloads.
 
-Goals: mean TTFT and TPOT within 15 % of the real run, p99 within 30 %, as many drops. Figures of a machine that does
-other work meanwhile mean little.
+Goals: mean TTFT and TPOT within 15 % of the real run, P99 within 30 %, the same number of drops. Results on a busy
+machine are not meaningful.
 """
 
 import argparse
@@ -75,7 +74,7 @@ from tools.model.tiny import make_preset
 
 WORKERS = 2
 BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512
-_KV_REQUESTS = 8  # of the workload with the longest ones: chance alone must not fill a worker
+_KV_REQUESTS = 8  # of the workload with the longest requests, so that a worker is not filled by chance
 _ONE_PIPELINE = ("--overload-policy", "static-pipeline", "--pipeline-degree", str(WORKERS))
 _GOALS = {"mean": 0.15, "p99": 0.30}
 SYSTEMS = ("real", "emulated", "simulated")
@@ -84,10 +83,10 @@ SYSTEMS = ("real", "emulated", "simulated")
 @dataclass(frozen=True, slots=True)
 class FidelityWorkload:
     name: str
-    prompt_tokens: int  # mean; lengths are uniform, from half to one and a half of it
+    prompt_tokens: int  # mean; lengths are uniform between half and one and a half times this
     output_tokens: int
-    load: float  # of what two workers can do without a batch being larger than usual
-    burst_load: float = 0.0  # in the middle fifth, if any
+    load: float  # relative to the capacity of two workers at the usual batch size
+    burst_load: float = 0.0  # in the middle fifth; 0: none
 
 
 WORKLOADS = (
@@ -99,28 +98,28 @@ WORKLOADS = (
 
 
 CALIBRATION = FidelityWorkload("calibration", 320, 48, 0.2)
-_CALIBRATION_SEED = 7919  # added to that of the workloads
+_CALIBRATION_SEED = 7919  # added to the workloads' seeds
 _CALIBRATION_ROUNDS = 16
-_DAMPING = 0.6  # each changes the other's figure, too
-_CALIBRATED_WITHIN = 0.01  # of both means
+_DAMPING = 0.6  # each factor also affects the other's figure
+_CALIBRATED_WITHIN = 0.01  # tolerance of both means
 
 
 @dataclass(frozen=True, slots=True)
 class Overheads:
-    """What the real path takes beyond what the engine takes alone on the machine."""
+    """Overheads of the real path over the engine's own time."""
 
-    step_s: float  # of lone requests
-    request_s: float  # of the first token; of lone requests as well
-    sequence_s: float = 0.0  # of a step, for each sequence but the first
-    hop_s: float = 0.0  # of a message between stages, beyond the link's latency
+    step_s: float  # per step; from single requests
+    request_s: float  # per request, before the first token; from single requests
+    sequence_s: float = 0.0  # per step and sequence except the first
+    hop_s: float = 0.0  # per message between stages, beyond the link's latency
     contention: Contention | None = None
-    # Beside the other processes, so many times as long:
-    step_slowdown: float = 1.0  # what a step costs by itself and by its sequences
-    prompt_slowdown: float = 1.0  # what it costs by its tokens
+    # Slowdown factors due to the other processes:
+    step_slowdown: float = 1.0  # of a step's fixed and per-sequence cost
+    prompt_slowdown: float = 1.0  # of a step's per-token cost
 
 
 class StageProfile:
-    """An `ExecutionModel` of measured stages."""
+    """An `ExecutionModel` from measured stages."""
 
     def __init__(self, machine: MeasuredCosts) -> None:
         self._machine = machine
@@ -136,7 +135,7 @@ class StageProfile:
 
 
 def draw(workload: FidelityWorkload, machine: Machine, span_s: float, seed: int) -> Trace:
-    """Rates from the profile: a request's prefill, and its share of decodes in batches of half the KV."""
+    """Rates from the profile: a request's prefill plus its share of decodes in batches of half the KV."""
     execution, layers = machine.execution, machine.model.layer_count
     whole = execution.cost_of(layers, is_first=True, is_last=True)
     batch = _KV_REQUESTS // 2
@@ -168,32 +167,32 @@ async def served(cluster: LocalCluster, trace: Trace, console: Console) -> Polic
     planner = cluster.processes["planner"][0].address
     job = ReplayJob(trace=trace, policy="drop")
     result = (await replay_on(cluster.address, job, console, planner=planner)).policies["drop"]
-    await asyncio.sleep(8.0)  # what is dropped comes back
+    await asyncio.sleep(8.0)  # until dropped layers are restored
     return result
 
 
 def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -> Overheads:
-    """What is left of the requests' times after the profile's."""
+    """Overheads: the requests' times minus those of the profile."""
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
     shared = contention((*seen.levels, *seen.pipelined), seen.background, os.cpu_count() or 1)
     step_s, sequence_s, together = fitted(seen.levels, whole, shared)
     request_s = max(0.0, seen.first_s - step_s - whole.chunk_cost_s(Chunk(0, PROMPT_TOKENS)))
     known = Overheads(step_s, request_s, sequence_s, contention=replace(shared, together=together))
-    # Behind the third's requests others' prompts are on the way.
+    # Behind a third of the request, other requests' prompts are in the pipeline.
     missing_s = [level.tpot_s - pipelined_s(machine, profile, budget, known, level) for level in seen.pipelined[:2]]
-    # Each token takes a message from stage to stage, and one back to the leader.
+    # Each token takes one message from stage to stage, and one back to the leader.
     return replace(known, hop_s=max(0.0, statistics.fmean(missing_s)) / WORKERS)
 
 
 def pipelined_s(machine: Machine, profile: CostProfile, budget: int, known: Overheads, level: Level) -> float:
-    """Seconds between tokens of a probe's requests in one pipeline, simulated."""
+    """Simulated seconds between the tokens of a probe's requests in one pipeline."""
     probes = (TraceRequest(0.0, PROMPT_TOKENS, tokens_of(level.request_count)),) * level.request_count
     trace = Trace(source="probes", format="drawn", requests=probes)
     return simulated(machine, profile, budget, known, trace, "static-pipeline").tpot_s.mean or level.tpot_s
 
 
 def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, budget: int) -> str:
-    """What the probes have shown, in words, and the calibration."""
+    """Text with the probes' results and the calibration."""
     shared = known.contention
     assert shared is not None, "measured"
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -221,7 +220,7 @@ def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, b
 
 
 def slowed(machine: Machine, known: Overheads) -> Machine:
-    """The machine as it is while it serves."""
+    """The machine with the slowdown of its services."""
     measured = machine.execution
     assert isinstance(measured, MeasuredCosts)
 
@@ -247,7 +246,7 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
 def calibrated(
     machine: Machine, profile: CostProfile, budget: int, alone: Overheads, trace: Trace, runs: Sequence[PolicyResult]
 ) -> Overheads:
-    """With which the simulation of the calibration run has the means of those runs."""
+    """The overheads with which the simulated calibration run has the measured means."""
     known = alone
     ttft_s = statistics.fmean(run.ttft_s.mean or 0.0 for run in runs)
     tpot_s = statistics.fmean(run.tpot_s.mean or 0.0 for run in runs)
@@ -332,7 +331,7 @@ def simulated(
 
 
 def geometry_of(engine: EmulatedEngine) -> Geometry:
-    """The same extents as the real memory has: those of the emulated one, which is laid out by the same code."""
+    """The real memory's extents, taken from the emulated memory, which the same code lays out."""
     info, pool = engine.info, engine.memory.pool
     return Geometry(
         pool.extent_bytes,
@@ -359,7 +358,7 @@ def drops(result: PolicyResult) -> int:
 
 
 def differences(results: Mapping[str, PolicyResult], system: str) -> dict[str, float]:
-    """Differences of that system from the real one: TTFT and TPOT, mean and p99, as shares of the real figure."""
+    """Relative differences between that system and the real one: mean and P99 of TTFT and TPOT."""
 
     def share(of: Summary, real: Summary, figure: str) -> float:
         here, there = getattr(of, figure), getattr(real, figure)
@@ -374,7 +373,7 @@ def differences(results: Mapping[str, PolicyResult], system: str) -> dict[str, f
 
 
 def table(results: Results) -> tuple[Table, bool]:
-    """And whether the simulation reaches all goals."""
+    """The table, and whether the simulation meets all goals."""
     shown = Table(title="Against the real run", box=None, padding=(0, 2, 0, 0))
     for column in ("workload", "", "TTFT mean", "TTFT p99", "TPOT mean", "TPOT p99", "drops", "requests"):
         shown.add_column(column, justify="left" if column in ("workload", "") else "right")
@@ -433,7 +432,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
         console.print("probing one pipeline ...")
         seen = replace(lone, pipelined=await probe_pipeline(cluster, lone.background))
     known = known_from([(seen, before)])
-    # By what was seen, so that the machine is as loaded as is said, whatever else it does.
+    # Rates from measurements, so that the load is as intended whatever else the machine does.
     asked = [workload for workload in WORKLOADS if workload.name in args.workloads]
     traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in asked}
     real: dict[str, PolicyResult] = {}
@@ -446,7 +445,8 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
             console.print(f"around {name}:")
             simulations[name] = simulated(machine, profile, budget, known_from(looks[-2:]), trace)
     known = known_from(looks)
-    # The emulated worker has the real one's overhead already, and waits where the engine would be held up by others.
+    # The emulated worker already has the real one's overhead, and waits where the engine would be slowed down by
+    # others.
     file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0, sequence_s=0.0)))
     async with cluster_of(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)]) as cluster:
         emulated = {name: await served(cluster, trace, console) for name, trace in traces.items()}
@@ -454,7 +454,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
 
 
 def save(out: Path, results: Results) -> None:
-    """A figure, bars for mean and p99 of each system, and the whole results as JSON."""
+    """Write a figure with the mean and P99 of each system, and all results as JSON."""
     out.mkdir(parents=True, exist_ok=True)
     kept = {w: {s: r.model_dump(mode="json") for s, r in of.items()} for w, of in results.items()}
     (out / "results.json").write_text(json.dumps(kept), encoding="utf-8")

@@ -1,9 +1,9 @@
-"""What requests show of a cluster on this machine before it is compared with its simulation: what a step takes beyond
-the engine's own time, and what everything around the engines takes of the processors that they compute on.
+"""Probes of a cluster on this machine for a comparison with its simulation: the time of a step beyond the engine's own,
+and the processor time used by everything around the engines.
 
-Some requests at a time, all alike and for nobody: one, one for each worker, and several for each; and once more where
-the workers are stages of one pipeline. Processor time is what Linux says of each process, and of a worker without the
-thread that takes most, which is its engine's.
+Identical requests at several levels of concurrency: one in total, one per worker, and several per worker; repeated with
+the workers as stages of one pipeline. Processor time is read from /proc for each process, without the busiest thread of
+a worker, which is its engine's.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ from tools.local.cluster import LocalCluster
 
 PROMPT_TOKENS = 64
 LONE_TOKENS, TOKENS = 24, 64  # of an answer
-_ROUNDS, _LONE_ROUNDS = 5, 4  # of lone requests in each of the others
-_EACH = (1, 4, 8)  # requests on each worker at once
+_ROUNDS, _LONE_ROUNDS = 5, 4  # rounds in total, and rounds of single requests among the others
+_EACH = (1, 4, 8)  # concurrent requests per worker
 _PIPELINED_EACH = (4, 16)
-_LEAST_S = 1e-5  # of a processor: less is less than can be seen
-_FORMING_S = 4.0  # until the planner has made one pipeline
+_LEAST_S = 1e-5  # processors; smaller values cannot be measured
+_FORMING_S = 4.0  # time for the planner to form one pipeline
 _IDLE_S = 2.0
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-_AFTER_NAME = 2  # fields of /proc/PID/stat are counted from 1, and names may have blanks
+_AFTER_NAME = 2  # fields of /proc/PID/stat are counted from 1, and names may contain blanks
 _USER_FIELD, _SYSTEM_FIELD = 14, 15
 _TOGETHER = np.arange(1.0, 1.5, 0.02)
 _STEP_SHARES, _SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01), np.arange(0.0, 0.1, 0.01)  # of a lone request's step
@@ -40,31 +40,29 @@ _STEP_SHARES, _SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01), np.arange(0.0, 0.1, 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """So many requests at a time."""
+    """Measurement at one level of concurrency."""
 
     request_count: int
-    step_count: int  # until each of them has one token more
+    step_count: int  # steps until each request has one more token
     tpot_s: float
-    served_s: float  # processor time outside of the engines, in that time
+    served_s: float  # processor time outside the engines during that time
 
     @property
     def each(self) -> float:
-        """Requests on one of the workers, if each has all layers."""
+        """Requests per worker if each has all layers."""
         return self.request_count / self.step_count
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    first_s: float  # of lone requests: until the first token
-    background: float  # processors that everything takes while nobody asks
-    levels: tuple[Level, ...]  # the first one is of lone requests
-    pipelined: tuple[Level, ...] = ()  # the same, where the workers are stages of one pipeline
+    first_s: float  # TTFT of single requests
+    background: float  # processors used by everything while idle
+    levels: tuple[Level, ...]  # the first one has a single request
+    pipelined: tuple[Level, ...] = ()  # the same with the workers as stages of one pipeline
 
 
 def at_times(seen: Seen, then: Sequence[Seen]) -> Seen:
-    """What would have been seen of pipelines, too, had they been looked at when those others were seen: a machine is
-    not equally fast at all times.
-    """
+    """Estimate of the pipeline's measurements at the time of others, scaled by the change of the machine's speed."""
     levels = tuple(
         replace(
             level,
@@ -82,10 +80,10 @@ def at_times(seen: Seen, then: Sequence[Seen]) -> Seen:
 
 
 async def probe(alone: LocalCluster) -> Seen:
-    """Nobody else may use the cluster, whose workers serve alone."""
+    """Measure a cluster whose workers serve on their own, without other load."""
     workers = len(alone.processes["worker"])
     async with AsyncClient(alone.address) as client:
-        await _round(client, workers, LONE_TOKENS)  # whatever is done once is done
+        await _round(client, workers, LONE_TOKENS)  # warm-up
         spent = Spent(alone)
         await asyncio.sleep(_IDLE_S)
         served_s, passed_s = spent.served_s()
@@ -96,7 +94,7 @@ async def probe(alone: LocalCluster) -> Seen:
 
 
 async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Level, ...]:
-    """One pipeline of all workers: as many microbatches as stages are on their way."""
+    """Measure one pipeline of all workers, with one microbatch per stage in flight."""
     workers = len(cluster.processes["worker"])
     counts = [(count, min(count, workers) * workers) for count in (1, *(each * workers for each in _PIPELINED_EACH))]
     async with AsyncClient(cluster.address) as client:
@@ -108,9 +106,7 @@ async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Leve
 async def _levels(
     client: AsyncClient, cluster: LocalCluster, counts: Sequence[tuple[int, int]], background: float
 ) -> tuple[float, tuple[Level, ...]]:
-    """Seconds until a first token at the first level, and all levels: so many requests that take so many steps each.
-    They are measured in turn, as a machine is not equally fast for long.
-    """
+    """(TTFT of a single request, all levels). Levels are measured in turn, as the machine's speed varies."""
     made: list[list[tuple[float, float]]] = [[] for _ in counts]
     served_s = [0.0 for _ in counts]
     for _, (level, (count, _)) in itertools.product(range(_ROUNDS), enumerate(counts)):
@@ -126,12 +122,12 @@ async def _levels(
 
 
 def tokens_of(count: int) -> int:
-    """Tokens of an answer, with so many requests at a time."""
+    """Answer length at that concurrency."""
     return LONE_TOKENS if count == 1 else TOKENS
 
 
 async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, float]:
-    """Seconds to the first token, and between tokens while all requests have some."""
+    """(TTFT, time between tokens while all requests have some)."""
     began_s = time.perf_counter()
     times = await asyncio.gather(*(_one(client, number, tokens) for number in range(count)))
     since_s, until_s = max(each[0] for each in times), min(each[-1] for each in times)
@@ -144,7 +140,7 @@ async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, f
 
 
 async def _one(client: AsyncClient, number: int, tokens: int) -> list[float]:
-    """Instants of its tokens."""
+    """Arrival times of the request's tokens."""
     prompt = [7 + (number + i) % 400 for i in range(PROMPT_TOKENS)]
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     times: list[float] = []
@@ -157,7 +153,7 @@ async def _one(client: AsyncClient, number: int, tokens: int) -> list[float]:
 
 
 class Spent:
-    """Processor time since this was made."""
+    """Processor time since construction."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._pids = {process.pid: service for service, group in cluster.processes.items() for process in group}
@@ -166,7 +162,7 @@ class Spent:
         self._began_s = time.perf_counter()
 
     def served_s(self) -> tuple[float, float]:
-        """Processor seconds of all but the engines, this process (the client) included; and the seconds passed."""
+        """(processor seconds of everything but the engines, including this client; seconds passed)."""
         total_s = time.process_time() - self._own_s
         for pid, service in self._pids.items():
             before, now = self._before[pid], _of_threads(pid)
@@ -189,7 +185,7 @@ def _spent_s(path: Path) -> float:
 
 
 def contention(levels: Sequence[Level], background: float, processors: int) -> Contention:
-    """A step's share of the service, and a token's: what is off by the smallest shares of what was seen."""
+    """The services' processor time per step and per token that fits the measurements best."""
     rows = np.array([[level.step_count, level.request_count] for level in levels], dtype=float)
     seen_s = np.array([max(level.served_s, _LEAST_S) for level in levels])
     found = np.linalg.lstsq(rows / seen_s[:, None], np.ones(len(levels)), rcond=None)[0]
@@ -198,9 +194,8 @@ def contention(levels: Sequence[Level], background: float, processors: int) -> C
 
 
 def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tuple[float, float, float]:
-    """What a lone request's step takes beyond the profile, what each further sequence adds to that, and how much longer
-    steps take beside another engine's: with which all levels are off by the smallest shares. `whole`: the profile's
-    costs of all layers.
+    """(overhead of a single request's step, overhead per further sequence, slowdown beside another engine) that fit all
+    levels best. `whole`: the profile's costs of all layers.
     """
     unit_s = levels[0].tpot_s
     best = (math.inf, 0.0, 0.0, 1.0)
@@ -214,7 +209,7 @@ def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tupl
 def predicted(
     levels: Sequence[Level], whole: CostModel, known: Contention, step_s: float, sequence_s: float
 ) -> Mapping[int, float]:
-    """Seconds between tokens of so many requests at once."""
+    """Predicted seconds between tokens at that concurrency."""
     return {x.request_count: _predicted(x, whole, known, step_s, sequence_s, known.together) for x in levels}
 
 

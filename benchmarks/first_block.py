@@ -1,8 +1,9 @@
-"""From a burst to the memory of dropped layers, in virtual time: `python -m benchmarks.first_block [--prompt TOKENS]`.
+"""Time from a burst to the use of dropped layers' memory, simulated: `python -m benchmarks.first_block [--prompt
+TOKENS]`.
 
-Long answers fill nine tenths of the memory of two instances; then requests come at one instant, and a tenth more is
-wanted than there is. Said are the milliseconds from that instant until the planner has decided on a drop, until a
-member has taken the layout up, its memory with it, and until its requests have the blocks.
+Long answers fill nine tenths of the memory of two instances; then requests arrive at one instant, and demand is a tenth
+above capacity. Prints the milliseconds from that instant until the planner has decided on a drop, until a member has
+adopted the layout with its memory, and until its requests have the blocks.
 """
 
 import argparse
@@ -17,7 +18,7 @@ from sim.jobs.simulation import WorkerSize, production_rules
 from sim.policies import find_policy
 from sim.world import World, WorldOptions
 
-_BURST_S = 29.0  # of the trace's time
+_BURST_S = 29.0  # in the trace's time
 _BURST_TOKENS = 15_360
 _LOOK_S = 0.0005
 
@@ -34,7 +35,7 @@ class BlockDelays(NamedTuple):
 
 
 def run(seed: int, model: str, cluster: str, prompt: int) -> BlockDelays | None:
-    """None: nothing was dropped within seconds."""
+    """None: no drop within seconds."""
     rng = random.Random(seed)
     at_s = _BURST_S + rng.random() / 2
     arrivals = [Arrival(i / 2, 1400, 4000) for i in range(40)]

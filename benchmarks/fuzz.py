@@ -1,14 +1,13 @@
-"""What services make of mutated messages, over every method and port, beside a real client.
+"""Sends mutated messages to every method and port of the services, beside a real client.
 
     python -m benchmarks.fuzz --messages 1000000
 
-Half of the messages are made along the protobuf types, with values at the ends of their ranges, NaN, long and empty
-strings and other services' names; the other half are such messages with their bytes changed: cut off, flipped,
-doubled, or no message at all. They go to all methods of a cluster's services, but for those that drain by intention,
-and raw bytes go to metrics and link ports. A third are requests to a gateway, along the schemas of its bodies; now and
-then a key of the state server becomes something else. At the end every process has to live, no request may have been
-answered with 500, and the cluster has to give the tokens that it gave before. The exit status says whether all that is
-so.
+Half of the messages are generated from the protobuf types, with values at the ends of their ranges, NaN, long and empty
+strings and other services' names; the other half are such messages with mutated bytes: truncated, flipped, duplicated,
+or not a message at all. They are sent to all methods of a cluster's services, except those that drain on purpose, and
+raw bytes to metrics and link ports. A third are requests to a gateway, generated from the schemas of its bodies;
+occasionally a key of the state server is corrupted. At the end every process must be alive, no request may have been
+answered with 500, and the cluster must produce the same tokens as before. Exit status 0 if so.
 """
 
 import argparse
@@ -46,13 +45,13 @@ from tools.model.tiny import make_tiny
 
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)
-_ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # whatever is in the message, it ends somebody's service
+_ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # ends a service whatever the message contains
 _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
 _HTTP_S = 10.0
-_RAW_SHARE = 0.02  # of messages, raw bytes for a port
-_HTTP_SHARE = 0.33  # of messages, requests to a gateway
-_SPOILT_EACH = 1_000  # messages, a key of the state server
+_RAW_SHARE = 0.02  # fraction of messages that are raw bytes for a port
+_HTTP_SHARE = 0.33  # fraction of messages that are requests to a gateway
+_SPOILT_EACH = 1_000  # messages per corrupted key of the state server
 _PROMPT, _SAMPLING = (5, 6, 7), SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 _NUMBERS = (0, 1, -1, 2, 7, 255, 1 << 15, (1 << 31) - 1, -(1 << 31), (1 << 52) + 1, (1 << 63) - 1, -(1 << 63))
 _REALS = (0.0, -0.0, 1.0, -1.0, 0.5, 1e-300, 1e300, float("nan"), float("inf"), float("-inf"))
@@ -63,12 +62,12 @@ _MAX_DEPTH = 5
 
 @dataclass
 class FuzzReport:
-    """What was sent, and what came of it."""
+    """Messages sent, and their effects."""
 
     messages: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    waits_s: list[float] = field(default_factory=list[float])  # of the real client, while it went on
+    waits_s: list[float] = field(default_factory=list[float])  # gaps of the real client
     ended: list[str] = field(default_factory=list[str])
     same_tokens: bool = False
 
@@ -78,12 +77,12 @@ class FuzzReport:
 
     @property
     def errors(self) -> list[str]:
-        """Requests that were answered with 500, with what was sent and said."""
+        """Requests answered with 500: request and response."""
         return [outcome for outcome in self.outcomes if outcome.startswith("http: 500")]
 
 
 class MessageMaker:
-    """Makes messages from a seed: the same ones in the same order."""
+    """Generates messages, deterministically from a seed."""
 
     def __init__(self, seed: int, names: Sequence[str]) -> None:
         self.rng = random.Random(seed)
@@ -118,7 +117,7 @@ class MessageMaker:
                 continue
             # Any: a field is a number, a string, a message, or several of them.
             held: Any = getattr(message, each.name)
-            with contextlib.suppress(ValueError, TypeError, AttributeError):  # an enum's or a map's own idea
+            with contextlib.suppress(ValueError, TypeError, AttributeError):  # some fields reject the value
                 if each.type == FieldDescriptor.TYPE_MESSAGE:
                     if depth < _MAX_DEPTH:
                         for one in [held.add() for _ in range(self.rng.randint(0, 3))] if each.is_repeated else [held]:
@@ -160,7 +159,7 @@ class FuzzTarget:
 
 
 class Fuzz:
-    """One run against a cluster of its own caller's."""
+    """A run against the caller's cluster."""
 
     def __init__(self, cluster: LocalCluster, seed: int, ports: Sequence[str]) -> None:
         self._cluster = cluster
@@ -183,7 +182,7 @@ class Fuzz:
         self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
 
     async def run(self, messages: int, concurrent: int = 16) -> FuzzReport:
-        """Sends so many, `concurrent` at a time. Raises nothing for what services do; looks at them afterwards."""
+        """Send `count` messages, `concurrent` at a time. Service errors are recorded, not raised."""
         report, before = self.report, self._memory()
         async with AsyncClient(self._cluster.address) as client:
             expected = (await client.generate(token_ids=_PROMPT, sampling=_SAMPLING)).token_ids
@@ -195,7 +194,7 @@ class Fuzz:
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside)
-            await asyncio.sleep(1.0)  # who ends does so by now
+            await asyncio.sleep(1.0)  # until a crashing process has ended
             crash = self._cluster.crash()
             if crash is not None:
                 report.ended.append(str(crash))
@@ -242,7 +241,7 @@ class Fuzz:
         self.report.outcomes[outcome] += 1
 
     async def _be_honest(self, client: AsyncClient) -> None:
-        """A client that wants nothing but its tokens."""
+        """A real client that checks its tokens."""
         while True:
             began_s = time.monotonic()
             with contextlib.suppress(BallastError):
@@ -268,7 +267,7 @@ class Fuzz:
 
 
 async def _call(channel: grpc.aio.Channel, target: FuzzTarget, data: Sequence[bytes]) -> str:
-    """The status of a call with these bytes."""
+    """Call a method with raw bytes. Returns the status."""
     method = target.method
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     call = getattr(channel, kind)(target.path)
@@ -299,7 +298,7 @@ async def _call(channel: grpc.aio.Channel, target: FuzzTarget, data: Sequence[by
 
 
 async def link_addresses(cluster: LocalCluster) -> list[str]:
-    """Where workers wait for links."""
+    """Addresses where workers accept links."""
     async with open_channel(cluster.processes["monitor"][0].address) as channel:
         stub = monitor_pb2_grpc.MonitorServiceStub(channel)
         status = await stub.GetClusterStatus(monitor_pb2.GetClusterStatusRequest(), timeout=10)
@@ -307,7 +306,7 @@ async def link_addresses(cluster: LocalCluster) -> list[str]:
 
 
 async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path, concurrent: int = 16) -> FuzzReport:
-    """A cluster of two workers, one of each other service, and so many messages."""
+    """Fuzz a fresh cluster of two workers and one of each other service."""
     with tempfile.TemporaryDirectory() as folder:
         model, metrics = make_tiny("llama", Path(folder) / "tiny", max_len=1024), free_port()
         flags: Any = {"dispatcher": ["--metrics-port", str(metrics)]}

@@ -1,4 +1,6 @@
-"""Requests to a gateway along the schemas of its bodies, and garbage for the state server, for `benchmarks.fuzz`."""
+"""Requests to a gateway generated from the schemas of its bodies, and corruption of the state server, for
+`benchmarks.fuzz`.
+"""
 
 import asyncio
 import contextlib
@@ -54,11 +56,11 @@ _LONG = ("ü" * 300, "{" * 200, "\ud800", "../../etc/passwd", "<|im_end|>", "%s%
 _NUMBERS = (0, 1, -1, 2, 7, 100, 2**31, 2**63, -(2**63), 2**70, 0.0, -0.5, 0.3, 1e-300, 1e300)
 _HEADERS = ("authorization", "traceparent", "tracestate", "content-type", "x-request-id", "accept", "origin", "cookie")
 _MAX_DEPTH = 6
-_MOST_TOKENS = 8  # of an answer that is asked for rightly, mostly
+_MOST_TOKENS = 8  # limit for most requests that are otherwise valid
 
 
 class JsonMaker:
-    """Values of a JSON schema from a random generator; one in eight is of another kind."""
+    """Generates values of a JSON schema; one in eight has the wrong type."""
 
     def __init__(self, rng: random.Random, root: Mapping[str, Json]) -> None:
         self._rng, self._defs = rng, root.get("$defs", {})
@@ -106,7 +108,7 @@ class JsonMaker:
 
 
 class HttpFuzz:
-    """Bytes for a gateway: heads, and bodies along the schemas, some of them changed."""
+    """Generates requests for a gateway: headers, and bodies from the schemas, some of them mutated."""
 
     def __init__(self, rng: random.Random, address: str, model: str) -> None:
         self._rng, self._model = rng, model
@@ -146,7 +148,7 @@ class HttpFuzz:
         return body
 
     async def send(self, within_s: float) -> str:
-        """The status of a request that is made now, or why there is none."""
+        """Send a newly generated request. Returns its status, or why there is none."""
         data = self.request()
         try:
             async with asyncio.timeout(within_s):
@@ -164,7 +166,7 @@ class HttpFuzz:
 
 
 async def spoil_state(rng: random.Random, url: str) -> str:
-    """One key of the state server becomes something else. What it was is said."""
+    """Corrupt one key of the state server. Returns a description."""
     client = redis.asyncio.Redis.from_url(url)
     try:
         keys = cast(Sequence[bytes], await client.keys())

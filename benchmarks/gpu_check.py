@@ -1,8 +1,8 @@
-"""The first hour with a GPU: what of Ballast works there, and what its calls cost, on one page.
+"""First checks on a GPU: which parts of Ballast work there, and what its calls cost, on one page.
 
 python -m benchmarks.gpu_check [--out out/gpu_check.md] [--only NAME ...]
 
-Tests are those marked `gpu` or `any_device`. Ends with 1 if a part failed, with 2 where there is no GPU.
+Runs the tests marked `gpu` or `any_device`. Exit status 1 if a part failed, 2 if there is no GPU.
 """
 
 import argparse
@@ -35,12 +35,12 @@ _COPY_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class CheckPart:
-    """Tests that together prove one thing."""
+    """A group of tests for one capability."""
 
     name: str
     proves: str
     tests: tuple[str, ...]
-    package: str | None = None  # without which there is nothing to prove
+    package: str | None = None  # package without which the part is skipped
     gpus: int = 1
 
     @property
@@ -115,7 +115,7 @@ class CheckVerdict:
     part: CheckPart
     passed: bool
     took_s: float
-    said: str  # the last line of pytest's
+    said: str  # the last line of pytest's output
 
 
 def command(part: CheckPart, *extra: str) -> list[str]:
@@ -148,7 +148,7 @@ def median_us(act: Callable[[], object]) -> float:
 
 
 def memory_calls(driver: BindingsDriver) -> Iterator[tuple[str, float]]:
-    """Microseconds for each extent of the least size, 64 of them in a row."""
+    """Microseconds per extent of the smallest size, 64 of them in a row."""
     size_bytes = driver.granularity_bytes
     whole_bytes = _EXTENTS * size_bytes
     handles = [driver.create(size_bytes) for _ in range(_EXTENTS)]
@@ -177,7 +177,7 @@ def memory_calls(driver: BindingsDriver) -> Iterator[tuple[str, float]]:
 
 
 def copies(device: torch.device) -> Iterator[tuple[str, float]]:
-    """GB/s."""
+    """Copy bandwidths in GB/s."""
     there = torch.empty(_COPY_BYTES, dtype=torch.uint8, device=device)
     other = torch.empty_like(there)
     for kind in ("pinned", "pageable"):
@@ -198,8 +198,8 @@ def copies(device: torch.device) -> Iterator[tuple[str, float]]:
 
 
 def decodes(device: torch.device) -> Iterator[tuple[str, float]]:
-    """GB/s of keys and values that attention reads, of a layer with 32 heads and 8 KV heads of 128; by FlashInfer as
-    well, where it is installed.
+    """GB/s of keys and values read by attention, in a layer with 32 heads and 8 KV heads of 128; also with FlashInfer
+    if installed.
     """
     heads, kv_heads, head_dim, block_tokens = 32, 8, 128, 16
     heads_of = (heads, kv_heads, head_dim, torch.bfloat16, device)
@@ -217,7 +217,7 @@ def decodes(device: torch.device) -> Iterator[tuple[str, float]]:
             step = backend.prepare(packed)
             assert isinstance(step, GpuAttentionStep)
             attend = partial(_attend, step, kv, q)
-            attend()  # which may compile
+            attend()  # may compile
             yield f"{name} of {sequences} decodes over {context:,} tokens each", kv.nbytes / median_us(attend) / 1e3
 
 
@@ -233,7 +233,7 @@ def _attend(step: GpuAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
 
 
 def priorities(devices: str, transport: str, *options: str) -> Iterator[tuple[str, float]]:
-    """How old activations are when they come, in milliseconds, while KV goes the same way and while none does."""
+    """Age of activations on arrival in milliseconds, with and without KV on the same link."""
     asked = ["--devices", devices, "--transport", transport, "--rounds", "3", *options]
     peer = transfers.TransferPeer()
     try:

@@ -1,9 +1,10 @@
-"""Measures how fast Ballast computes and serves on this GPU, against what memory and matrix units allow, on one page.
+"""Measures how fast Ballast computes and serves on this GPU, relative to the limits of memory and matrix units, on one
+page.
 
     python -m benchmarks.gpu_pace [--shape 8b] [--out out/gpu_pace.md] [--only decode sample prompt drop serve]
 
-The model has random weights and is written to `--folder` first (16 GB for 8b; /dev/shm is quick). With `--shape tiny
---device cpu` it runs on any machine. Two workers share the GPU in `serve`, so links go over TCP.
+The model has random weights and is first written to `--folder` (16 GB for 8b; /dev/shm is fast). With `--shape tiny
+--device cpu` it runs on any machine. In `serve` two workers share the GPU, so links use TCP.
 """
 
 import argparse
@@ -32,12 +33,12 @@ from tools.local.cluster import LocalCluster
 from tools.model.tokenizer import write_tokenizer
 
 PARTS = ("decode", "sample", "prompt", "drop", "serve")
-_TEXT_TOKENS = 512  # of the vocabulary: the others are never likely, so that each token has text
+_TEXT_TOKENS = 512  # of the vocabulary; the others have negligible probability, so that each token has text
 
 
 @dataclass(frozen=True, slots=True)
 class PaceShape:
-    """A Llama, and how much of it is measured."""
+    """Shape of a Llama model, and how much of it to measure."""
 
     hidden: int
     intermediate: int
@@ -49,8 +50,8 @@ class PaceShape:
     rows: tuple[int, ...]
     contexts: tuple[int, ...]
     chunks: tuple[int, ...]
-    loads: tuple[int, ...]  # requests at once
-    lengths: tuple[int, int]  # of prompts and answers
+    loads: tuple[int, ...]  # concurrent requests
+    lengths: tuple[int, int]  # (prompt, answer)
     dropped_bytes: str
 
 
@@ -64,7 +65,7 @@ SHAPES = {
 
 
 def write_random(folder: Path, shape: PaceShape, device: torch.device) -> None:
-    """A checkpoint of random weights, made on the device, with a tokenizer."""
+    """Write a checkpoint with random weights, generated on the device, and a tokenizer."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     head_dim = shape.hidden // shape.heads
     kv_width = shape.kv_heads * head_dim
@@ -132,7 +133,7 @@ class Ceilings:
 
 
 def seconds(act: Callable[[], object], device: torch.device, rounds: int = 12) -> float:
-    """Median time of an act until the device is done, after two that do not count."""
+    """Median time of an operation until the device has finished, after two warm-up runs."""
     times_s: list[float] = []
     for _ in range(rounds + 2):
         began_s = time.perf_counter()
@@ -147,7 +148,7 @@ def seconds(act: Callable[[], object], device: torch.device, rounds: int = 12) -
 
 
 class Decodes:
-    """Sequences of one length that decode step by step, as a context."""
+    """Context manager with sequences of one length that decode step by step."""
 
     def __init__(self, engine: Engine, rows: int, context: int, sampling: SamplingParams | None = None) -> None:
         self._engine = engine
@@ -166,7 +167,7 @@ class Decodes:
         return self
 
     def step(self) -> float:
-        """Seconds of one step."""
+        """Execute one step. Returns the seconds."""
         slices = tuple(Slice(i, self._position, (token,), True) for i, token in enumerate(self._tokens))
         began_s = time.perf_counter()
         result = self._engine.step(Batch(next(self._steps), (), (), slices), self._tables)
@@ -184,7 +185,7 @@ class Decodes:
 
 
 def read_by_a_step(engine: Engine) -> int:
-    """Bytes of parameters: all layers and the head."""
+    """Parameter bytes read by a step: all layers and the head."""
     parameters = engine.memory.parameters
     layers = (t.nbytes for i in range(engine.config.layer_count) for t in parameters.layer(i).values())
     return sum(layers) + parameters.part("head")["weight"].nbytes
@@ -256,7 +257,7 @@ def _timed(act: Callable[[], object]) -> float:
 
 
 def drop_table(engine: Engine, shape: PaceShape) -> Iterator[str]:
-    """Memory alone: half of the layers leave and come back, three times."""
+    """Time of dropping and restoring half of the layers, without a cluster, three times."""
     memory = engine.memory
     layers = list(range(shape.layers // 2, shape.layers))
     yield "| what | ms | blocks of KV |"
@@ -288,7 +289,7 @@ def drop_table(engine: Engine, shape: PaceShape) -> Iterator[str]:
 
 @dataclass(slots=True)
 class PaceLoad:
-    """Requests at once, and when each of their tokens came."""
+    """Requests of one concurrency, and the arrival times of their tokens."""
 
     first_s: list[float]
     stamps_s: list[float]
@@ -311,7 +312,7 @@ class PaceLoad:
             self.tokens += len(chunk.token_ids)
 
     def hole_s(self, since_s: float, until_s: float) -> float:
-        """The longest time between two tokens of anybody's."""
+        """Longest time between two tokens of any request."""
         inside = [t for t in sorted(self.stamps_s) if since_s - 0.5 <= t <= until_s + 0.5]
         return max((b - a for a, b in itertools.pairwise(inside)), default=0.0)
 
@@ -370,7 +371,7 @@ async def _run(load: PaceLoad, client: AsyncClient, prompts: Sequence[Sequence[i
 
 
 async def _ballast(address: str, *words: str) -> tuple[int | None, str]:
-    """Exit status, and the last line."""
+    """Exit status and last line of a command."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tools.cli.main", words[0], "--address", address, *words[1:],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""What a copy of the parameters on the host costs and gives: speed beside memcpy, and memory of workers that share it.
+"""Costs and benefits of a host copy of the parameters: speed relative to memcpy, and memory of workers that share it.
 
 python -m benchmarks.host_copy --mib 1024 --workers 8
 """
@@ -22,7 +22,7 @@ _ROUNDS = 5
 
 
 def _shared_bytes() -> int:
-    """Bytes of shared memory on this host, /dev/shm included."""
+    """Bytes of shared memory on this host, including /dev/shm."""
     found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     return int(found["Shmem"].split()[0]) * 1024
 
@@ -32,7 +32,7 @@ def _rate(size_bytes: int, seconds: list[float]) -> float:
 
 
 def _use(root: Path, layer_bytes: int, ready: "Queue[float]", leave: Event) -> None:
-    """A worker that starts from the copy, and tells how long that took."""
+    """Start as a worker from the copy, and report the time."""
     target = torch.ones(layer_bytes, dtype=torch.uint8)
     begin_s = time.process_time()
     copy = open_copy(root, "benchmark")

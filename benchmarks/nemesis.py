@@ -1,16 +1,16 @@
-"""Faults under load: everything that `ballast chaos` can break, for a long time, or one fault at a chosen moment.
+"""Faults under load: all faults of `ballast chaos` for a long time, or one fault at a chosen moment.
 
     python -m benchmarks.nemesis --for 30m [--secure] [--seed 7]     # other flags are those of `ballast chaos`
     python -m benchmarks.nemesis --cases [--seconds 2 9 inf]         # a member of a pair stops, or dies in a change
 
-The first is a cluster of four workers and two of each control service, with three faults at a time. It prints two times
-for each kind of fault, p50 and p99: the longest that any request was without a token, from the fault until all was
-whole; and how long it took until everything served again. The exit status is 1 if anything was lost, wrong, ended by
-itself or did not recover.
+The first form runs four workers and two of each control service, with three faults at a time. For each kind of fault it
+prints P50 and P99 of two times: the longest time that any request was without a token until the cluster had recovered,
+and the time until everything served again. The exit status is 1 if anything was lost, wrong, crashed or did not
+recover.
 
-In a case, two workers are made a pair by hand under load. One of them is stopped (SIGSTOP) for seconds or for ever, or
-killed while a drop or a restore is in one of its stages. Then every living worker has to be in the layout again, a
-drop and a restore have to succeed, and every answer has to be what it was before.
+In a case, two workers are merged to a pair under load. One of them is stopped (SIGSTOP) for seconds or forever, or
+killed while a drop or a restore is in one of its stages. Then every live worker must be in the layout again, a drop and
+a restore must succeed, and every answer must be the same as before.
 """
 
 import argparse
@@ -36,8 +36,8 @@ from tools.model.tiny import make_tiny
 
 _FLAGS = "--workers 4 --dispatchers 2 --monitors 2 --planners 2 --fault-every-s 4 --at-once 3"
 _STAGES = ("preparing", "committing", "exchanging", "done")
-_TRIES = 30  # to find a change in a stage that lasts for milliseconds
-_CHANGES_S = 120.0  # until it is found
+_TRIES = 30  # attempts to hit a stage that lasts for milliseconds
+_CHANGES_S = 120.0  # time limit for that
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Case:
 
     victim: int  # 0: the pair's leader, 1: its other stage
     workers: int
-    pause_s: float = math.inf  # inf: it never goes on
+    pause_s: float = math.inf  # inf: it never continues
     change: str = ""  # drop or restore
     stage: str = ""  # one of _STAGES
 
@@ -78,7 +78,7 @@ class NemesisMoment(Chaos):
     async def _begin(self) -> tuple[str, float, Heal]:
         process = self._cluster.processes["worker"][self._case.victim]
         if self._case.change:
-            process.child.send_signal(signal.SIGKILL)  # the keeper starts it again
+            process.child.send_signal(signal.SIGKILL)  # the keeper restarts it
             return f"{process.id} is killed", 0.0, self._is_back(process.id)
         self._cluster.kill("worker", self._case.victim, signal.SIGSTOP)
         if math.isinf(self._case.pause_s):
@@ -102,7 +102,7 @@ class NemesisMoment(Chaos):
         """Returns when the change is in the case's stage.
 
         Raises:
-            TimeoutError: it went through the stage unseen each time.
+            TimeoutError: the stage was missed in every attempt.
         """
         here, back = (self._pair, None) if self._case.change == "drop" else (None, self._pair)
         for _ in range(_TRIES):
@@ -141,7 +141,7 @@ def run_cases(arguments: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 3])
     parser.add_argument("--logs", type=Path, default=Path("out/nemesis"))
     given = parser.parse_args(arguments)
-    pairs = [*itertools.product((0, 1), given.workers)]  # who of the pair it is, and how many workers there are
+    pairs = [*itertools.product((0, 1), given.workers)]  # (member of the pair, number of workers)
     cases = [Case(*pair, pause_s=pause_s) for pair in pairs for pause_s in given.seconds]
     cases += [Case(*pair, change=c, stage=stage) for pair in pairs for c in ("drop", "restore") for stage in _STAGES]
     failed = 0

@@ -1,12 +1,13 @@
 """ConServe's figures on its hardware, simulated: offline work beside online requests, and what it does to these.
 
-    python -m benchmarks.offline 5|6|7|8|curve [--seconds 150] [--out FOLDER]
-    python -m benchmarks.offline regret --traces DIR [--cells 'chat*,code*']
+    python -m benchmarks.offline 5|6|7|8|curve [--seconds 150] [--write]
+    python -m benchmarks.offline regret --traces DIR [--cells 'chat*,code*'] [--write]
 
-5: a trace (`--trace FILE`); 6: on for 180 s and off for 180 s; 7: rates and burstiness; 8: offline requests as long as
-online ones, rule by rule; curve: harvest against P99 TTFT over the bound; regret: cells of `benchmarks.regret` without
-offline work and with, drop's policy. One A100-40G with Llama-2-7B; online requests
+5: slices of traces (`--traces DIR`, `--slices`); 6: on for 180 s and off for 180 s; 7: rates and burstiness; 8: offline
+requests as long as online ones, rule by rule; curve: harvest against P99 TTFT over the bound; regret: cells of
+`benchmarks.regret` without offline work and with, drop's policy. One A100-40G with Llama-2-7B; online requests
 of 1,024 and 128 tokens, offline ones of a summarisation's lengths, without end. In tok/s prompts and answers count.
+`--write` puts the table into docs/offline.md, with the code's commit; runs of that commit are kept in `--out`.
 
 Rivals: online work alone; priorities in one batch, as engines have them (a request that runs never yields to one that
 waits); yielding at step boundaries without a bound on steps.
@@ -14,18 +15,18 @@ waits); yielding at step boundaries without a bound on steps.
 
 import argparse
 import itertools
+import json
 import random
+import subprocess
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from ballast.common.errors import BallastError, ConfigError
 from ballast.common.sampling import PriorityClass
+from benchmarks.quoting import quote
 from benchmarks.regret_cells import CELLS, figures_of, job_of
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
@@ -36,12 +37,14 @@ from sim.results import SimRun
 from sim.world import World, WorldOptions
 from tools.bench.traces import read_trace
 
+PAGE = Path("docs/offline.md")
 MODEL, CLUSTER = "Llama-2-7B", "1xA100-40G"
 ONLINE = (1024, 128)
 WARM_S = 10.0
 HOST_BYTES = 64 << 30  # of host memory for what yields
 _NO_BOUND = 1e9
 _LONGEST_TOKENS = 4000
+_SLICES = "azure_conv_spike640_b,azure_code_spike640_b,azure_conv_spike1400_a,azure_code_spike1400_a"
 _QUICK = "chat-13b-40g-x1.1,code-14b-40g-x1,calm-14b-40g-x1"
 
 
@@ -65,9 +68,9 @@ ALONE = OfflineMode("online alone", offline=False)
 PRIORITIES = OfflineMode("priorities", by_class=True)
 BOUNDARIES = OfflineMode("step boundaries", slowdown=_NO_BOUND, mirrors=False)
 OURS = OfflineMode("ours, +25 %")
-NO_MIRRORS = OfflineMode("ours, no mirrors", mirrors=False)
+NO_MIRRORS = OfflineMode("ours, +25 %, no mirrors", mirrors=False)
 BELOW_ALONE = OfflineMode("ours, 0.87 of alone's", target_share=0.87)
-MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, NO_MIRRORS, BELOW_ALONE, OfflineMode("ours, 50 ms", target_s=0.05))
+MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, BELOW_ALONE)
 # Rule by rule, as the paper's figure 8 adds its own.
 PARTS = (
     ALONE,
@@ -90,12 +93,6 @@ CURVE = (
     *(OfflineMode(f"ours, +{slowdown:.0%}", slowdown) for slowdown in (0.0, 0.1, 0.25, 0.5, 1.0)),
     *(OfflineMode(f"ours, {ms} ms", target_s=ms / 1e3) for ms in (30, 50, 70, 110)),
 )
-# ConServe (arXiv 2410.01228): P99 TTFT in ms and harvest in tok/s, as far as its figures say.
-PAPER = {
-    "6": "P99 TTFT 446 ms against 1,346 of priorities; 5,868 tok/s with nothing online",
-    "7": "P99 TTFT within 25 % of online alone; 86 % of what priorities harvest",
-    "8": "harvest 4 to 12 % more than priorities with swapping; priorities 4,980 ms P99 TTFT",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +101,7 @@ class OfflineLoadCase:
     arrivals: list[Arrival]
     seconds: float
     lengths: list[tuple[int, int]]
+    modes: tuple[OfflineMode, ...] = MODES
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +114,6 @@ class OfflineOutcome:
     harvest_per_s: float  # tokens
     lost_share: float  # of the harvested tokens: computed twice
     yield_count: int
-    took_s: float
 
 
 def gamma(rate: float, cv: float, seconds: float, seed: int) -> list[Arrival]:
@@ -143,11 +140,12 @@ def loads_of(figure: str, args: argparse.Namespace) -> Iterator[OfflineLoadCase]
     lengths = summaries(seed)
     match figure:
         case "5":
-            rows = read_trace(args.trace).requests
-            rng = random.Random(seed)
-            kept = [row for row in rows if rng.random() < args.keep and row.arrival_s < seconds]
-            arrivals = [Arrival(r.arrival_s, min(r.input_tokens, 3400), min(r.output_tokens, 512)) for r in kept]
-            yield OfflineLoadCase(f"{args.trace.stem}, {args.keep:g} of it", arrivals, seconds, lengths)
+            for stem in args.slices.split(","):
+                rng = random.Random(seed)
+                rows = [row for row in read_trace(args.traces / f"{stem}.csv").requests if row.arrival_s < seconds]
+                kept = [row for row in rows if rng.random() < args.keep]
+                arrivals = [Arrival(r.arrival_s, min(r.input_tokens, 3400), min(r.output_tokens, 512)) for r in kept]
+                yield OfflineLoadCase(f"{stem}, {args.keep:g} of it", arrivals, seconds, lengths)
         case "6":
             seconds = max(seconds, 540.0)
             yield OfflineLoadCase("ON/OFF 180 s, 3.3/s", on_off(3.3, 180.0, seconds, seed), seconds, lengths)
@@ -155,15 +153,16 @@ def loads_of(figure: str, args: argparse.Namespace) -> Iterator[OfflineLoadCase]
             for rate in (1.0, 2.0, 3.0):
                 yield OfflineLoadCase(f"{rate:g}/s, CV 1", gamma(rate, 1.0, seconds, seed), seconds, lengths)
             for cv in (0.5, 2.0, 4.0, 8.0):
-                yield OfflineLoadCase(f"2/s, CV {cv:g}", gamma(2.0, cv, seconds, seed), seconds, lengths)
+                modes = (*MODES, NO_MIRRORS) if cv >= 4.0 else MODES
+                yield OfflineLoadCase(f"2/s, CV {cv:g}", gamma(2.0, cv, seconds, seed), seconds, lengths, modes)
         case "8":
-            yield OfflineLoadCase("2/s, CV 1, offline 1,024 / 128", gamma(2.0, 1.0, seconds, seed), seconds, [ONLINE])
+            name = "2/s, CV 1, offline 1,024 / 128"
+            yield OfflineLoadCase(name, gamma(2.0, 1.0, seconds, seed), seconds, [ONLINE], PARTS)
         case _:
-            yield OfflineLoadCase("2/s, CV 1", gamma(2.0, 1.0, seconds, seed), seconds, lengths)
+            yield OfflineLoadCase("2/s, CV 1", gamma(2.0, 1.0, seconds, seed), seconds, lengths, CURVE)
 
 
 def run(load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
-    began_s = time.monotonic()
     size = WorkerSize(block_tokens=16, max_batch_tokens=512, tpot_target_s=mode.target_s)
     rules = find_policy("recompute")(production_rules(size))
     host_bytes = HOST_BYTES if mode.mirrors else 0
@@ -190,10 +189,10 @@ def run(load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
         classes=(PriorityClass.INTERACTIVE,),
         fast_forwards=not mode.by_class,  # their steps would be told to the trace's clients
     )
-    return outcome_of(World(options, load.arrivals).run(), load, time.monotonic() - began_s)
+    return outcome_of(World(options, load.arrivals).run(), load)
 
 
-def outcome_of(found: SimRun, load: OfflineLoadCase, took_s: float) -> OfflineOutcome:
+def outcome_of(found: SimRun, load: OfflineLoadCase) -> OfflineOutcome:
     ttfts, gaps, tokens = list[float](), list[float](), 0
     for record in found.records:
         times = record.token_times_s
@@ -211,7 +210,6 @@ def outcome_of(found: SimRun, load: OfflineLoadCase, took_s: float) -> OfflineOu
         harvest / load.seconds,
         found.offline_lost_token_count / harvest if harvest else 0.0,
         found.offline_yield_count,
-        took_s,
     )
 
 
@@ -220,29 +218,100 @@ def quantile(values: Sequence[float], fraction: float) -> float:
     return ordered[min(len(ordered) - 1, int(fraction * len(ordered)))] if ordered else 0.0
 
 
-def table_of(load: OfflineLoadCase, outcomes: dict[OfflineMode, OfflineOutcome]) -> Table:
-    table = Table(title=f"{MODEL}, {CLUSTER}; {load.name}; {load.seconds:g} s", title_justify="left")
-    for name in ("", "P99 TTFT ms", "x alone", "P50 / P99 TPOT ms", "x alone", "online tok/s", "harvest tok/s"):
-        table.add_column(name, justify="left" if not name else "right")
-    table.add_column("of priorities", justify="right")
-    table.add_column("twice", justify="right")
-    alone, rival = outcomes[ALONE], outcomes.get(PRIORITIES)
-    for mode, one in outcomes.items():
-        table.add_row(
-            mode.name,
-            f"{one.ttft_p99_s * 1e3:,.0f}",
-            f"{one.ttft_p99_s / alone.ttft_p99_s:.2f}",
-            f"{one.tpot_p50_s * 1e3:.0f} / {one.tpot_p99_s * 1e3:.0f}",
-            f"{one.tpot_p99_s / alone.tpot_p99_s:.2f}",
-            f"{one.online_per_s:,.0f}",
-            f"{one.harvest_per_s:,.0f}",
-            f"{one.harvest_per_s / rival.harvest_per_s:.0%}" if rival and mode.offline else "",
-            f"{one.lost_share:.1%}" if mode.offline else "",
-        )
-    return table
+Outcomes = dict[str, OfflineOutcome]  # by name of the mode
+_HEAD = (
+    "| load | | P99 TTFT ms | x alone | P50 / P99 TPOT ms | x alone | harvest tok/s | of priorities | computed twice |",
+    f"|{'---|' * 9}",
+)
 
 
-def draw(figure: str, load: OfflineLoadCase, outcomes: dict[OfflineMode, OfflineOutcome], folder: Path) -> Path:
+def table_of(found: dict[str, Outcomes]) -> str:
+    """By load."""
+    rows = [*_HEAD]
+    for load, outcomes in found.items():
+        alone, rival = outcomes[ALONE.name], outcomes[PRIORITIES.name]
+        for name, one in outcomes.items():
+            cells = [
+                load if one is alone else "",
+                name,
+                f"{one.ttft_p99_s * 1e3:,.0f}",
+                f"{one.ttft_p99_s / alone.ttft_p99_s:.2f}",
+                f"{one.tpot_p50_s * 1e3:.0f} / {one.tpot_p99_s * 1e3:.0f}",
+                f"{one.tpot_p99_s / alone.tpot_p99_s:.2f}",
+                f"{one.harvest_per_s:,.0f}",
+                "" if one is alone else f"{one.harvest_per_s / rival.harvest_per_s:.0%}",
+                "" if one is alone else f"{one.lost_share:.1%}",
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def against_the_paper(figure: str, found: dict[str, Outcomes]) -> str:
+    """What ConServe (arXiv 2410.01228) says, as far as its figures do, beside what was found here."""
+
+    def ttft(mode: OfflineMode) -> str:
+        return _range([f"{1e3 * each[mode.name].ttft_p99_s:,.0f}" for each in found.values()])
+
+    def slower(mode: OfflineMode) -> str:
+        ratios = sorted(each[mode.name].ttft_p99_s / each[ALONE.name].ttft_p99_s for each in found.values())
+        return _range([f"{ratio:.2f}" for ratio in ratios])
+
+    def share(mode: OfflineMode) -> str:
+        shares = sorted(each[mode.name].harvest_per_s / each[PRIORITIES.name].harvest_per_s for each in found.values())
+        return _range([f"{one:.0%}" for one in shares])
+
+    both = (OURS, BELOW_ALONE)
+    rows: list[tuple[str, str, str]] = []
+    match figure:
+        case "5":
+            rows.append(("P99 TTFT of priorities, x alone", "59.7 to 84", slower(PRIORITIES)))
+            rows += [(f"harvest, of priorities', {mode.name}", "86%", share(mode)) for mode in both]
+        case "6":
+            rows.append(("P99 TTFT ms of priorities", "1,346", ttft(PRIORITIES)))
+            rows += [(f"P99 TTFT ms, {mode.name}", "446", ttft(mode)) for mode in both]
+        case "7":
+            rows += [(f"P99 TTFT, x alone, {mode.name}", "at most 1.25", slower(mode)) for mode in both]
+            rows += [(f"harvest, of priorities', {mode.name}", "86%", share(mode)) for mode in both]
+        case "8":
+            rows.append(("P99 TTFT ms of priorities", "4,980", ttft(PRIORITIES)))
+            rows += [
+                (f"harvest, of priorities', {one.name}", "104 to 112%", share(one)) for one in PARTS if one.is_ours
+            ]
+        case _:
+            return ""
+    return "\n".join(["", "", "| | paper | here |", "|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _range(values: Sequence[str]) -> str:
+    return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
+
+
+def code_commit() -> str:
+    """The last commit of what a simulation consists of."""
+    parts = ["ballast", "services", "sim", "benchmarks/offline.py"]
+    last = subprocess.run(["git", "log", "-1", "--format=%h", "--", *parts], capture_output=True, text=True, check=True)
+    changed = subprocess.run(["git", "status", "--porcelain", "--", *parts], capture_output=True, text=True, check=True)
+    return last.stdout.strip() + (" with changes" if changed.stdout else "")
+
+
+class KeptRuns:
+    """What runs of a commit have found, in a file: who was stopped goes on."""
+
+    def __init__(self, folder: Path, commit: str) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._path = folder / f"{commit.replace(' ', '-')}.json"
+        self._found: dict[str, dict[str, float]] = json.loads(self._path.read_text()) if self._path.exists() else {}
+
+    def run(self, load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
+        key = f"{load.name}; {load.seconds:g} s; {mode}; seed {seed}"
+        if key not in self._found:
+            print(f"{load.name}: {mode.name} ...", file=sys.stderr, flush=True)
+            self._found[key] = asdict(run(load, mode, seed))
+            self._path.write_text(json.dumps(self._found, indent=1))
+        return OfflineOutcome(**self._found[key])  # pyright: ignore[reportArgumentType] - it was written by us
+
+
+def draw(load: str, outcomes: Outcomes, path: Path) -> None:
     """Harvest against P99 TTFT, a point for each mode."""
     import matplotlib
 
@@ -250,30 +319,24 @@ def draw(figure: str, load: OfflineLoadCase, outcomes: dict[OfflineMode, Offline
     import matplotlib.pyplot as plt
 
     drawing, axis = plt.subplots(figsize=(7, 4.5), constrained_layout=True)
-    ours = [one for mode, one in outcomes.items() if mode.is_ours and mode.target_s is None]
-    axis.plot([o.ttft_p99_s * 1e3 for o in ours], [o.harvest_per_s for o in ours], color="#2a7", linewidth=1, alpha=0.5)
-    for mode, one in outcomes.items():
-        axis.scatter(one.ttft_p99_s * 1e3, one.harvest_per_s, s=40, color="#2a7" if mode.is_ours else "#c60", zorder=3)
-        spot = (one.ttft_p99_s * 1e3, one.harvest_per_s)
-        place, side = ((7, -3), "left") if mode.target_s is None else ((-7, 4), "right")
-        axis.annotate(mode.name, spot, textcoords="offset points", xytext=place, ha=side, fontsize=8)
+    for name, one in outcomes.items():
+        spot, ours, by_time = (one.ttft_p99_s * 1e3, one.harvest_per_s), name.startswith("ours"), name.endswith("ms")
+        axis.scatter(*spot, s=40, color="#2a7" if ours else "#c60", zorder=3)
+        place, side = ((-7, 4), "right") if by_time else ((7, -3), "left")
+        axis.annotate(name, spot, textcoords="offset points", xytext=place, ha=side, fontsize=8)
     axis.set_xscale("log")
     axis.margins(x=0.25)
     axis.set_xlabel("P99 time to the first token of online requests, ms")
     axis.set_ylabel("harvest, tok/s")
-    axis.set_title(f"{MODEL}, {CLUSTER}: {load.name}", fontsize=10)
+    axis.set_title(f"{MODEL}, {CLUSTER}: {load}", fontsize=10)
     axis.grid(alpha=0.3)
-    path = folder / f"offline-{figure}-{load.name.replace('/', '-').replace(' ', '-').replace(',', '')}.png"
     drawing.savefig(path, dpi=130)
     plt.close(drawing)
-    return path
 
 
-def beside(traces: Path, cells: str) -> Table:
+def beside(traces: Path, cells: str) -> str:
     """Cells of the regret grid once more, with offline work without end beside the requests."""
-    table = Table(title="without / with offline work beside it", title_justify="left")
-    for name in ("cell", "P50 TTFT s", "P99 TTFT s", "P99 TPOT s", "drops", "harvest tok/s"):
-        table.add_column(name, justify="left" if name == "cell" else "right")
+    rows = ["| cell, without / with | P50 TTFT s | P99 TTFT s | P99 TPOT s | drops | harvest tok/s |", f"|{'---|' * 6}"]
     for name in [name for name in CELLS if any(fnmatch(name, pattern) for pattern in cells.split(","))]:
         job = job_of(CELLS[name], traces, "drop", 0)
         [(_, rules)] = specs_of(job)
@@ -285,8 +348,28 @@ def beside(traces: Path, cells: str) -> Table:
         both = figures_of(found)
         pairs = [f"{alone[key]:.3f} / {both[key]:.3f}" for key in ("ttft_p50_s", "ttft_p99_s", "tpot_p99_s")]
         harvest = f"{found.offline_token_count / found.duration_s:,.0f}"
-        table.add_row(name, *pairs, f"{alone['drops']} / {both['drops']}", harvest)
-    return table
+        cells_of_row = [name, *pairs, f"{alone['drops']} / {both['drops']}", harvest]
+        rows.append(f"| {' | '.join(cells_of_row)} |")
+    return "\n".join(rows)
+
+
+def figure(which: str, args: argparse.Namespace) -> str:
+    """Its tables, and for the curve a picture."""
+    kept, found = KeptRuns(args.out, code_commit()), dict[str, Outcomes]()
+    for load in loads_of(which, args):
+        if args.load not in load.name:
+            continue
+        outcomes = found[load.name] = {}
+        for mode in load.modes:
+            if mode.target_share is not None:
+                mode = replace(mode, target_s=mode.target_share * outcomes[ALONE.name].tpot_p99_s)
+            outcomes[mode.name] = kept.run(load, mode, args.seed)
+            if not outcomes[ALONE.name].tpot_p99_s:
+                why = f"{load.name}: nothing is generated between {WARM_S:g} s and {load.seconds:g} s"
+                raise ConfigError("--seconds", why)
+        if which == "curve":
+            draw(load.name, outcomes, args.out / "curve.png")
+    return table_of(found) + against_the_paper(which, found)
 
 
 def main() -> int:
@@ -294,38 +377,26 @@ def main() -> int:
     parser.add_argument("figure", choices=["5", "6", "7", "8", "curve", "regret"])
     parser.add_argument("--seconds", type=float, default=150.0, help="of virtual time for each run (default: 150)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--trace", type=Path, help="for figure 5: arrival_s, input_tokens, output_tokens")
     parser.add_argument("--keep", type=float, default=0.3, help="for figure 5: share of the trace (default: 0.3)")
     parser.add_argument("--load", default="", help="only loads whose name has this in it")
-    parser.add_argument("--traces", type=Path, help="for regret: the folder of its traces")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="for 5 and regret: the folder of their traces")
+    parser.add_argument("--slices", default=_SLICES, help="for 5: names of traces (default: %(default)s)")
     parser.add_argument("--cells", default=_QUICK, help="for regret: names or patterns (default: %(default)s)")
-    parser.add_argument("--out", type=Path, help="folder for figures as PNG")
+    parser.add_argument("--out", type=Path, default=Path("out/offline"), help="for runs (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"puts the table into {PAGE}")
     args = parser.parse_args()
-    if args.figure == "5" and args.trace is None:
-        parser.error("figure 5 needs --trace FILE")
-    console = Console(width=150)
-    if args.figure == "regret":
-        console.print(beside(args.traces, args.cells))
-        return 0
-    modes = {"curve": CURVE, "8": PARTS}.get(args.figure, MODES)
-    for load in loads_of(args.figure, args):
-        if args.load not in load.name:
-            continue
-        if not any(arrival.at_s >= WARM_S for arrival in load.arrivals):
-            parser.error(f"{load.name}: nothing arrives between {WARM_S:g} s and --seconds ({load.seconds:g})")
-        outcomes: dict[OfflineMode, OfflineOutcome] = {}
-        for number, mode in enumerate(modes, 1):
-            print(f"\r{load.name}: {mode.name}, {number} of {len(modes)} ...".ljust(70), end="", file=sys.stderr)
-            if mode.target_share is not None:
-                mode = replace(mode, target_s=mode.target_share * outcomes[ALONE].tpot_p99_s)
-            outcomes[mode] = run(load, mode, args.seed)
-        print("\r".ljust(72), end="\r", file=sys.stderr, flush=True)
-        console.print(table_of(load, outcomes))
-        if args.out is not None:
-            args.out.mkdir(parents=True, exist_ok=True)
-            console.print(f"{draw(args.figure, load, outcomes, args.out)}")
-    if args.figure in PAPER:
-        console.print(f"The paper: {PAPER[args.figure]}.")
+    if args.figure in ("5", "regret") and args.traces is None:
+        parser.error(f"{args.figure} needs --traces DIR")
+    try:
+        page = beside(args.traces, args.cells) if args.figure == "regret" else figure(args.figure, args)
+        print(page)
+        if args.write:
+            given = [word for word in sys.argv[1:] if word not in (str(args.traces), str(args.out), "--out")]
+            command = f"python -m benchmarks.offline {' '.join(given)}".replace("--traces", "--traces DIR")
+            quote(PAGE, f"offline-{args.figure}", f"`{command}`, commit {code_commit()}:\n\n{page}")
+    except BallastError as error:
+        print(f"offline: {error}", file=sys.stderr)
+        return 2
     return 0
 
 

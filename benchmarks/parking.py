@@ -1,12 +1,12 @@
-"""What parking and dropping together save on slices of real arrivals, at shipped defaults.
+"""Savings of parking and dropping together on slices of real arrivals, with default settings.
 
     python -m benchmarks.parking --traces DIR [--slices conv-spike,...] [--search] [--policy drop:park=on]
 
-GPU-seconds against as many GPUs as `recompute` needs for the same goal, simulated, in the pool of that size. DIR has
-published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. How many GPUs `recompute`
-needs is searched with `--search`, and where no number stands below. Bars of the first five are those of the study that
-asked for parking; the last three were not looked at while it was built. `soon`: of all that left, those that were
-wanted again within a minute.
+Simulates GPU-seconds relative to the constant number of GPUs that `recompute` needs for the same goal, in a pool of
+that size. DIR has published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. The number
+of GPUs that `recompute` needs is searched with `--search`, or if it is not given below. The bars of the first five
+slices are those of the study that motivated parking; the last three were held out during its development. `soon`:
+fraction of the parked instances that were needed again within a minute.
 """
 
 import argparse
@@ -22,16 +22,16 @@ from sim.jobs.sizing import BOTH, attempt, size
 from sim.scenario import make_scenario
 from tools.bench.slo import Slo
 
-_MOST = 40  # instances that a search tries
+_MOST = 40  # maximum number of instances in a search
 
 
 @dataclass(frozen=True, slots=True)
 class TraceSlice:
     trace: str
-    on: tuple[str, str]  # model and GPU
+    on: tuple[str, str]  # (model, GPU)
     slo: Slo
     static: int | None  # instances that `recompute` needs; None: not searched yet
-    bar: float | None  # GPU-seconds, at most so many times those of `recompute`
+    bar: float | None  # maximum GPU-seconds, relative to those of `recompute`
     rate_scale: float = 1.0
     time_scale: float = 1.0
     answer_scale: float = 1.0
@@ -54,9 +54,10 @@ SLICES = {
 
 
 def job(one: TraceSlice, traces: Path, policy: str, count: int, limit: int | None = None) -> SimJob:
-    """
+    """The simulation of a slice.
+
     Raises:
-        ConfigError: a trace is missing, or the policy is not known.
+        ConfigError: a trace is missing, or the policy is unknown.
     """
     told: dict[str, object] = {"description": "", "model": one.on[0], "cluster": f"{count}x{one.on[1]}", "limit": limit}
     told |= {"trace": str(traces / f"{one.trace}.csv"), "policies": (policy,)}
@@ -67,7 +68,7 @@ def job(one: TraceSlice, traces: Path, policy: str, count: int, limit: int | Non
 
 
 def needed(one: TraceSlice, traces: Path) -> int:
-    """Instances that `recompute` needs, by search."""
+    """Number of instances that `recompute` needs, by search."""
     found = size(job(one, traces, "recompute", 1), one.slo, _MOST).columns[0].gpu_count
     if found is None:
         raise ConfigError("--search", f"{_MOST} GPUs are not enough for {one.trace}")

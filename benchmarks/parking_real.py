@@ -1,10 +1,10 @@
-"""What parking saves on real services with emulated GPUs, at their pace, against as many that always serve.
+"""Savings of parking on real services with emulated GPUs in real time, compared with a constant number of workers.
 
     python -m benchmarks.parking_real --traces DIR [--workers 8] [--dispatchers 2] [--begin-s 120] [--seconds 200]
 
-The arrivals of the slice code-spike of `benchmarks.parking`, as many for each worker as there, first on a cluster that
-recomputes and then on one that drops and parks: both share this machine, so that the ratios say something where it is
-slow. Every token is checked. `late`: of the time that the workers' steps should have taken, how much they took beyond.
+Replays the slice code-spike of `benchmarks.parking`, with the same rate per worker, first on a cluster that recomputes
+and then on one that drops and parks. Both run on this machine, so that ratios are meaningful even if it is slow. Every
+token is checked. `late`: delay of the workers' steps as a fraction of their ideal time.
 """
 
 import argparse
@@ -38,14 +38,14 @@ _POLICIES: dict[str, list[str]] = {
     "drop and park": ["--overload-policy", "drop", "--park", "on"],
 }
 _LOOK_S = 0.25
-_MOST_TTFT = 1.25  # times that of the static cluster, or half of the goal, whichever is more
-_MOST_ON = 0.6  # of the instance-seconds of the static cluster
+_MOST_TTFT = 1.25  # maximum, relative to the static cluster, unless half of the goal is more
+_MOST_ON = 0.6  # maximum, relative to the static cluster's instance-seconds
 
 
 @dataclass(frozen=True, slots=True)
 class ParkingRun:
     run: ReplayRun
-    mean_on: float  # workers that had their memory
+    mean_on: float  # mean number of workers with allocated memory
     late: float
     wrong_count: int
 
@@ -68,7 +68,7 @@ def _met(record: BenchRecord, slo: Slo) -> bool:
 
 
 def part(whole: Trace, begin_s: float, seconds: float) -> Trace:
-    """The requests of that time; its beginning is zero."""
+    """The requests of a period; its beginning becomes time zero."""
     ends_s = begin_s + seconds
     requests = [replace(r, arrival_s=r.arrival_s - begin_s) for r in whole.requests if begin_s <= r.arrival_s < ends_s]
     return replace(whole, requests=tuple(requests))
@@ -86,7 +86,8 @@ async def _on_counts(client: AsyncClient, counts: list[int]) -> None:
 
 
 async def measure(emulation: Emulation, policy: str, trace: Trace, workers: int, dispatchers: int) -> ParkingRun:
-    """
+    """Run one cluster.
+
     Raises:
         BallastError: a service did not start, or has crashed.
     """

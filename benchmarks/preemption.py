@@ -1,15 +1,16 @@
-"""What offline work that gives way within its step saves and costs:
+"""Benefit and cost of preempting offline work within a step:
 
-    python -m benchmarks.preemption [--arrivals 200] [--steps 200]
+    python -m benchmarks.preemption [--arrivals 200] [--steps 200] [--write]
 
-Reaction: a worker with an emulated A100-40G and Llama-2-7B computes offline summaries without end; online requests come
-at random. Counted are those that find a step of offline work alone: from their arrival until it has given way, beside
-what a slice of it takes. Cost: steps of 64 prompt tokens of a model of 8 layers on one core, whole and in 4 slices in
-turns; processor time of the thread.
+Reaction: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive
+at random. For those that arrive during an offline-only step, measures the time from arrival until the step was
+preempted, and the duration of a slice. Cost: steps of 64 prompt tokens of a model with 8 layers on one core,
+alternately whole and in 4 slices; processor time of the thread.
 """
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -22,7 +23,8 @@ from typing import Any, cast
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.common.targets import for_all
-from benchmarks.offline import CLUSTER, MODEL, quantile, summaries
+from benchmarks.offline import CLUSTER, MODEL, PAGE, code_commit, quantile, summaries
+from benchmarks.quoting import quote
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.core.events import Event, SequenceKey, StepDone, StepPreempted, Submitted
 from services.worker.core.limits import WorkerLimits
@@ -40,17 +42,17 @@ from services.worker.shell import WorkerShell
 from sim.jobs.machines import catalogue_machine
 from tools.model.tiny import make_tiny
 
-TTFT_TARGET_S = 0.1  # so that a step of an eighth of a layer's milliseconds is cut into slices of 6 ms
+TTFT_TARGET_S = 0.1  # makes the steps consist of slices of 6 ms
 VOCABULARY = 4096
 OFFLINE_COUNT = 32
 LAYERS, TOKENS, SLICES = 8, 64, 4
 
 
 class Reactions:
-    """Hears what the core is told, and how long slices take."""
+    """Observes the core's events and the durations of slices."""
 
     def __init__(self, handle: Callable[[Event], Any], run: Callable[..., None]) -> None:
-        self.steps: list[tuple[float, bool]] = []  # when a step ended, and whether it gave way
+        self.steps: list[tuple[float, bool]] = []  # (end of a step, whether it was preempted)
         self.longest_slice_s = 0.0
         self._handle = handle
         self._run = run
@@ -67,7 +69,7 @@ class Reactions:
 
 
 async def react(arrivals: int, seed: int) -> tuple[list[float], float]:
-    """Seconds from arrivals until a step gave way, and the longest slice."""
+    """(seconds from arrivals until a step was preempted, the longest slice)."""
     machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
     engine = emulate(machine)
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -158,7 +160,7 @@ async def _read(stream: OutputStream) -> None:
 
 
 def cost_of_slices(folder: Path, steps: int) -> list[float]:
-    """Of each pair of steps, one whole and one in slices: processor time of the latter, in that of the former."""
+    """Processor time of a sliced step relative to a whole one, for each pair of steps."""
     model = make_tiny("llama", folder / "model", layers=LAYERS, hidden=512, heads=8, kv_heads=4, max_len=1024)
     ratios: list[float] = []
     with load_engine(model, device_memory_bytes=512 << 20, dtype="float32") as engine:
@@ -190,18 +192,25 @@ def main() -> int:
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
     args = parser.parse_args()
     found, slice_s = asyncio.run(react(args.arrivals, args.seed))
     print("\r", end="", file=sys.stderr)
-    print(
+    reaction = (
         f"{len(found)} of {args.arrivals} arrivals found a step of offline work: it gave way after P50"
         f" {quantile(found, 0.5) * 1e3:.1f}, P99 {quantile(found, 0.99) * 1e3:.1f} ms; slices take up to"
         f" {slice_s * 1e3:.1f} ms"
     )
+    print(reaction, flush=True)
     with tempfile.TemporaryDirectory() as folder:
         ratios = cost_of_slices(Path(folder), args.steps)
     low, median, high = (f"{quantile(ratios, fraction) - 1:+.1%}" for fraction in (0.25, 0.5, 0.75))
-    print(f"{args.steps} steps in {SLICES} slices: {median} of processor time (quartiles {low}, {high})")
+    cost = f"{args.steps} steps in {SLICES} slices: {median} of processor time (quartiles {low}, {high})"
+    print(cost)
+    if args.write:
+        command = f"python -m benchmarks.preemption {' '.join(sys.argv[1:])}"
+        load = f"load average {os.getloadavg()[0]:.0f}"
+        quote(PAGE, "offline-preemption", f"`{command}`, commit {code_commit()}, {load}:\n\n- {reaction}\n- {cost}")
     return 0
 
 

@@ -1,13 +1,12 @@
 """Measures prefix caching: `python -m benchmarks.prefix_caching --out DIR`, in virtual time and on this machine.
 
-The simulator runs the services' own cores. Requests come at random to four instances, at about 0.7 of the rate that
-they can compute without caching. A share of every prompt is one of twenty beginnings (by Zipf), the rest is like no
-other. `off`: without caching. `cached`: with it, placed as without. `routed`: as the services do.
-With `--trace` the requests are those of a file of Mooncake's, whose `hash_ids` say which pieces of 512 tokens are
-alike, in blocks of 256 tokens. `host`: as `routed`, and what the device gives up stays in host memory, of which all
-instances have `--host-bytes` together.
+The simulator runs the services' own cores. Requests arrive at random at four instances, at about 0.7 of the rate that
+they can compute without caching. A share of every prompt is one of twenty prefixes (Zipf), the rest is unique. `off`:
+without caching. `cached`: with caching, but placement ignores it. `routed`: as the services do. With `--trace` the
+requests are those of a Mooncake file, whose `hash_ids` identify equal pieces of 512 tokens, in blocks of 256 tokens.
+`host`: like `routed`, with evicted KV kept in host memory, `--host-bytes` over all instances.
 
-The second part is real time: what a step of 256 decodes takes in a worker's core, and giving up 1,000 blocks of
+The second part measures real time: a step of 256 decodes in a worker's core, and the eviction of 1,000 blocks of
 100,000.
 """
 
@@ -43,25 +42,25 @@ from sim.policies import find_policy
 from sim.world import World, WorldOptions
 
 WAYS = ("off", "cached", "routed")
-_TRACE_BLOCK_TOKENS = 256  # more blocks would only take the simulation longer
+_TRACE_BLOCK_TOKENS = 256  # smaller blocks would only slow down the simulation
 SHARES = (0.0, 0.3, 0.7, 0.9)
 _PIECE_TOKENS = 256
 _PIECES = 10
 _ANSWER_TOKENS = 64
 _BEGINNINGS = 20
-_RATE_PER_S = 4.0  # of an instance: about 0.7 of what it computes
+_RATE_PER_S = 4.0  # per instance: about 0.7 of its capacity
 _SPAN_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class PrefixCell:
-    share: float  # of prompt tokens
+    share: float  # fraction of prompt tokens
     way: str
     ttft_p50_s: float
     ttft_p99_s: float
     tpot_p50_s: float
     hit_fraction: float
-    host_hit_fraction: float  # part of it
+    host_hit_fraction: float  # included in the above
     request_count: int
 
 
@@ -70,7 +69,7 @@ class Size:
     cluster: str
     model: str
     block_tokens: int
-    host_bytes: int  # of an instance
+    host_bytes: int  # per instance
 
 
 def arrivals_of(share: float, rate_per_s: float, seed: int) -> list[Arrival]:
@@ -88,7 +87,7 @@ def arrivals_of(share: float, rate_per_s: float, seed: int) -> list[Arrival]:
 
 
 def arrivals_from(trace: Path, until_s: float) -> list[Arrival]:
-    """Mooncake's lines of JSON."""
+    """Requests of a Mooncake trace (JSON lines)."""
     arrivals: list[Arrival] = []
     for line in trace.read_text().splitlines():
         record = json.loads(line)
@@ -128,7 +127,7 @@ def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Pref
 
 
 def core_of(*, caching: bool, running: int) -> WorkerCore:
-    """After the prompts of so many requests, all of which decode."""
+    """A worker's core after that many prompts, all of which are decoding."""
     limits = WorkerLimits(
         block_tokens=16,
         max_model_len=8192,
@@ -161,7 +160,7 @@ def core_of(*, caching: bool, running: int) -> WorkerCore:
 
 
 def _step(core: WorkerCore) -> int:
-    """Returns how many tokens it gives."""
+    """Execute a step. Returns the number of tokens."""
     for command in core.handle(BatchWanted(0.0)):
         if isinstance(command, Execute):
             count = sum(part.samples for part in command.batch.slices)
@@ -172,7 +171,7 @@ def _step(core: WorkerCore) -> int:
 
 
 def step_costs() -> dict[str, float]:
-    """Microseconds; the least of many tries, taken in turns."""
+    """Microseconds per step; minimum of many alternating tries."""
     cores = {"off": core_of(caching=False, running=256), "on": core_of(caching=True, running=256)}
     best = dict.fromkeys(cores, float("inf"))
     for _ in range(200):
@@ -185,7 +184,7 @@ def step_costs() -> dict[str, float]:
 
 
 def giving_up_costs() -> dict[str, float]:
-    """Milliseconds for 1,000 of 100,000 retained blocks, in the leader and its own book."""
+    """Milliseconds to evict 1,000 of 100,000 retained blocks, in the leader and in its own book."""
     limits = WorkerLimits(
         block_tokens=16,
         max_model_len=16_384,
@@ -228,7 +227,7 @@ def giving_up_costs() -> dict[str, float]:
 
 
 def dispatcher_costs(worker_count: int = 1000, seconds: int = 20) -> dict[str, float]:
-    """What a dispatcher has of marks: each worker computes 12,800 tokens/s, and reports once a second."""
+    """Costs of marks in a dispatcher: each worker computes 12,800 tokens/s and reports once a second."""
     workers = [WorkerKey(WorkerId(f"worker-{number:04}"), Incarnation(1)) for number in range(worker_count)]
     per_report, rng = 12_800 // MARK_TOKENS, random.Random(1)
     reports = [[rng.getrandbits(63) for _ in range(per_report)] for _ in range(worker_count * seconds)]

@@ -1,4 +1,4 @@
-"""Parts of a page that a program writes: they stand between two marks, and nobody types them."""
+"""Generated parts of a page: text between two marks, written by programs only."""
 
 from pathlib import Path
 
@@ -6,10 +6,10 @@ from ballast.common.errors import ConfigError
 
 
 def quote(page: Path, name: str, text: str) -> None:
-    """Puts `text` where the page has marks of this name.
+    """Replace the text between the page's marks of this name.
 
     Raises:
-        ConfigError: it has none, or cannot be read or written.
+        ConfigError: there are none, or the page cannot be read or written.
     """
     begin, end = f"<!-- begin {name}: written by a program -->", f"<!-- end {name} -->"
     try:

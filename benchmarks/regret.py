@@ -1,20 +1,20 @@
-"""Whether dropping parameters is ever regretted: each policy in each cell of a grid, simulated.
+"""Whether dropping parameters is ever worse than not dropping: simulates each policy in each cell of a grid.
 
-    python -m benchmarks.regret --traces DIR [--out out/regret]           # the whole grid; goes on where it stopped
+    python -m benchmarks.regret --traces DIR [--out out/regret]           # the whole grid; can be interrupted
     python -m benchmarks.regret --traces DIR --quick                      # a handful of cells and policies, one draw
-    python -m benchmarks.regret --traces DIR --again drop                 # runs that policy anew, the others not
+    python -m benchmarks.regret --traces DIR --again drop                 # reruns that policy only
     python -m benchmarks.regret --traces DIR --cells 'think*,code-14b*' --policies recompute,drop
-    python -m benchmarks.regret --cells 'any*'                            # cells that are drawn: no folder is needed
+    python -m benchmarks.regret --cells 'any*'                            # generated cells: no folder is needed
     python -m benchmarks.regret --write                                   # the page's table and figure
-    python -m benchmarks.regret --traces DIR --signs                      # each change beside the same run without it
+    python -m benchmarks.regret --traces DIR --signs                      # each change against the same run without it
     python -m benchmarks.regret --traces DIR --export DIR --cells 'chat*' # cells' traces, for `ballast bench`, `sim`
 
 `--traces`: the folder with the open traces' slices (arrival_s, input_tokens, output_tokens). Cells are in
-`regret_cells.py`. Each run leaves a file of its figures in --out/runs, and is not made again.
+`regret_cells.py`. Each run writes a file with its figures to --out/runs, and is not repeated.
 
-A cell is judged by draw 0, or, where the best rival's P99 TTFT exceeds 10 s (saturated), by the medians of four draws.
-Waits below a cell's target (1 s, or five times the median of a calm run) count as equal. Rivals are all policies that
-are given except the one that is judged.
+A cell is judged by draw 0 or, if the best rival's P99 TTFT exceeds 10 s (saturated), by the medians of four draws.
+Waits below a cell's target (1 s, or five times the median of a calm run) count as equal. Rivals are all given policies
+except the judged one.
 """
 
 import argparse
@@ -60,13 +60,13 @@ _RIVALS = (PLAIN, "swap", "migrate", "static-pipeline", "static-pipeline:degree=
 _QUICK_POLICIES = (PLAIN, "static-pipeline", OURS)
 _DRAWS = 4
 TARGET_S, CALM_FACTOR, SATURATED_S = 1.0, 5.0, 10.0
-COMPUTING_SHARE = 0.70  # of the steps' time that prompts take; above it memory is not what is short
+COMPUTING_SHARE = 0.70  # fraction of the steps' time spent on prefill; above it memory is not the bottleneck
 BRIM, MOST_AT_THE_BRIM = (0.95, 1.15), 1.05  # peak demand with recompute, as a fraction of the memory
 GAIN, GREAT_GAIN = 0.8, 0.5
 GOOD_S = 0.5  # predictions do not distinguish shorter waits
 _FIGURES = ("ttft_p50_s", "ttft_p99_s", "tpot_p50_s", "tokens_per_s", "preemptions", "mean_demand", "peak_demand")
 
-Run = tuple[str, str, int]  # cell, policy, draw
+Run = tuple[str, str, int]  # (cell, policy, draw)
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class RegretRow:
-    """One cell and all policies that have been run in it."""
+    """One cell and all policies that were run in it."""
 
     cell: str
     target_s: float
@@ -103,12 +103,12 @@ class RegretRow:
 
     @property
     def is_at_the_brim(self) -> bool:
-        """True if recompute's peak demand just fills the memory, or nearly."""
+        """True if recompute's peak demand just about fills the memory."""
         plain = self.policies.get(PLAIN)
         return plain is not None and BRIM[0] <= plain.peak_demand <= BRIM[1]
 
     def over_plain(self, policy: str) -> dict[str, float]:
-        """Each figure over recompute's."""
+        """Each figure relative to recompute's."""
         ours, plain = self.policies[policy], self.policies[PLAIN]
         return {
             "P50 TTFT": ours.ttft_p50_s / plain.ttft_p50_s,
@@ -120,43 +120,43 @@ class RegretRow:
         return [judged for name, judged in self.policies.items() if name != policy]
 
     def best(self, policy: str) -> Judged:
-        """The rival with the least P99 TTFT."""
+        """The rival with the lowest P99 TTFT."""
         return min(self.rivals(policy), key=lambda judged: judged.ttft_p99_s)
 
     def ttft_regret(self, policy: str) -> float:
-        """P99 TTFT over that of the best rival; waits below the target are equal."""
+        """P99 TTFT relative to that of the best rival; waits below the target are equal."""
         return self._wait_s(policy) / max(self.best(policy).ttft_p99_s, self.target_s)
 
     def behind_all(self, policy: str) -> float:
-        """P99 TTFT over that of the best policy, itself included."""
+        """P99 TTFT relative to that of the best policy, itself included."""
         return self._wait_s(policy) / min(map(self._wait_s, self.policies))
 
     def _wait_s(self, policy: str) -> float:
         return max(self.policies[policy].ttft_p99_s, self.target_s)
 
     def gain(self, policy: str) -> float:
-        """P99 TTFT over that of the best rival, as it is."""
+        """P99 TTFT relative to that of the best rival, without the target."""
         return self.policies[policy].ttft_p99_s / self.best(policy).ttft_p99_s
 
     def tpot_regret(self, policy: str) -> float:
-        """P50 TPOT over that of the policy with the best P99 TTFT, itself included."""
+        """P50 TPOT relative to that of the policy with the best P99 TTFT, itself included."""
         ours, best = self.policies[policy], self.best(policy)
         return ours.tpot_p50_s / best.tpot_p50_s if best.ttft_p99_s < ours.ttft_p99_s else 1.0
 
     def tpot_over_plain(self, policy: str) -> float | None:
-        """P50 TPOT over recompute's where that meets its target; None elsewhere."""
+        """P50 TPOT relative to recompute's, if that meets its target; otherwise None."""
         plain = self.policies.get(PLAIN)
         if plain is None or plain.ttft_p99_s > self.target_s:
             return None
         return self.policies[policy].tpot_p50_s / plain.tpot_p50_s
 
     def throughput(self, policy: str) -> float:
-        """Tokens until the last arrival over those of the best rival."""
+        """Tokens until the last arrival, relative to the best rival's."""
         best = max(judged.tokens_per_s for judged in self.rivals(policy))
         return self.policies[policy].tokens_per_s / best if best else 1.0
 
     def faults(self, policy: str) -> list[str]:
-        """The rules that the policy misses here."""
+        """Rules that the policy violates here."""
         broken = self.policies[policy].broken
         missed = [f"{rule.short.format(rule.of(self, policy))}" for rule in RULES if not rule.kept(self, policy)]
         return [*missed, f"{broken} broken"] if broken else missed
@@ -205,7 +205,7 @@ RULES = (
 
 
 def row_of(cell: str, runs: Sequence[Mapping[str, Any]], calm: Mapping[str, Any] | None) -> RegretRow | None:
-    """The runs of a cell as a row; None where fewer than two policies have figures."""
+    """The runs of a cell as a row; None if fewer than two policies have figures."""
     first = [run for run in runs if run["draw"] == 0 and run["failed"] is None]
     names = list(dict.fromkeys(run["policy"] for run in runs))
     saturated = is_saturated(first)
@@ -218,7 +218,7 @@ def row_of(cell: str, runs: Sequence[Mapping[str, Any]], calm: Mapping[str, Any]
 
 
 def is_saturated(first: Sequence[Mapping[str, Any]]) -> bool:
-    """True if every rival of the judged policy waits for long in draw 0."""
+    """True if every rival of the judged policy has long waits in draw 0."""
     theirs = [run["ttft_p99_s"] for run in first if not is_ours(run["policy"]) and run["failed"] is None]
     return bool(theirs) and min(theirs) > SATURATED_S
 
@@ -240,7 +240,9 @@ def _judged(name: str, runs: Sequence[Mapping[str, Any]], *, saturated: bool) ->
 
 
 def table(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> str:
-    """Markdown: P50/P99 TTFT in seconds, P50 TPOT in ms, tokens/s until the last arrival; then what ours misses."""
+    """Markdown: P50/P99 TTFT in seconds, P50 TPOT in ms, tokens/s until the last arrival; then the rules that ours
+    violates.
+    """
     lines = [
         f"| cell (prompts' share, demand) | {' | '.join(policies)} | P99 TTFT of {ours} over the best (as it is) |"
         " TPOT | tokens/s | misses |",
@@ -268,7 +270,7 @@ def _text(judged: Judged | None) -> str:
 
 
 def summary(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> Iterator[str]:
-    """One line for each rule, then each policy's own worst."""
+    """One line per rule, then each policy's worst figures."""
     mine = [row for row in rows if ours in row.policies]
     if not mine:
         yield f"{ours} has not been run"
@@ -305,7 +307,7 @@ def summary(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> It
 
 
 def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
-    """The P99 TTFT that the planner predicted of its decisions beside what followed; short waits are equal."""
+    """P99 TTFT predicted by the planner for its decisions compared with the outcome; short waits are equal."""
     found = [
         (max(one["predicted_s"], GOOD_S), max(one["was_s"], GOOD_S))
         for run in runs
@@ -323,7 +325,7 @@ def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None:
-    """Cells from top to bottom, in the order of the grid; a mark for each policy, the further right the worse."""
+    """Cells from top to bottom, in the order of the grid; one mark per policy, further right is worse."""
     looks = styles([(name, name.split(":")[0]) for name in policies])
     with mpl.rc_context(RC):
         figure = Figure(figsize=(8.0, 1.9 + 0.24 * len(rows)), layout="constrained")
@@ -354,7 +356,7 @@ def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None
 
 
 class RegretRuns:
-    """Figures of runs, each in a file."""
+    """Figures of runs, one file each."""
 
     def __init__(self, out: Path, traces: Path | None) -> None:
         self._folder = out / "runs"
@@ -370,10 +372,10 @@ class RegretRuns:
             del self.found[run]
 
     def make(self, wanted: Sequence[Run], processes: int) -> None:
-        """Makes the runs that are missing.
+        """Execute the missing runs.
 
         Raises:
-            ConfigError: some are missing whose arrivals are a trace's, and no folder of traces was given.
+            ConfigError: missing runs need a trace's arrivals, and no folder of traces was given.
         """
         missing = [run for run in dict.fromkeys(wanted) if run not in self.found]
         if not missing:
@@ -399,7 +401,7 @@ class RegretRuns:
 
 
 def measure(runs: RegretRuns, cells: Sequence[str], policies: Sequence[str], draws: int, processes: int) -> None:
-    """Draw 0 of everything, then the other draws of the cells that are saturated by it."""
+    """Run draw 0 of everything, then the other draws of saturated cells."""
     runs.make([(cell, policy, 0) for policy in (CALM, *reversed(policies)) for cell in cells], processes)
     saturated = [cell for cell in cells if is_saturated([r for r in runs.of(cell, policies) if r["draw"] == 0])]
     runs.make([(c, policy, d) for c in saturated for policy in policies for d in range(1, draws)], processes)
@@ -426,7 +428,7 @@ def compare_policies(given: argparse.Namespace, cells: Sequence[str]) -> str:
 
 
 def export(folder: Path, traces: Path | None, cells: Sequence[str]) -> None:
-    """Draw 0 of each cell as a trace file."""
+    """Write draw 0 of each cell as a trace file."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in cells:
         write_trace(folder / f"{name}.csv", trace_of(CELLS[name], traces, 0).requests)

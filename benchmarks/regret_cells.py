@@ -1,13 +1,13 @@
-"""The grid that policies are compared on: workloads with the arrivals of open traces, on machines of the catalogue.
+"""The grid on which policies are compared: workloads with the arrivals of open traces, on machines of the catalogue.
 
-A cell is a window of a trace, thinned to the pace of a small cluster, with a rate in units of that. Draws of a cell
-have the same arrivals and lengths drawn anew. Kinds of workload:
+A cell is a window of a trace, thinned to the rate of a small cluster, times a rate factor. Draws of a cell have the
+same arrivals and new lengths. Kinds of workload:
 
 - think: long answers of reasoning models. The prompts of conversations, at most 3,000 tokens; answers lognormal with a
   median of 1,700 tokens (sigma 0.9), 50 to 12,000.
-- agent: long prompts of agents with many turns, as the Mooncake trace has them, at most 20,000 tokens. Its timestamps
-  tick every 3 s; requests of one tick are spread over it. Nothing is shared between turns.
-- code: completion of code, long prompts and answers of a dozen tokens.
+- agent: long prompts of agents with many turns, from the Mooncake trace, at most 20,000 tokens. Its timestamps tick
+  every 3 s; requests of one tick are spread over it. Nothing is shared between turns.
+- code: code completion, long prompts and answers of a dozen tokens.
 - chat: conversations; calm: their least bursty window.
 """
 
@@ -44,7 +44,7 @@ _NEIGHBOURS = 20
 class CellMachine:
     model: str
     cluster: str
-    gpus_each: int | None = None  # of an instance; None: as the catalogue has it
+    gpus_each: int | None = None  # per instance; None: the catalogue's
 
 
 MACHINES = {
@@ -60,7 +60,7 @@ MACHINES = {
 class CellKind:
     most_input: int
     thinks: bool = False
-    every: int = 1  # of the trace's requests
+    every: int = 1  # keep every n-th request of the trace
     spread_s: float = 0.0
 
 
@@ -130,14 +130,15 @@ CELLS: Mapping[str, Cell | Made] = {**MADE, **REPLAYED}
 
 
 def long_answer(rng: random.Random) -> int:
-    """Tokens that a reasoning model answers."""
+    """Answer length of a reasoning model, in tokens."""
     return int(min(12_000, max(50, rng.lognormvariate(math.log(1700), 0.9))))
 
 
 def trace_of(cell: Cell | Made, traces: Path | None, draw: int) -> Trace:
-    """
+    """The trace of a cell.
+
     Raises:
-        ConfigError: the folder lacks the trace.
+        ConfigError: the folder lacks the trace file.
     """
     if isinstance(cell, Made):
         return cell.trace(draw)
@@ -170,9 +171,10 @@ def trace_of(cell: Cell | Made, traces: Path | None, draw: int) -> Trace:
 
 
 def job_of(cell: Cell | Made, traces: Path | None, policy: str, draw: int) -> SimJob:
-    """
+    """The simulation of a cell.
+
     Raises:
-        ConfigError: the folder lacks the trace.
+        ConfigError: the folder lacks the trace file.
     """
     if isinstance(cell, Made):
         model, cluster, classes = find_model(MODEL), cell.cluster(), cell.classes
@@ -196,7 +198,7 @@ def job_of(cell: Cell | Made, traces: Path | None, policy: str, draw: int) -> Si
 
 
 def run_cell(name: str, traces: Path | None, policy: str, draw: int) -> Mapping[str, Any]:
-    """One simulation in figures. One that ends with a broken invariant has none but says so."""
+    """Figures of one simulation. If it ends with a broken invariant, there is only its message."""
     cell, began_s = CELLS[name], time.process_time()
     job = job_of(cell, traces, policy, draw)
     found: dict[str, Any] = {"cell": asdict(cell), "policy": policy, "draw": draw, "failed": None}
@@ -214,7 +216,7 @@ def run_cell(name: str, traces: Path | None, policy: str, draw: int) -> Mapping[
 
 
 def decided(predicted: Predicted, zero_s: float) -> Mapping[str, Any]:
-    """What the planner predicted of the candidate that it took, and what came of it."""
+    """The planner's predictions for its decisions, and their outcomes."""
     served, settled_at_s = predicted.served, predicted.settled_at_s
     return {
         "at_s": predicted.at_s - zero_s,
@@ -229,7 +231,7 @@ def decided(predicted: Predicted, zero_s: float) -> Mapping[str, Any]:
 
 
 def figures_of(run: SimRun) -> dict[str, Any]:
-    """Figures of a run; demand in parts of the KV memory that there is before anything is dropped."""
+    """Figures of a run; demand as a fraction of the KV memory without dropping."""
     served = [r for r in run.records if r.token_times_s]
     waits_s = [r.token_times_s[0] - r.arrival_s for r in served]
     tpots_s = [

@@ -1,15 +1,16 @@
-"""Cells of the regret grid that need no file: any number of instances, alike or not, with drawn lengths and arrivals.
+"""Generated cells of the regret grid: any number of instances, equal or not, with random lengths and arrivals.
 
-A cell is named after what it is made of, as `any-3-10%-mixed-burst`: instances, members, lengths, arrivals.
+A cell is named by its properties, e.g. `any-3-10%-mixed-burst`: instances, members, lengths, arrivals.
 
-- members: `like`, or every second one with so much less memory (`1%`, `10%`) or more (`2x`, `4x`) than 40 GB.
-- lengths: `think` has long answers as of reasoning models, `chat` answers of 400 tokens, `mixed` nine short answers to
-  a long one.
-- arrivals: `burst` is 40 s of the load amid a third of it; `ramp` grows to the load for 90 s; `short` is 5 s of four
-  times the load in every 30 s.
-- load: the memory that is wanted at the peak, in parts of what there is, if a token took 30 ms.
+- members: `like`: equal; otherwise every second one has that much less (`1%`, `10%`) or more (`2x`, `4x`) memory than
+  40 GB.
+- lengths: `think`: long answers as of reasoning models; `chat`: answers of 400 tokens; `mixed`: nine short answers per
+  long one.
+- arrivals: `burst`: 40 s of the load within a third of it; `ramp`: grows to the load over 90 s; `short`: 5 s of four
+  times the load every 30 s.
+- load: peak memory demand as a fraction of the capacity, if a token took 30 ms.
 
-Where the name ends in `-classes` requests are of the three classes of service by turns.
+If the name ends in `-classes`, requests have the three priority classes in turn.
 """
 
 import math
@@ -27,7 +28,7 @@ _TOKEN_S = 0.030
 _SPAN_S = 120.0
 _MEMORY = {"like": 1.0, "1%": 0.99, "10%": 0.9, "2x": 2.0, "4x": 4.0}
 _MEAN_PROMPT = 500
-_SAMPLED = 2000  # requests that mean lengths are taken of
+_SAMPLED = 2000  # requests from which mean lengths are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Made:
         return Trace(source=self.name, format="drawn", requests=requests, lengths="drawn")
 
     def _token_count(self) -> float:
-        """Tokens whose KV all instances hold."""
+        """KV capacity of all instances in tokens."""
         model, fraction = find_model(MODEL), timings().memory_fraction
         one = model.kv_elements_per_token_layer * ELEMENT_BYTES * model.layer_count
         kinds = self.cluster().kinds
@@ -87,7 +88,7 @@ def _lengths(kind: str, rng: random.Random) -> tuple[int, int]:
 
 
 def _arrivals(kind: str, most_per_s: float, rng: random.Random) -> Iterator[float]:
-    """Instants of a Poisson process whose rate changes, by thinning."""
+    """Arrival times of a Poisson process with a variable rate, by thinning."""
     peak_per_s = most_per_s * (4.0 if kind == "short" else 1.0)
     at_s = 0.0
     while (at_s := at_s + rng.expovariate(peak_per_s)) < _SPAN_S:
@@ -96,7 +97,7 @@ def _arrivals(kind: str, most_per_s: float, rng: random.Random) -> Iterator[floa
 
 
 def _share(kind: str, at_s: float) -> float:
-    """The rate at an instant, in parts of the load."""
+    """The rate at an instant, as a fraction of the load."""
     if kind == "burst":
         return 1.0 if 30.0 <= at_s < 70.0 else 0.33
     if kind == "ramp":

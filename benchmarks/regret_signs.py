@@ -1,10 +1,10 @@
-"""Whether each change of the layout was better than to leave it: `python -m benchmarks.regret --signs`.
+"""Whether each change of the layout was better than leaving it unchanged: `python -m benchmarks.regret --signs`.
 
-Each cell runs with drop; then once more for each drop and each restore that its planner decided, the same up to that
-instant, with nothing decided from there on. Judged are the requests that waited then or arrived until the prediction
-ended, by the planner's own loss, with its own targets. A request that is still open two minutes after that has waited
-till then. A drop is taken where it predicts a loss at least a tenth less; a restore unless it predicts a loss a tenth
-more, so that most predict no difference: those are counted by themselves.
+Each cell runs with drop, and once more for each drop and restore decided by its planner: identical up to that instant,
+with no decisions afterwards. The requests that waited at that time or arrived until the end of the prediction are
+judged by the planner's own loss function and targets. A request still open two minutes later is taken to have waited
+until then. The planner drops if it predicts a loss at least a tenth lower; it restores unless it predicts a loss a
+tenth higher, so that most restores predict no difference and are counted separately.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import RequestRecord, SimRun
 from sim.world import World
 
-_AFTER_S = 120.0  # simulated behind the time that is judged
+_AFTER_S = 120.0  # simulated after the judged period
 _DECIDES = math.log(1.1)
 
 
@@ -39,7 +39,7 @@ def _world(job: SimJob) -> World:
 
 
 def without(job: SimJob, predicted: Predicted, zero_s: float) -> SimRun:
-    """The same run, in which neither this change nor any later one is decided."""
+    """The same run without this change and all later ones."""
     assert predicted.settled_at_s is not None
     world = _world(replace(job, stop_after_s=predicted.settled_at_s - zero_s + _AFTER_S))
     world.planner.decides_until_s = predicted.at_s
@@ -49,8 +49,8 @@ def without(job: SimJob, predicted: Predicted, zero_s: float) -> SimRun:
 def outcome(
     records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float, lost_after_s: float = math.inf
 ) -> Prediction | None:
-    """P99 waits, in seconds, of requests that waited at `begin_s` or arrived until `end_s`, and the mean TPOT between
-    them. None: there were none. A request that waits at `until_s` is taken to have waited so long.
+    """P99 wait in seconds of requests that waited at `begin_s` or arrived until `end_s`, and their mean TPOT. None:
+    there were none. A request still waiting at `until_s` is taken to have waited until then.
     """
     waits_s, ahead_s, tokens, took_s = list[float](), list[float](), 0, 0.0
     for record in records:
@@ -70,7 +70,7 @@ def outcome(
 
 
 def judged(run: SimRun, other: SimRun, predicted: Predicted) -> Mapping[str, Any] | None:
-    """One change, predicted and real; gains are logarithms of factors. None: too few requests to compare."""
+    """Predicted and real gain of one change, as logarithms of factors. None: too few requests to compare."""
     assert predicted.settled_at_s is not None
     begin_s, end_s = predicted.at_s - run.zero_s, predicted.settled_at_s - run.zero_s
     with_it, left = (
@@ -102,7 +102,7 @@ def signs_of(name: str, traces: Path | None, draw: int) -> list[Mapping[str, Any
 
 
 def signs_text(found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A line for each change, then the counts."""
+    """One line per change, then the counts."""
 
     def figures(one: Mapping[str, float]) -> str:
         return f"{one['ttft_p99_s']:7.2f} s ({one['ahead_p99_s']:.2f} ahead) {1e3 * one['tpot_s']:4.0f} ms"

@@ -1,12 +1,14 @@
 """What relaying costs: the time that dispatcher and gateway add to a first token, and tokens relayed per second.
 
     python -m benchmarks.relay [--gateways 0 1 2] [--rate 100 200] [--markdown FILE] [--json FILE]
+    python -m benchmarks.relay --beside REF [--rate 40] [--seconds 30] [--markdown FILE]
 
 Engines are timers, all else is real: state server, workers, one dispatcher, gateways, and clients in processes of
 their own. 0 gateways: clients speak gRPC to the dispatcher. Requests straight to a worker, over gRPC and over HTTP
 alternate in one run, at each of the rates; where gRPC's own median is more than twice that of an idle cluster the
 machine is the limit, and the row says so. The machine is shared by all processes, so beside the rate that was reached
-stands what their own processor time comes to for a token.
+stands what their own processor time comes to for a token. With --beside a gateway of an older commit answers every
+other call of each kind, in the same cluster.
 """
 
 import argparse
@@ -14,6 +16,7 @@ import asyncio
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,6 +24,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import grpc.aio
@@ -32,12 +36,14 @@ from ballast.rpc.channel import open_channel
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
+from benchmarks.upgrade import tree_of
 from tests.support.dispatchers import Dispatcher, until, until_async
 from tests.support.timed_worker import LAYER_COUNT, publish_layout
 from tools.local.process import ChildProcess
 from tools.local.state_server import PrivateStateServer
 from tools.model.tokenizer import write_tokenizer
 
+_ROOT = Path(__file__).resolve().parents[1]
 _WORKERS, _CLIENTS = 2, 2
 _PROMPT = list(range(8, 136))
 _ANSWER_TOKENS = 8  # of the requests whose first token counts
@@ -72,11 +78,23 @@ class Added:
         return self.route_ms["dispatcher"][0] > _SATURATED_RATIO * self.idle_p50_ms
 
 
+@dataclass(frozen=True)
+class Beside:
+    """Calls of one kind through today's gateway and through an older one, in turn."""
+
+    kind: str
+    p50_ms: tuple[float, float]  # of whole calls: today's, the older one's
+    p99_ms: tuple[float, float]
+    cpu_ms: tuple[float, float]  # for a call
+
+
 class Bench:
     """Two timed workers, a dispatcher and gateways, as a context."""
 
-    def __init__(self, *, gateways: int, step_s: float) -> None:
-        self._gateway_count, self._step_s = gateways, step_s
+    def __init__(self, *, gateways: int, step_s: float, older: Path | None = None) -> None:
+        """`older`: another commit's files, of which there is one gateway more."""
+        self._trees = [_ROOT] * gateways + ([older] if older else [])
+        self._step_s = step_s
         self._stack = AsyncExitStack()
         self._gateways: list[ChildProcess] = []
         self.worker_addresses: list[str] = []
@@ -105,9 +123,9 @@ class Bench:
             return sum(w.connected for w in (await self.dispatcher.status()).workers) == _WORKERS
 
         await until_async(connected, "the workers to be connected")
-        for index in range(self._gateway_count):
+        for index, tree in enumerate(self._trees):
             flags = ["--port", "0", "--gateway-id", f"g{index}", "--dispatchers", self.dispatcher.address]
-            child, address = await self._child(folder, f"g{index}", "services.gateway", *flags)
+            child, address = await self._child(folder, f"g{index}", "services.gateway", *flags, tree=tree)
             self._gateways.append(child)
             self.gateway_addresses.append(address)
         return self
@@ -115,15 +133,23 @@ class Bench:
     async def __aexit__(self, *_: object) -> None:
         await self._stack.aclose()
 
-    async def _child(self, folder: Path, name: str, module: str, *flags: str) -> tuple[ChildProcess, str]:
-        child = ChildProcess(name, [sys.executable, "-m", module, *flags], log_path=folder / f"{name}.log")
+    async def _child(
+        self, folder: Path, name: str, module: str, *flags: str, tree: Path = _ROOT
+    ) -> tuple[ChildProcess, str]:
+        environ = {**os.environ, "PYTHONPATH": str(tree)}
+        command = [sys.executable, "-m", module, *flags]
+        child = ChildProcess(name, command, log_path=folder / f"{name}.log", environ=environ, cwd=tree)
         self._stack.callback(child.kill)
         line = await until(lambda: child.find_line("ready "), name, child.log)
         return child, line.split("address=")[1].strip()
 
     def cpu_s(self) -> tuple[float, float]:
         """Processor seconds of the dispatcher, and of all gateways."""
-        return _cpu_s([self.dispatcher.process.pid]), _cpu_s([child.pid for child in self._gateways])
+        return _cpu_s([self.dispatcher.process.pid]), sum(self.gateways_cpu_s())
+
+    def gateways_cpu_s(self) -> list[float]:
+        """Of each gateway."""
+        return [_cpu_s([child.pid]) for child in self._gateways]
 
 
 def _cpu_s(pids: Sequence[int]) -> float:
@@ -194,10 +220,10 @@ async def _http_stream(address: str, tokens: int) -> int:
     return count
 
 
-def _http_request(tokens: int) -> bytes:
-    body = {"prompt": _PROMPT, "max_tokens": tokens, "seed": 1, "stream": True, "ignore_eos": True}
+def _http_request(tokens: int, path: str = "completions", **fields: object) -> bytes:
+    body = {"max_tokens": tokens, "seed": 1, "ignore_eos": True, **(fields or {"prompt": _PROMPT, "stream": True})}
     data = json.dumps(body, separators=(",", ":")).encode()
-    return f"POST /v1/completions HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
+    return f"POST /v1/{path} HTTP/1.1\r\nhost: bench\r\ncontent-length: {len(data)}\r\n\r\n".encode() + data
 
 
 # ---------------------------------------------------------------- time to the first text
@@ -267,10 +293,22 @@ class RelayClient:
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def first_s(self) -> float:
+        """Until the first text."""
+        return (await self._call(_http_request(_ANSWER_TOKENS)))[0]
+
+    async def whole_s(self, request: bytes) -> float:
+        return (await self._call(request))[1]
+
+    async def _call(self, request: bytes) -> tuple[float, float]:
         host, port = self._address
         reader, writer = self._idle.pop() if self._idle else await asyncio.open_connection(host, int(port))
-        begin_s, first_s, tail = time.perf_counter(), 0.0, b""
-        writer.write(_http_request(_ANSWER_TOKENS))
+        begin_s, first_s = time.perf_counter(), 0.0
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200"), head
+        if found := re.search(rb"content-length: (\d+)", head):
+            await reader.readexactly(int(found[1]))
+        tail = b"" if found is None else b"0\r\n\r\n"
         while not tail.endswith(b"0\r\n\r\n"):
             data = await reader.read(1 << 16)
             assert data, "the gateway closed the connection"
@@ -278,7 +316,7 @@ class RelayClient:
                 first_s = time.perf_counter() - begin_s
             tail = (tail + data)[-16:]
         self._idle.append((reader, writer))
-        return first_s
+        return first_s, time.perf_counter() - begin_s
 
     def close(self) -> None:
         for _, writer in self._idle:
@@ -337,6 +375,62 @@ def _percentiles_ms(times_s: Sequence[float]) -> list[float]:
     return [float(p) * 1e3 for p in np.percentile(times_s, [50, 90, 99])]
 
 
+# ---------------------------------------------------------------- beside an older gateway
+
+
+def _kinds() -> dict[str, bytes]:
+    turns = [{"role": "user" if i % 2 == 0 else "assistant", "content": f"turn {i} of a talk"} for i in range(7)]
+    schema = {"type": "object", "properties": {"days": {"type": "integer"}}, "required": ["days"]}
+    tools = [{"type": "function", "function": {"name": f"tool_{i}", "parameters": schema}} for i in range(4)]
+    return {
+        "completion, streamed": _http_request(_ANSWER_TOKENS),
+        "chat, streamed": _http_request(_ANSWER_TOKENS, "chat/completions", messages=turns, stream=True),
+        "chat, 64 tokens streamed": _http_request(64, "chat/completions", messages=turns, stream=True),
+        "chat, whole": _http_request(_ANSWER_TOKENS, "chat/completions", messages=turns),
+        "chat with tools": _http_request(_ANSWER_TOKENS, "chat/completions", messages=turns, tools=tools),
+    }
+
+
+async def measure_beside(tree: Path, rate_per_s: float, duration_s: float) -> list[Beside]:
+    """So many calls a second through each gateway, for so many seconds for each kind."""
+    async with Bench(gateways=1, step_s=0.002, older=tree) as bench:
+        clients = [RelayClient(address) for address in bench.gateway_addresses]
+        found: list[Beside] = []
+        for kind, request in _kinds().items():
+            routes = [partial(client.whole_s, request) for client in clients]
+            await in_turn(routes, rate_per_s, 1.0)
+            before_s, count = bench.gateways_cpu_s(), int(rate_per_s * duration_s) + 10
+            times_s = await in_turn(routes, rate_per_s, duration_s)
+            cpu_ms = [
+                1e3 * (after - before) / count for after, before in zip(bench.gateways_cpu_s(), before_s, strict=True)
+            ]
+            [[a50, _, a99], [b50, _, b99]] = map(_percentiles_ms, times_s)
+            found.append(Beside(kind, (a50, b50), (a99, b99), (cpu_ms[0], cpu_ms[1])))
+        for client in clients:
+            client.close()
+        return found
+
+
+def beside_to_markdown(found: Sequence[Beside], ref: str, rate_per_s: float, duration_s: float) -> str:
+    lines = [
+        f"# A gateway beside that of {ref}",
+        "",
+        f"{_ANSWER_TOKENS} tokens where nothing else is said, {rate_per_s:g} calls a second through each gateway,"
+        f" in turn, {duration_s:g} s for each kind; whole calls, ms.",
+        f"Now is {_commit()}. Python {platform.python_version()}, {os.cpu_count()} cores;"
+        f" load average {os.getloadavg()[0]:.1f}.",
+        f"Command: `python -m benchmarks.relay --beside {ref} --rate {rate_per_s:g} --seconds {duration_s:g}`.",
+        "",
+        "| kind of call | p50, now / then | | p99, now / then | processor time of a call, now / then | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for each in found:
+        (a50, b50), (a99, b99), (a, b) = each.p50_ms, each.p99_ms, each.cpu_ms
+        p50, cpu = f"{a50:.2f} / {b50:.2f} | {a50 / b50 - 1:+.0%}", f"{a:.2f} / {b:.2f} | {a / b - 1:+.0%}"
+        lines.append(f"| {each.kind} | {p50} | {a99:.2f} / {b99:.2f} | {cpu} |")
+    return "\n".join(lines) + "\n"
+
+
 # ---------------------------------------------------------------- the page
 
 
@@ -375,6 +469,20 @@ def to_markdown(throughput: Sequence[Relayed], added: Sequence[Added]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _commit() -> str:
+    said = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=_ROOT, check=True, stdout=subprocess.PIPE)
+    return said.stdout.decode().strip()
+
+
+async def _measure_beside(args: argparse.Namespace) -> None:
+    with tree_of(args.beside) as tree:
+        found = await measure_beside(tree, args.rate[0], args.seconds)
+    report = beside_to_markdown(found, args.beside, args.rate[0], args.seconds)
+    print(report)
+    if args.markdown:
+        args.markdown.write_text(report)
+
+
 async def _measure(args: argparse.Namespace) -> None:
     throughput = [await measure_throughput(n, args.streams, args.tokens, args.step_s) for n in args.gateways]
     added = [await measure_added_time(rate, args.seconds) for rate in args.rate]
@@ -394,6 +502,7 @@ def main() -> None:
     parser.add_argument("--gateways", type=int, nargs="+", default=[0, 1], metavar="N", help="processes, one run each")
     parser.add_argument("--rate", type=float, nargs="+", default=[200.0], metavar="R", help="requests/s on each route")
     parser.add_argument("--seconds", type=float, default=15.0)
+    parser.add_argument("--beside", metavar="REF", help="compare with the gateway of this commit")
     parser.add_argument("--markdown", type=Path, metavar="FILE")
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--client", metavar="ADDRESS", help=argparse.SUPPRESS)
@@ -401,7 +510,7 @@ def main() -> None:
     if args.client:
         uvloop.run(run_client(args.client, args.streams, args.tokens, http=args.gateways[0] > 0))
     else:
-        uvloop.run(_measure(args))
+        uvloop.run(_measure_beside(args) if args.beside else _measure(args))
 
 
 if __name__ == "__main__":

@@ -7,12 +7,12 @@ Runs the scenarios under benchmarks/scenarios/kunserve, one policy after the oth
 cores (`--processes`), and writes
 
     runs/WORKLOAD/POLICY.json   results, in the schema of `ballast bench` (docs/results-schema.md)
-    WORKLOAD.png                load, memory and waits over time, one column for each policy
-    table.md                    paper, simulated, ratio; under what load
+    WORKLOAD.png                load, memory and waits over time, one column per policy
+    table.md                    paper, simulated, ratio; load
 
-Every figure of a paper is a range as the paper states it; a single value is a range of one. The ratio is the simulated
-figure over the nearest end of that range, and 1 inside of it. `--compute-fraction` replaces the calibrated share of the
-GPU's peak (sim/catalogue/timings.yaml): a question, not a calibration. A run takes 5 to 40 s of processor time.
+Every figure of the paper is a range as stated there; a single value is a range of one. The ratio is the simulated
+figure over the nearest end of that range, and 1 within it. `--compute-fraction` replaces the calibrated share of the
+GPU's peak (sim/catalogue/timings.yaml), for what-if analysis only. A run takes 5 to 40 s of processor time.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def runs_of(
 
 
 def carry_out(run: PaperRun, out: Path) -> tuple[Path, float]:
-    """Writes the result. Returns its path and the processor time."""
+    """Run a job and write the result. Returns its path and the processor time."""
     began_s = time.process_time()
     job = job_of(run.scenario)
     if run.compute_fraction is not None:
@@ -75,7 +75,7 @@ def carry_out(run: PaperRun, out: Path) -> tuple[Path, float]:
     spec, _ = specs_of(job)[0]
     result = simulate(job, time.time())
     capacity = result.policies[spec.label].series.kv_capacity_bytes[0]
-    if spec.policy == "static-pipeline":  # what the cluster has before anything is dropped
+    if spec.policy == "static-pipeline":  # the cluster's capacity before any drop
         capacity = _undropped(run)
     facts = ComparisonFacts(
         workload=run.workload,
@@ -105,7 +105,7 @@ def _file_name(label: str) -> str:
 
 
 def gathered(out: Path) -> dict[str, BenchResult]:
-    """One result for each workload, with all policies, and SLOs in multiples of the best baseline's medians."""
+    """One result per workload, with all policies, and SLOs as multiples of the best baseline's medians."""
     study = read_study(out)
     found: dict[str, BenchResult] = {}
     for workload in study.workloads:
@@ -126,7 +126,7 @@ def gathered(out: Path) -> dict[str, BenchResult]:
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """One line of the table."""
+    """One row of the table."""
 
     figure: str
     what: str
@@ -140,7 +140,7 @@ class PaperClaim:
 @dataclass(frozen=True, slots=True)
 class PaperLine:
     claim: PaperClaim
-    simulated: float | None  # None: there was nothing to measure
+    simulated: float | None  # None: not measurable
 
     @property
     def ratio(self) -> float | None:
@@ -158,7 +158,7 @@ class PaperLine:
 
 
 def lines_of(results: Mapping[str, BenchResult]) -> list[PaperLine]:
-    """Lines of the workloads that have been simulated."""
+    """Rows of the simulated workloads."""
     return [PaperLine(claim, claim.measure(results[claim.workload])) for claim in CLAIMS if claim.workload in results]
 
 
@@ -179,7 +179,7 @@ def table(lines: Sequence[PaperLine]) -> str:
 
 
 def regime(results: Mapping[str, BenchResult]) -> str:
-    """Under what load the figures were taken, in Markdown: a cluster that computes all the time cannot use memory."""
+    """Load under which the figures were measured, in Markdown: a compute-bound cluster cannot use memory."""
     rows = [
         "| workload (prompts' share of the densest half minute) | policy | mean KV demand | peak | P50 / P99 TTFT (s) |"
         " P50 / P99 TPOT (ms) | bubbles | drops | recomputed |",
@@ -217,7 +217,7 @@ def _figure(value: float | None, unit: str) -> str:
 
 
 def _over(result: BenchResult, ours: str, theirs: str, of: Callable[[PolicyResult], float | None]) -> float | None:
-    """Theirs in units of ours."""
+    """Theirs relative to ours."""
     if ours not in result.policies or theirs not in result.policies:
         return None
     mine, other = of(result.policies[ours]), of(result.policies[theirs])
@@ -229,7 +229,7 @@ def _gain(rival: str, ours: str = _OURS) -> Callable[[BenchResult], float | None
 
 
 def _change(of: Callable[[PolicyResult], float | None], new: str, old: str) -> Callable[[BenchResult], float | None]:
-    """The change in percent: above 0 when the new one is larger."""
+    """Change in percent; positive if the new value is larger."""
 
     def measure(result: BenchResult) -> float | None:
         ratio = _over(result, old, new, of)
@@ -249,7 +249,7 @@ def _less(of: Callable[[PolicyResult], float | None], new: str, old: str) -> Cal
 
 
 def _violations(result: BenchResult) -> float | None:
-    """Percentage points by which fewer requests violate the SLO, on average over scales and rivals."""
+    """Percentage points by which fewer requests violate the SLO, averaged over scales and rivals."""
     ours = result.policies.get(_OURS)
     rivals = [policy for name, policy in result.policies.items() if not name.startswith(_OURS)]
     if ours is None or not rivals:
@@ -262,7 +262,7 @@ def _violations(result: BenchResult) -> float | None:
 
 
 def _throughput(result: BenchResult, policy: PolicyResult) -> float | None:
-    """Tokens per second while requests arrive: afterwards everybody only empties what is left."""
+    """Tokens per second while requests arrive; afterwards every policy only drains its queues."""
     span_s = result.trace.span_s
     count = 0
     for request in policy.requests:
@@ -296,7 +296,7 @@ def _bubbles(name: str) -> Callable[[BenchResult], float | None]:
 
 
 def _demand(result: BenchResult, policy: PolicyResult) -> list[float]:
-    """KV demand over the memory there is with all parameters, until the last arrival."""
+    """KV demand relative to the capacity without dropping, until the last arrival."""
     capacity = min(p.series.kv_capacity_bytes[0] for p in result.policies.values())
     span_s = result.trace.span_s
     pairs = zip(policy.series.at_s, policy.series.kv_demand_bytes, strict=True)
@@ -304,7 +304,7 @@ def _demand(result: BenchResult, policy: PolicyResult) -> list[float]:
 
 
 def _full_s(policy: PolicyResult) -> float | None:
-    """From the burst's beginning until more KV is wanted for the first time than there ever is, whatever is dropped."""
+    """Seconds from the start of the burst until demand first exceeds the capacity reachable by dropping."""
     series = policy.series
     most = max(series.kv_capacity_bytes)
     pairs = zip(series.at_s, series.kv_demand_bytes, strict=True)

@@ -1,12 +1,12 @@
-"""What a simulation costs: processor time for a request, a batch and an event, and how that grows with the cluster.
+"""Cost of a simulation: processor time per request, batch and event, and its growth with the cluster.
 
     python -m benchmarks.sim_speed [--trace FILE]
     python -m benchmarks.sim_speed --instances 1000 --requests 1000000
 
 Qwen2.5-14B, one A800 for each instance, policy `recompute`, one thread. Arrivals are Poisson with BurstGPT's published
-lengths (`azureconv` in tools.bench.lengths) unless a trace is given; a larger cluster gets as many requests more.
-Processor time depends on the machine and on what else runs there, so each figure stands beside that of a fixed loop of
-Python statements, and the runs of a curve are done in turns. `--calls` counts function calls instead.
+lengths (`azureconv` in tools.bench.lengths) unless a trace is given; a larger cluster gets proportionally more
+requests. Processor time depends on the machine and its load, so each figure is reported with that of a fixed loop of
+Python statements, and the runs of a curve alternate. `--calls` counts function calls instead.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from tools.bench.traces import read_trace
 
 MODEL = "Qwen2.5-14B"
 SIZES = (8, 32, 125, 500, 1000)
-RATE_PER_S = 2.0  # of each instance: half of what it can do
-CALM_PER_S = 3057 / 640 / 8  # of the Azure conversations, spread over eight instances
-VIDUR = (103, 114)  # requests/s that vidur simulates, of 2,048 + 512 tokens, on a core like that of its measurement
+RATE_PER_S = 2.0  # per instance: half of its capacity
+CALM_PER_S = 3057 / 640 / 8  # of the Azure conversations, divided among eight instances
+VIDUR = (103, 114)  # requests/s that vidur simulates, of 2,048 + 512 tokens, on one core of the original measurement
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Cost:
     tokens: int
     steps: int
     events: int
-    seconds: float  # of the processor
+    seconds: float  # processor time
     loop_s: float  # of the fixed loop, just before and after
     peak_mib: int
 
@@ -53,7 +53,7 @@ class Cost:
 
 
 def poisson(count: int, rate_per_s: float, fixed: tuple[int, int] | None = None) -> list[Arrival]:
-    """`fixed` lengths instead of drawn ones: tokens of the prompt and of the answer."""
+    """Poisson arrivals. `fixed`: (prompt, answer) tokens of every request, instead of random ones."""
     rng, lengths = random.Random(0), lengths_of("azureconv")
     arrivals: list[Arrival] = []
     at_s = 0.0
@@ -92,7 +92,7 @@ def measured(
 
 
 def _every(count: int) -> Callable[[int, float], None]:
-    """Says where a long run is, on stderr."""
+    """Print the progress of a long run to stderr."""
     next_count = count
 
     def tell(ended_count: int, at_s: float) -> None:
@@ -140,7 +140,7 @@ def table(costs: Sequence[Cost]) -> str:
 
 
 def curve(rounds: int, each: int) -> list[Cost]:
-    """The median of each size, by what an event costs. `each`: requests for each instance."""
+    """The median run of each size, by cost per event. `each`: requests per instance."""
     runs: dict[int, list[Cost]] = {size: [] for size in SIZES}
     for _ in range(rounds):
         for size in SIZES:
@@ -151,7 +151,7 @@ def curve(rounds: int, each: int) -> list[Cost]:
 
 
 def calls_per_event(size: int, each: int) -> float:
-    """Work without a clock: how long it takes depends on what of it the processor's caches hold."""
+    """Function calls per event: work independent of the processor's caches."""
     world = World(_options(size), poisson(size * each, size * RATE_PER_S))
     profile = cProfile.Profile()
     run = profile.runcall(world.run)
@@ -159,7 +159,7 @@ def calls_per_event(size: int, each: int) -> float:
 
 
 def calls_per_request(count: int) -> float:
-    """Python calls per simulated request of the workload that vidur's speed was measured on."""
+    """Python calls per simulated request, on the workload for which vidur's speed was measured."""
     world = World(_options(1), poisson(count, 1.5, (2048, 512)))
     profile = cProfile.Profile()
     profile.runcall(world.run)

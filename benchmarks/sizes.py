@@ -1,10 +1,10 @@
-"""Whether `ballast size` finds what an exhaustive search finds, on ten traces, and how long each takes.
+"""Compares `ballast size` with an exhaustive search on ten traces, in results and duration.
 
     python -m benchmarks.sizes --traces DIR [--limit 300]
 
 Five slices of `benchmarks.parking`, `bursty.csv` of this repository, three with answers of 1,000 to 4,000 tokens, and
-one on which computing is short and nothing is saved; of each the first so many requests. Every number of GPUs from 1 to
-one more than what was found is simulated. DIR as for `benchmarks.parking`.
+one limited by compute, on which nothing can be saved; the first `--limit` requests of each. Every number of GPUs from 1
+to one more than the result is simulated. DIR as for `benchmarks.parking`.
 """
 
 import argparse
@@ -30,7 +30,7 @@ _MOST = 24
 
 
 def drawn(name: str, seed: int, per_s: float, prompts: tuple[int, int], answers: tuple[int, int], limit: int) -> SimJob:
-    """Poisson arrivals, and for a fifth of the time four times as many."""
+    """Poisson arrivals, at four times the rate for a fifth of the time."""
     rng, at_s, requests = random.Random(seed), 0.0, list[TraceRequest]()
     for number in range(limit):
         burst = 4.0 if 2 * limit / 5 < number < 3 * limit / 5 else 1.0

@@ -1,16 +1,16 @@
-"""What an exchange of KV costs the activations on the same link, and what they cost it, for three ways to send.
+"""Mutual slowdown of a KV exchange and activations on the same link, for three ways of sending.
 
     python -m benchmarks.transfers [--seconds 2] [--rounds 5] [--speeds 25,100,400,unlimited] [--out FOLDER]
         [--devices cpu,cpu] [--transport auto]
 
-Two processes, real links. One is a stage: it "executes" for --stage-ms and sends an activation, again and again, while
-KV is exchanged over the same link in the same direction. naive: whole pieces of KV in the queue of the activations.
-chunked: the same queue, pieces cut into chunks. coordinated: the links as they are, with a lane and a schedule of their
-own for bulk and chunks that fit the stage. Speeds (MB/s) below "unlimited" are emulated on both sides of the link.
---devices says where activations and KV lie: cuda:0,cuda:1, or cuda:0,cuda:0 with --transport tcp.
+Two processes, real links. One acts as a stage: it repeatedly "executes" for --stage-ms and sends an activation, while
+KV is sent over the same link in the same direction. naive: whole pieces of KV in the queue of the activations. chunked:
+the same queue, with pieces split into chunks. coordinated: the production links, with a separate lane and schedule for
+bulk data, in chunks that fit into a stage. Speeds (MB/s) below "unlimited" are emulated on both sides of the link.
+--devices: where activations and KV are stored: cuda:0,cuda:1, or cuda:0,cuda:0 with --transport tcp.
 
-All ways take turns in every round. Percentiles are of each round, and of those the median, so that what else runs on
-the machine in one round does not decide. The clock is the one that all processes of a machine share.
+The three ways alternate in every round. Percentiles are medians over the rounds, so that other load during one round
+does not matter. The clock is shared by all processes of the machine.
 """
 
 import argparse
@@ -45,17 +45,17 @@ from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 RESULTS = Path(__file__).parent / "results"
 STAMPED, BULK = 1, 2
 ACTIVATION_BYTES = 16 * 1024
-PIECE_BYTES = 8 * 1024 * 1024  # of one victim: what the naive way sends at once
+PIECE_BYTES = 8 * 1024 * 1024  # of one sequence: unit of sending for naive
 PIECES_AHEAD = 2
 CHUNKS_AHEAD = 4
-MICROBATCHES = 2  # activations on their way at most, as in a pipeline of two stages
+MICROBATCHES = 2  # maximum activations in flight, as in a pipeline of two stages
 STAGE_JITTER = 0.2
 MB = 1e6
 WAIT_S = 60.0
 
 
 class TransferEnd:
-    """Takes bulk in and notes how old activations are when they come."""
+    """Receives bulk data and records the age of activations on arrival."""
 
     def __init__(self, device: str = "cpu") -> None:
         self.ages_s: list[float] = []
@@ -78,7 +78,7 @@ class TransferEnd:
 
 
 class TransferExchange:
-    """A thread that keeps KV under way by some way of sending."""
+    """Thread that keeps KV transfers in progress."""
 
     def __init__(self, send: Callable[[], tuple[Future[Any], int]], ahead: int) -> None:
         self._send = send
@@ -120,7 +120,7 @@ class TransferStage:
         self._activation = torch.zeros(ACTIVATION_BYTES, dtype=torch.uint8, device=device)
 
     def run(self, seconds: float) -> int:
-        """Activations sent."""
+        """Returns the number of activations sent."""
         on_the_way: deque[Future[None]] = deque()
         pace, count = self._plane.pace, 0
         end_s = time.monotonic() + seconds
@@ -143,7 +143,7 @@ class TransferStage:
 
 
 class TransferPeer:
-    """The other process."""
+    """The receiving process."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -200,7 +200,7 @@ def run_peer() -> None:
 class Round:
     ages_s: dict[str, list[float]]
     bytes_per_s: dict[str, float]
-    in_flight_bytes: int  # bulk, coordinated
+    in_flight_bytes: int  # bulk, coordinated only
 
 
 def measure_round(link: Link, stage: TransferStage, peer: TransferPeer, seconds: float, device: str) -> Round:
@@ -276,7 +276,7 @@ def measure_speed(speed: str, options: argparse.Namespace, peer: TransferPeer) -
 
 
 def lifecycle(peer: TransferPeer, rounds: int) -> str:
-    """Median time to make a link and to end it, both sides ready."""
+    """Median time to open a link and to close it, with both sides ready."""
     plane = open_plane("w1", TransferEnd(), TransportConfig(), "127.0.0.1")
     address = peer.ask(do="open", device="cpu", transport="auto")
     up_s: list[float] = []

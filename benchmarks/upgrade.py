@@ -1,14 +1,15 @@
-"""Services of an older commit in today's cluster, under load and with drops: is anything lost, does a token differ?
+"""Services of an older commit in a current cluster, under load and with drops: checks that nothing is lost and no token
+differs.
 
     python -m benchmarks.upgrade REF
     python -m benchmarks.upgrade REF --old dispatcher gateway
     python -m benchmarks.upgrade REF --old dispatcher --backward
 
-A cluster of two of today's workers gets a third one from REF's own tree. While requests run, what can be grouped is
-merged and restored twice: the old worker with a new one if they speak the same protocol, else the new ones, and the
-planner has to refuse the old one. With `--old` it is those services that are REF's, and with `--backward` all others
-but those; the two workers are merged and restored. Half of the requests go through a gateway. Ends with status 1 if a
-request failed or an answer differs from the one at rest.
+A cluster of two current workers gets a third one from REF's tree. While requests run, workers are merged and restored
+twice: the old worker with a new one if they have the same protocol; otherwise the new ones, and the planner must refuse
+the old one. With `--old` those services are REF's, with `--backward` all others; the two workers are merged and
+restored. Half of the requests go through a gateway. Exit status 1 if a request failed, or if an answer differs from
+that of an idle cluster.
 """
 
 import argparse
@@ -40,7 +41,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 _MEMORY_BYTES = 16 << 20
 _WORKER = ("--threads", "1", "--kernels", "torch", "--dtype", "float64")
 _JOIN_TIMEOUT_S = 120.0
-_GAP_S = 0.12  # between two requests
+_GAP_S = 0.12  # time between two requests
 _PROMPTS = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 9 * i)] for i in range(6)]
 _OLD = "old"
 _SERVICES: tuple[Service, ...] = ("monitor", "planner", "dispatcher", "gateway", "worker")
@@ -51,7 +52,7 @@ def _sampling(i: int) -> SamplingParams:
 
 
 class UpgradeLoad:
-    """Requests that come one after the other, and how they have ended."""
+    """Sequential requests and their outcomes."""
 
     def __init__(self, client: AsyncClient, gateway_url: str) -> None:
         self._client = client
@@ -61,7 +62,7 @@ class UpgradeLoad:
         self.endings: Counter[str] = Counter()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Until `stopping`; then those under way end."""
+        """Run until `stopping`, then wait for running requests."""
         async with asyncio.TaskGroup() as tasks:
             for number in itertools.count():
                 if stopping.is_set():
@@ -102,7 +103,7 @@ class UpgradeLoad:
 
 
 class Scene:
-    """The cluster, its planner, and what is found."""
+    """The cluster, its planner, and the findings."""
 
     def __init__(
         self, planner: "planner_pb2_grpc.PlannerServiceAsyncStub", old: subprocess.Popen[bytes] | None
@@ -124,7 +125,7 @@ class Scene:
         return [member.worker_id for group in answer.layout.groups for member in group.members]
 
     async def drop(self, names: list[str]) -> str:
-        """How it has ended; why not, if it was refused."""
+        """Outcome of a drop; the reason if it was refused."""
         request = pb.DropRequest(worker_ids=names, request_id=uuid.uuid4().hex)
         try:
             return await self._ended((await self._planner.Drop(request, timeout=30)).epoch)
@@ -132,7 +133,7 @@ class Scene:
             return f"refused: {error.details()}"
 
     async def restore(self) -> str:
-        """Likewise. The planner may have begun one by itself."""
+        """Outcome of a restore. The planner may have begun one by itself."""
         request = pb.RestoreRequest(request_id=uuid.uuid4().hex)
         try:
             return await self._ended((await self._planner.Restore(request, timeout=30)).epoch)
@@ -151,7 +152,7 @@ class Scene:
 
 @contextlib.contextmanager
 def tree_of(ref: str) -> Generator[Path]:
-    """The files of a commit, for a while."""
+    """Context manager with the files of a commit."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", ref], cwd=_ROOT, check=True, stdout=subprocess.PIPE)
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
@@ -174,7 +175,7 @@ def old_worker(tree: Path, cluster: LocalCluster, log: Path) -> Generator[subpro
 
 
 async def check(tree: Path, logs: Path, old_services: Sequence[Service]) -> Counter[str]:
-    """Endings of the requests, and of the drops. Without `old_services` there is a worker more, which is old."""
+    """Outcomes of the requests and of the drops. Without `old_services` there is an additional old worker."""
     model = Path(make_tiny("llama", logs / "tiny", max_len=512))
     trees = dict.fromkeys(old_services, tree)
     flags: dict[Service, Sequence[str]] = {"worker": _WORKER}

@@ -1,12 +1,11 @@
-"""Re-compute recorded answers with `transformers` on the CPU and count the tokens that differ.
+"""Recomputes recorded answers with `transformers` on the CPU and counts differing tokens.
 
     python -m benchmarks.verify_answers --results out/demo/results.json --model out/demo/model --count 24
 
-The reference reads prompt and answer at once, in float64, and must find each served token to be its own best choice at
-that place; by induction that is the answer it would give itself. Answers that were computed in float32 may differ where
-rounding decides: a difference is excused, and counted as a near-tie, where the served token is no farther from the best
-one than twice what the reference's own logits there move at most when it computes in float32 itself: both may move.
-This runs in a process of its own, so that nothing of the cluster's engine is loaded here.
+The reference reads prompt and answer at once, in float64, and must choose each served token itself at its position; by
+induction it would produce the same answer. Answers computed in float32 may differ where rounding decides: a difference
+is excused as a near-tie if the served token's logit is within twice the largest change of the reference's own logits in
+float32, as both may have been rounded. This runs in a separate process, so that the cluster's engine is not loaded.
 
 Prints one line of JSON. Exit status: 0 all tokens equal, 1 some differ or too few answers, 2 bad input.
 """
@@ -46,8 +45,8 @@ def load_reference(model_dir: Path, dtype: str = "float32") -> PreTrainedModel:
 
 
 def choose(requests: Sequence[RequestResult], count: int, also: Sequence[int] = ()) -> list[RequestResult]:
-    """`count` finished requests with recorded tokens, evenly spread over the trace, its first and last included; and
-    those of `also`, by their indices.
+    """`count` finished requests with recorded tokens, evenly spaced over the trace, including the first and last; and
+    those with indices in `also`.
     """
     usable = [r for r in requests if r.outcome is RequestOutcome.FINISHED and r.prompt_token_ids and r.output_token_ids]
     if len(usable) <= count:
@@ -57,7 +56,7 @@ def choose(requests: Sequence[RequestResult], count: int, also: Sequence[int] = 
 
 
 class AnswerReference:
-    """What a checkpoint says under `transformers`; `dtype` is that of the answers that are verified."""
+    """A checkpoint computed by `transformers`; `dtype` is that of the verified answers."""
 
     def __init__(self, model_dir: Path, dtype: str) -> None:
         self._exact = load_reference(model_dir, "float64")
@@ -65,8 +64,8 @@ class AnswerReference:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """`exact_TV`, float64, of every token of the answer, and `noise_T`: how far two of them may come apart or
-        together when they are rounded.
+        """(exact_TV, noise_T): float64 logits at every token of the answer, and how much two of them may change
+        relative to each other by rounding.
         """
         ids = torch.tensor([[*prompt, *answer[:-1]]])
         exact_TV = self._exact(ids, use_cache=False).logits[0, len(prompt) - 1 :]
@@ -77,7 +76,7 @@ class AnswerReference:
 
 
 def compare(exact_TV: torch.Tensor, noise_T: torch.Tensor, answer: Sequence[int]) -> tuple[int, int]:
-    """Tokens of `answer` that differ from the reference's choice, and near-ties that are excused."""
+    """Tokens of `answer` that differ from the reference's choice, and excused near-ties."""
     served_T = torch.tensor(answer)
     gap_T = exact_TV.amax(dim=-1) - exact_TV.gather(1, served_T[:, None])[:, 0]
     differs_T = exact_TV.argmax(dim=-1) != served_T

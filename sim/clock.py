@@ -35,7 +35,10 @@ class Clock:
         heapq.heappush(self._queue, (at_s, self._serial, label, act))
 
     def after(self, delay_s: float, label: bytes, act: Act) -> None:
-        self.at(self.now_s + delay_s, label, act)
+        if delay_s < 0.0:
+            raise InvariantViolation(f"{label!r} is scheduled {-delay_s} s before now, and it is {self.now_s}")
+        self._serial += 1
+        heapq.heappush(self._queue, (self.now_s + delay_s, self._serial, label, act))
 
     def every(self, interval_s: float, label: bytes, act: Act, *, first_s: float = 0.0) -> None:
         """Call `act` periodically, for the first time after `first_s`."""

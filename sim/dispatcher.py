@@ -121,7 +121,10 @@ class DispatcherNode:
     def hear_reach(self, reach: Reach) -> None:
         self.feed(d.ReachTold(self._clock.now_s, reach))
 
-    def traffic(self) -> Traffic:
+    def traffic(self) -> Traffic | None:
+        """None: no news."""
+        if not self.core.has_news(self._clock.now_s):
+            return None
         self.catch_up()
         return self.core.traffic(self._clock.now_s)
 

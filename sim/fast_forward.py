@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from ballast.common.load import LoadReport
 from services.worker.core.plain import PlainSteps
+from services.worker.core.sequence import Sequence as Running
 
 # Position numbers, shared by all sequences: most of a run's memory would be such numbers.
 _PLACE_COUNT = 1 << 16
@@ -109,11 +110,13 @@ class FastForward:
         self.used_block_count = before.used_block_count  # after the last completed step
         self.shares: dict[int, Share] = {}  # by stream
         self._report = before
+        by_stream: dict[int, list[Running]] = {}
         for sequence in plain.sequences:
-            stream_id, handle = sequence.key
-            share = self.shares.get(stream_id) or self.shares.setdefault(stream_id, Share(self.pace))
-            share.handles.append(handle)
-            share.places.append(sequence.token_count)
+            by_stream.setdefault(sequence.key[0], []).append(sequence)
+        for stream_id, sequences in by_stream.items():
+            share = self.shares[stream_id] = Share(self.pace)
+            share.handles = [s.key[1] for s in sequences]
+            share.places = [s.token_count for s in sequences]
 
     def token_ids(self) -> list[Sequence[int]]:
         """Token ids of each sequence in the completed steps; a token is its position."""

@@ -294,18 +294,18 @@ def share_traffic(
     clock: Clock,
     state: SimStateServer,
     dispatcher_id: DispatcherId,
-    traffic: Callable[[], Traffic],
+    traffic: Callable[[], Traffic | None],
     *,
     interval_s: float,
 ) -> None:
-    """Publish a dispatcher's waiting requests and recent traffic periodically; nothing while there are none."""
+    """Publish a dispatcher's waiting requests and recent traffic when there is news; nothing while there are none."""
     serial = 0
 
     def say() -> None:
         nonlocal serial
         now = traffic()
         serial += 1
-        if not state.reaches(dispatcher_id):
+        if now is None or not state.reaches(dispatcher_id):
             return
         if not now.is_idle:
             state.backlogs[dispatcher_id] = m.BacklogWord(dispatcher_id, f"1.{serial}", now)

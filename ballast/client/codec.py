@@ -102,6 +102,11 @@ def checked_text(field: str, text: str) -> str:
 def conversation_to_proto(messages: Messages, template_variables: Mapping[str, object] | None) -> pb.Conversation:
     conversation = pb.Conversation()
     for index, message in enumerate(messages):
+        if type(cast(object, message)) is dict and len(given := cast(dict[str, object], message)) == 2:
+            role, content = given.get("role"), given.get("content")  # most messages, of which there are many
+            if isinstance(role, str) and isinstance(content, str) and role.isascii() and content.isascii():
+                conversation.messages.add(role=role, content=content)
+                continue
         field = f"messages[{index}]"
         if isinstance(message, Mapping):
             message = _message_from_mapping(field, message)
@@ -110,7 +115,7 @@ def conversation_to_proto(messages: Messages, template_variables: Mapping[str, o
         role = checked_text(f"{field}.role", message.role)
         content = checked_text(f"{field}.content", message.content)
         extra = _json(field, message.extra) if message.extra else ""
-        conversation.messages.append(pb.ChatMessage(role=role, content=content, extra_json=extra))
+        conversation.messages.add(role=role, content=content, extra_json=extra)
     if template_variables:
         conversation.template_variables_json = _json("template_variables", template_variables)
     return conversation

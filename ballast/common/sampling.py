@@ -1,7 +1,7 @@
 """How the next token is chosen, and when to stop. Names and meanings are those of vLLM and Hugging Face."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import cast
@@ -16,6 +16,9 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_ADAPTER_CHARS = 128
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_TOKEN_IDS = 1 << 14
 
 
 class FinishReason(StrEnum):
@@ -114,6 +117,9 @@ class SamplingParams:
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
     grammar: Grammar | None = None  # what the answer's text has to follow; None: anything goes
     adapter: str = ""  # name of the LoRA adapter that computes it; empty: the model alone
+    bad_words: tuple[str, ...] = ()  # never written, with or without a space before; dispatchers make token ids of them
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that are never completed
+    allowed_token_ids: tuple[int, ...] = ()  # the answer consists of these alone; empty: of all
 
     def __post_init__(self) -> None:
         # One string is meant as one, and lists are what people write; kept, both are tuples.
@@ -152,6 +158,12 @@ class SamplingParams:
             _whole("stop_token_ids", token_id, 0, 2**31 - 1)
         if self.logit_bias:
             self._check_logit_bias()
+        if self.bad_words or self.bad_words_token_ids:
+            self._check_bad_words()
+        if self.allowed_token_ids:
+            ids = _tuple("allowed_token_ids", self.allowed_token_ids)
+            object.__setattr__(self, "allowed_token_ids", ids)
+            _token_ids("allowed_token_ids", ids, MAX_ALLOWED_TOKEN_IDS)
         if len(self.adapter) > MAX_ADAPTER_CHARS:
             raise InvalidRequest("sampling.adapter", f"a name has at most {MAX_ADAPTER_CHARS} characters")
         if self.grammar is not None and (self.min_tokens or self.ignore_eos):
@@ -163,6 +175,22 @@ class SamplingParams:
         for token_id, bias in self.logit_bias.items():
             _whole("logit_bias", token_id, 0, 2**31 - 1)
             _real(f"logit_bias[{token_id}]", bias, -100.0, 100.0)
+
+    def _check_bad_words(self) -> None:
+        words = _tuple("bad_words", self.bad_words)
+        object.__setattr__(self, "bad_words", words)
+        if len(words) > MAX_BAD_WORDS:
+            raise InvalidRequest("sampling.bad_words", f"at most {MAX_BAD_WORDS} words, got {len(words)}")
+        for word in words:
+            if not isinstance(word, str) or not word.strip() or len(word) > MAX_BAD_WORD_CHARS:
+                why = (
+                    f"a word is a text of 1 to {MAX_BAD_WORD_CHARS} characters that are not all blank, got {word!r:.80}"
+                )
+                raise InvalidRequest("sampling.bad_words", why)
+        if len(self.bad_words_token_ids) > 2 * MAX_BAD_WORDS:
+            raise InvalidRequest("sampling.bad_words_token_ids", f"at most {2 * MAX_BAD_WORDS} sequences")
+        for ids in self.bad_words_token_ids:
+            _token_ids("bad_words_token_ids", ids, 4 * MAX_BAD_WORD_CHARS)
 
     @property
     def greedy(self) -> bool:
@@ -178,6 +206,13 @@ def _tuple(field: str, value: object) -> tuple[object, ...]:
     if not isinstance(value, Iterable) or isinstance(value, (str, bytes)):
         raise InvalidRequest(f"sampling.{field}", f"must be a list, got {value!r}")
     return tuple(cast(Iterable[object], value))
+
+
+def _token_ids(field: str, ids: Sequence[object], most: int) -> None:
+    if not 1 <= len(ids) <= most:
+        raise InvalidRequest(f"sampling.{field}", f"1 to {most} token ids, got {len(ids)}")
+    for token_id in ids:
+        _whole(field, cast(int, token_id), 0, 2**31 - 1)
 
 
 def _whole(field: str, value: int, low: int, high: int) -> None:

@@ -17,6 +17,7 @@ the same name in the message (so the same unit), and each of the message one in 
 | dataclass | message |
 | `tuple[T, ...]`, `frozenset[T]` | repeated; a set goes in ascending order |
 | `tuple[A, B]` | message whose first fields are an A and a B |
+| `tuple[tuple[T, ...], ...]` | repeated message whose first field is repeated |
 | `Mapping[K, V]` | map |
 
 A range stands beside the type: `Annotated[int, check]`, where `check(value)` says why the value is refused, or nothing.
@@ -258,7 +259,11 @@ def _repeated(hint: Any, field: FieldDescriptor) -> tuple[_Convert | None, _Conv
         raise InvariantViolation(f"{field.full_name}: {hint} is no tuple or frozenset of one type")
     inner = arguments[0]
     if get_origin(inner) is tuple and field.message_type is not None:
-        to, of = _positional(get_args(inner), field.message_type)
+        parts, [first, *_] = get_args(inner), field.message_type.fields
+        if parts[1:] == (Ellipsis,) and first.is_repeated:
+            to, of = _listed(first.name, field.message_type)
+        else:
+            to, of = _positional(parts, field.message_type)
     else:
         to, of = _single(inner, field, none_is_zero=False)
     if to is None or of is None:
@@ -305,6 +310,11 @@ def _positional(hints: Sequence[Any], message: Descriptor) -> tuple[_Convert, _C
         _single(hint, field, none_is_zero=False)  # refuses what is not plain
     make, get = GetMessageClass(message), _getter(names)
     return (lambda values: make(**dict(zip(names, values, strict=True)))), (lambda found: tuple(get(found)))
+
+
+def _listed(name: str, message: Descriptor) -> tuple[_Convert, _Convert]:
+    make = GetMessageClass(message)
+    return (lambda values: make(**{name: values})), (lambda found: tuple(getattr(found, name)))
 
 
 def _member_or_none(mapper: EnumMapper[Any]) -> _Convert:

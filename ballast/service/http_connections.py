@@ -71,9 +71,9 @@ class BoundedProtocol(HttpToolsProtocol):
                 self._give_up()
                 return
         if not self._is_in_message:  # the parser would treat the body as another protocol's
-            head, end, body = data.partition(b"\r\n\r\n")
-            if _UPGRADE_TO_HTTP2.search(head):
-                data = _UPGRADE_TO_HTTP2.sub(b"", head) + end + body
+            end = data.find(b"\r\n\r\n")
+            if found := _UPGRADE_TO_HTTP2.search(data, 0, end if end >= 0 else len(data)):
+                data = data[: found.start()] + data[found.end() :]
         super().data_received(data)
         if self._is_in_head and self._head_timer is None:  # most heads arrive in one piece and need no timer
             self._await_head()

@@ -1,1 +1,1 @@
-"""Accepts requests, keeps the backlog, routes, relays tokens."""
+"""Accepts requests, keeps the backlog, routes requests to workers and relays tokens."""

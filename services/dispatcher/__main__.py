@@ -185,8 +185,9 @@ async def _serve(
     def on_reach(reach: Reach | None) -> None:
         shell.feed(ReachTold(clock.now_s(), reach))
 
-    def traffic() -> Traffic:
-        return shell.core.traffic(clock.now_s())
+    def traffic() -> Traffic | None:
+        now_s = clock.now_s()
+        return shell.core.traffic(now_s) if shell.core.has_news(now_s) else None
 
     exporter = None
     if settings.otlp_traces_endpoint is not None:

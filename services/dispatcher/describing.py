@@ -1,4 +1,4 @@
-"""Accounts of requests and their times, as protobuf."""
+"""Requests' histories and times as protobuf."""
 
 from ballast.common.ids import DispatcherId
 from ballast.rpc.mapping import Mapper

@@ -1,7 +1,7 @@
-"""Validates grammars in separate processes: one that compiles for too long is killed without delaying others.
+"""Validates grammars in subprocesses: one that compiles for too long is killed without delaying others.
 
-One grammar at a time per caller, so that a caller with many large ones delays only itself. Results are cached.
-Processes start on demand, and end with this one, when their input closes.
+Each caller can validate one grammar at a time, so that a caller with many large ones delays only itself. Results are
+cached. Subprocesses start on demand and end with this process, when their input closes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_N
 
 
 class GrammarChecks:
-    """Used in one event loop. Call `close` in the end.
+    """Used in a single event loop. Call `close` in the end.
 
     Args:
         tokenizer_file: tokenizer.json of the model.
@@ -44,15 +44,17 @@ class GrammarChecks:
         self._found: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
         self._turns: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
-        self._processes: list[Process] = []  # running ones, and a few that have just ended
+        self._processes: list[Process] = []  # running, or just ended
         self._free: list[Process] = []
         self._places = asyncio.Semaphore(_PROCESSES)
         self._running: set[asyncio.Task[InvalidRequest | None]] = set()
 
     async def check(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> None:
-        """Raises:
-        InvalidRequest: invalid, too slow to compile, or not matched by these tokens.
-        Overloaded: too many grammars of this caller wait.
+        """Validate a grammar.
+
+        Raises:
+            InvalidRequest: it is invalid, too slow to compile, or violated by these tokens.
+            Overloaded: the caller has too many grammars waiting.
         """
         if token_ids or grammar not in self._found:
             fault = await self._in_turn(grammar, token_ids, caller)
@@ -86,7 +88,7 @@ class GrammarChecks:
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller]
-        # Shielded from a client's disconnect: the turn ends when the process is free.
+        # Shielded from a client's disconnect: the process stays in use until it has answered.
         task = asyncio.create_task(self._run(grammar, token_ids), name="grammar")
         self._running.add(task)
 
@@ -128,7 +130,7 @@ class GrammarChecks:
         except (OSError, asyncio.CancelledError):  # a TimeoutError is an OSError
             _kill(process)
             raise
-        if not answer:  # it ran out of memory or stack
+        if not answer:  # the process ran out of memory or stack
             _kill(process)
             get_logger().warning("a process that compiled a grammar has ended", status=await process.wait())
             return InvalidRequest(f"sampling.grammar.{grammar.kind}", "is too large to be compiled")
@@ -136,10 +138,10 @@ class GrammarChecks:
         return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
 
     async def _start(self) -> Process:
-        """A process that has loaded the tokenizer; restarted if it exits before.
+        """Start a process that has loaded the tokenizer; retried if it exits early.
 
         Raises:
-            Unavailable: several have failed to start.
+            Unavailable: several attempts have failed.
         """
         why = ""
         for tried in range(1, _STARTS + 1):
@@ -159,7 +161,7 @@ class GrammarChecks:
             stdout=PIPE,
             limit=_LINE_BYTES,
             env=os.environ | _ONE_THREAD,
-            start_new_session=True,  # signals of a terminal are handled by this process
+            start_new_session=True,  # keeps a terminal's signals from it
         )
         self._processes = [one for one in self._processes if one.returncode is None] + [process]
         assert process.stdin is not None

@@ -1,7 +1,7 @@
-"""PlannerService at a dispatcher: forwarded to the active planner, so that operators need access to dispatchers only.
+"""PlannerService at a dispatcher: forwarded to the active planner, so that operators need to reach dispatchers only.
 
-Any caller of a dispatcher may request a drop or a restore, as well as a drain (`InferenceService.DrainWorker`); the
-planner decides. Request ids are the caller's, so repetitions are recognised.
+Any caller of a dispatcher may request a drop or a restore, like a drain (`InferenceService.DrainWorker`); the planner
+decides. Request ids are the caller's, so repetitions are recognised.
 """
 
 from collections.abc import AsyncIterator
@@ -14,7 +14,7 @@ from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from services.dispatcher.peers import PlannerClient
 
-_TIMEOUT_S = 15.0  # of a caller without a deadline
+_TIMEOUT_S = 15.0  # for callers without a deadline
 
 # Any: grpc.aio has no better type for the context's messages.
 Context = grpc.aio.ServicerContext[Any, Any]

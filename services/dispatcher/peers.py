@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE_S = 8.0  # a new active monitor needs 4 s to know missing instances, and the planner learns it only then
+_PATIENCE_S = 8.0  # a new active monitor needs 4 s to detect missing instances, and only then reports to the planner
 _RETRY_S = 0.25
 _AT_ONCE_S, _FRESH_S = 0.5, 1.0
 
@@ -43,8 +43,8 @@ class PlannerClient:
         )
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Workers that enter no new group for now, with reasons, up to a second old; none without
-        an immediate answer.
+        """Workers currently kept out of groups, and why, up to a second old; empty if the planner does not answer at
+        once.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._kept_out_until_s:
@@ -56,13 +56,13 @@ class PlannerClient:
         return self._kept_out
 
     async def ask(self, call: "Callable[[PlannerServiceAsyncStub, float], Awaitable[T]]", timeout_s: float) -> T:
-        """The active planner's answer.
+        """Call the active planner.
 
-        Retried while there is none, or it has only just become active, so that operators do not notice a failover. All
-        calls are repeatable; changes carry the caller's request id.
+        Retried while there is none, or while it has only just become active, so that operators do not notice a
+        failover. All calls are idempotent; changes have the caller's request id.
 
         Args:
-            call: Gets the stub and the remaining seconds of this attempt.
+            call: Called with the stub and the timeout of this attempt in seconds.
 
         Raises:
             BallastError: the planner's error, or none answers within `timeout_s`.
@@ -86,7 +86,7 @@ class PlannerClient:
     async def watch_layout(
         self, request: planner_pb2.WatchLayoutRequest
     ) -> AsyncGenerator[planner_pb2.WatchLayoutResponse, None]:
-        """Layouts until the planner ends the stream. Raises as `ask`."""
+        """Layouts until the planner ends the stream. Raises like `ask`."""
         async with self._stub() as planner:
             async for response in planner.WatchLayout(request):
                 yield response

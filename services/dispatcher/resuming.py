@@ -1,9 +1,9 @@
-"""Resumption of requests at another dispatcher after theirs has died.
+"""Resumption of requests after the death of their dispatcher.
 
-The client has all that is needed: the request, with a seed, and the tokens so far. Continuing from these generates the
-same tokens (I2), so prompt and answer are stored nowhere else. With the claim on the request's id, the state server has
-its dispatcher, the latest attempt and the hash of a secret: only its client can resume it, and of two dispatchers that
-serve it the earlier attempt ends.
+The client has everything needed: the request, with a seed, and the tokens so far. Continuing from these generates the
+same tokens (I2), so prompt and answer are not stored anywhere else. For each claimed request id the state server has
+the dispatcher, the latest attempt and the hash of a secret: only its client can resume it, and if two dispatchers serve
+it, the earlier attempt ends.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ _HASH_CHARS = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """A client's statement about earlier attempts. `prompt_digest`: 0 if unknown."""
+    """A client's data on earlier attempts. `prompt_digest`: 0 if unknown."""
 
     secret_hash: str
     attempt: int
@@ -30,9 +30,11 @@ class Resumption:
     prompt_digest: int
 
     def check(self, prompt_token_ids: Sequence[int], max_tokens: int, *, is_reproducible: bool) -> None:
-        """Raises:
-        InvalidRequest: those tokens cannot be continued, or it is ambiguous.
-        NotPossible: the prompt has changed.
+        """Validate the data.
+
+        Raises:
+            InvalidRequest: the tokens cannot be continued, or the request is ambiguous.
+            NotPossible: the prompt has changed.
         """
         count = len(self.token_ids)
         if count > max_tokens:
@@ -45,10 +47,10 @@ class Resumption:
 
 
 def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resumption | None:
-    """None: the request ends with this dispatcher.
+    """None: the request cannot be resumed after the death of this dispatcher.
 
     Raises:
-        InvalidRequest: inconsistent.
+        InvalidRequest: the message is inconsistent.
         NotPossible: an answer has begun elsewhere, and resumption is disabled here.
     """
     if not message.HasField("resumption"):
@@ -79,6 +81,6 @@ def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resu
 
 
 def digest_of(prompt_token_ids: Sequence[int]) -> int:
-    """Never 0."""
+    """Digest of a prompt; never 0."""
     content = array("i", prompt_token_ids).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1

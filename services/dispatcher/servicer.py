@@ -432,13 +432,19 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
 
         As in vLLM, a requested max_tokens that does not fit is an error, and the default is shortened.
         """
-        changes: dict[str, int] = {}
+        changes: dict[str, Any] = {}  # Any: values of fields
         if sampling.prompt_logprobs is not None:
             count = len(prompt) * (1 + sampling.prompt_logprobs)
             if count > _MAX_PROMPT_LOGPROBS:
                 why = f"of {len(prompt)} tokens are {count:,} numbers; at most {_MAX_PROMPT_LOGPROBS:,} fit"
                 raise InvalidRequest("sampling.prompt_logprobs", f"{why}: ask for fewer alternatives")
         self._check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
+        self._check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids)
+        for ids in sampling.bad_words_token_ids:
+            self._check_token_ids("sampling.bad_words_token_ids", ids)
+        if sampling.bad_words:
+            found = (*sampling.bad_words_token_ids, *self._encoder.encode_bad_words(sampling.bad_words))
+            changes |= {"bad_words": (), "bad_words_token_ids": found}
         if sampling.seed is None:
             changes["seed"] = secrets.randbits(63)
         model = self._shell.model

@@ -209,11 +209,16 @@ class DispatcherStore:
         except Unavailable:
             get_logger().warning("registration is left to expire")
 
-    async def share_traffic(self, traffic: Callable[[], Traffic]) -> None:
-        """Publish waiting requests and recent traffic, endlessly; nothing while there are none."""
+    async def share_traffic(self, traffic: Callable[[], Traffic | None]) -> None:
+        """Publish waiting requests and recent traffic, endlessly; nothing while there are none. `traffic`: None without
+        news, which leaves the last entry.
+        """
         told, serial = False, 0
         while True:
             now = traffic()
+            if now is None:
+                await asyncio.sleep(BACKLOG_INTERVAL_S)
+                continue
             serial += 1
             word = f"{self._identity.incarnation}.{serial} {write_traffic(now)}"
             try:

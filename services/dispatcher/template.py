@@ -1,4 +1,4 @@
-"""Chat templates, rendered as by `transformers`, with bounds on loops and output."""
+"""Chat templates, rendered as by `transformers`, with limits on loops and output."""
 
 import datetime
 import functools
@@ -19,20 +19,20 @@ from jinja2.visitor import NodeTransformer
 from ballast.common.errors import ConfigError, InvalidRequest
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-_MAX_CHARS: Final = 32 << 20  # of the output, and of intermediate texts
+_MAX_CHARS: Final = 32 << 20  # of the output, and of intermediate strings
 _MAX_WIDTH: Final = 10_000  # maximum padding width
 _MAX_TIME_CHARS: Final = 256  # of a date format
 _FILLING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _DIGITS: Final = re.compile(r"\d+")
 _GIVEN_WIDTH: Final = re.compile(r"\*|:[^{}]*\{")
-_MOST_TURNS: Final = 2_000_000  # iterations of loops and macros: some seconds
-_SHORT_TURNS: Final = 20_000  # some ten milliseconds
+_MOST_TURNS: Final = 2_000_000  # iterations of loops and calls of macros: some seconds
+_SHORT_TURNS: Final = 20_000  # some tens of milliseconds
 _TICK: Final = "_ballast_tick"
 _JOIN: Final = "_ballast_join"
 
 
 class RenderingTooLong(Exception):
-    """More iterations than a short rendering may take."""
+    """More iterations than a short rendering is allowed."""
 
 
 class ChatTemplate:
@@ -42,7 +42,7 @@ class ChatTemplate:
         model: Folder of the checkpoint.
         config: Its tokenizer_config.json.
         variables: Available in every rendering: the special tokens.
-        file: Of a template that replaces the model's own.
+        file: Template file that replaces the model's own.
 
     Raises:
         ConfigError: a template cannot be read or is invalid.
@@ -54,17 +54,17 @@ class ChatTemplate:
         sources = _sources(model, config) if file is None else {_DEFAULT: _read(file)}
         self._templates = {name: _compile(source, model) for name, source in sources.items()}
         self._variables = variables
-        self.source = sources.get(_DEFAULT, "")  # empty: there is none
+        self.source = sources.get(_DEFAULT, "")  # empty: the model has none
 
     def render(
         self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], *, short: bool = False
     ) -> str:
-        """Ends with the generation prompt, unless the variable add_generation_prompt is false; or with the last
-        message's text if the variable continue_final_message is true.
+        """Render a conversation. Ends with the generation prompt, unless the variable add_generation_prompt is false;
+        or with the last message's text if the variable continue_final_message is true.
 
         Raises:
-            InvalidRequest: the template refuses the messages, or exceeds the bounds; or the model has no template.
-            RenderingTooLong: it is not `short`.
+            InvalidRequest: the template refuses the messages or exceeds the limits, or the model has no template.
+            RenderingTooLong: it exceeds the limit of a `short` rendering.
         """
         name = _WITH_TOOLS if variables.get("tools") and _WITH_TOOLS in self._templates else _DEFAULT
         template = self._templates.get(name)
@@ -146,9 +146,11 @@ def _read(path: Path) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks assistant tokens for training; here it renders its content."""
+    """`{% generation %} ... {% endgeneration %}` marks assistant tokens for training; here its contents are just
+    rendered.
+    """
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
+    tags = {"generation"}  # noqa: RUF012 - as declared by jinja2
 
     def parse(self, parser: Parser) -> list[nodes.Node]:
         next(parser.stream)
@@ -156,7 +158,7 @@ class _GenerationBlock(Extension):
 
 
 class _TemplateEnvironment(ImmutableSandboxedEnvironment):
-    """No operator may produce unbounded texts or numbers."""
+    """jinja2 environment in which no operator produces unbounded strings or numbers."""
 
     intercepted_binops = frozenset({"+", "*", "**", "%"})
 
@@ -200,7 +202,7 @@ def _check_widths(values: object) -> None:
 
 
 def _check_form(form: str, values: object) -> None:
-    """The same for format strings of `%` or `format`; `*` and `{:{}}` take widths from values."""
+    """`_check_widths` for format strings of `%` or `format`; `*` and `{:{}}` take widths from values."""
     _check_widths([int(digits[:9]) for digits in _DIGITS.findall(form)])
     if _GIVEN_WIDTH.search(form):
         _check_widths(values)
@@ -238,7 +240,7 @@ def _joined(*parts: object) -> str:
 
 
 def _guard(tree: nodes.Template) -> nodes.Template:
-    """The template with counted iterations and bounded concatenation."""
+    """The template with counted iterations and limited concatenation."""
     for turning in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
         turning.body.insert(0, nodes.ExprStmt(tick).set_lineno(turning.lineno, override=True))
@@ -258,7 +260,7 @@ def _compile(source: str, model: Path) -> Template:
     environment.filters["tojson"] = _to_json
     for name in ("center", "indent", "batch", "slice", "wordwrap", "format", "tojson"):
         environment.filters[name] = _bounded_filter(environment.filters[name], name)
-    # jinja2 infers the type of its globals from those it has itself.
+    # jinja2 infers the type of its globals from its own.
     added = {"raise_exception": _raise_exception, "strftime_now": _strftime_now, _JOIN: _joined}
     cast(dict[str, object], environment.globals).update(added)
     environment.globals.pop("lipsum", None)

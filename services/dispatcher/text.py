@@ -88,6 +88,21 @@ class PromptEncoder:
             text = await asyncio.to_thread(self._template.render, messages, variables or {})
         return await self._encode("conversation", text, longest, add_special_tokens=False)
 
+    def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
+        """As in vLLM: as a text begins with a word, and with a space before it where that is another first token and no
+        more of them.
+        """
+        found: list[tuple[int, ...]] = []
+        for word in words:
+            alone, spaced = (
+                tuple(self._tokenizer.encode(space + word.lstrip(), add_special_tokens=False).ids)
+                for space in ("", " ")
+            )
+            found.append(alone)
+            if len(spaced) == len(alone) and spaced[0] != alone[0]:
+                found.append(spaced)
+        return found
+
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """Unknown token ids are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)

@@ -185,7 +185,7 @@ class HttpEndpoints:
         ]
         wishes = Wishes(
             logprobs=logprobs is not None,
-            usage=request.wants_usage,
+            usage=request.usage_wish,
             token_ids=bool(request.return_token_ids),
             format=_format(tools, thoughts, is_harmony=is_harmony),
             prompt_logprobs=request.prompt_logprobs is not None,
@@ -228,7 +228,7 @@ class HttpEndpoints:
             self._head(call, request, served),
             Wishes(
                 logprobs=request.logprobs is not None,
-                usage=request.wants_usage,
+                usage=request.usage_wish,
                 token_ids=bool(request.return_token_ids),
                 prompt_logprobs=request.prompt_logprobs is not None,
             ),

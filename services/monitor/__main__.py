@@ -74,7 +74,7 @@ def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
             dwell_s=settings.dwell_s,
         ),
     )
-    # A row survives one missed write, and little more.
+    # Rows survive one missed write, and little more.
     ttl_s = max(settings.lease_s, 3 * rules.registry_interval_s)
     return MonitorShell(
         MonitorCore(rules),

@@ -18,9 +18,11 @@ from ballast.rpc.mapping import Choice, Mapper
 from ballast.rpc.server import when_done
 from ballast.service.refusals import Refusals
 from ballast.service.security import require_worker
+from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from services.monitor.core import messages as m
+from services.monitor.core.messages import StreamId
 from services.monitor.policy.demand import GroupDemand
 from services.monitor.policy.pressure import LongRequest, Overload, Relief, Signal
 from services.monitor.shell import InstanceRow, MonitorShell, ReportStream
@@ -37,6 +39,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     def __init__(self, shell: MonitorShell) -> None:
         self._shell = shell
         self._refusals = Refusals()
+        self._heard: dict[StreamId, _Heard] = {}  # of open streams, for the status
+        self._groups: tuple[tuple[GroupDemand, ...], list[pb.GroupDemand]] = ((), [])
 
     async def Report(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[pb.ReportRequest], context: _Context
@@ -46,6 +50,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
 
         def ended() -> None:
             self._shell.forget_stream(stream)
+            self._heard.pop(stream.stream_id, None)
             cause_id = self._shell.next_cause("stream")
             self._shell.feed(m.StreamEnded(time.monotonic(), cause_id, stream.stream_id, said_goodbye))
 
@@ -81,12 +86,15 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
                 require_worker(request.announce.worker_id)
                 instance = INSTANCE.record(request.announce)
                 self._check_place(place, instance)
+                self._heard[stream.stream_id] = _Heard(request.announce)
                 self._shell.feed(m.Announced(at_s, cause_id, stream.stream_id, instance, place))
             case "load" if instance is not None:
                 load = codec.LOAD.record(request.load)
                 pace = codec.PACE.record(request.pace) if request.HasField("pace") else None
                 self._check_load(load, instance)
                 self._check_place(place, instance)
+                heard = self._heard[stream.stream_id]
+                heard.load, heard.message = load, request.load
                 self._shell.feed(m.LoadReported(at_s, cause_id, stream.stream_id, load, place, pace))
             case other:
                 raise InvalidRequest("message", f"expected Announce first, then LoadReports; got {other}")
@@ -129,8 +137,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         return pb.GetClusterStatusResponse(
             monitor_id=self._shell.monitor_id,
             active=self._shell.core.active,
-            instances=[_row_to_proto(row, slowness.get(row.instance.worker_id, 0.0)) for row in rows],
-            groups=[_group_to_proto(group) for group in self._shell.group_demands()],
+            instances=[self._status_of(row, slowness.get(row.instance.worker_id, 0.0)) for row in rows],
+            groups=self._group_messages(),
             demand_bytes=_int64(demand.wanted_bytes),
             capacity_bytes=_int64(demand.capacity_bytes),
             undropped_capacity_bytes=_int64(demand.undropped_bytes),
@@ -139,25 +147,54 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             pace=None if pace is None else codec.PACE.message(pace),
         )
 
+    def _group_messages(self) -> list[pb.GroupDemand]:
+        groups = self._shell.group_demands()
+        if groups is not self._groups[0]:
+            self._groups = groups, list(map(_group_to_proto, groups))
+        return self._groups[1]
+
+    def _status_of(self, row: InstanceRow, slowness: float) -> pb.InstanceStatus:
+        """With the worker's own messages where they are its last ones."""
+        entry = self._shell.core.entries.get(row.instance.worker_id)
+        heard = None if entry is None or entry.stream_id is None else self._heard.get(entry.stream_id)
+        if heard is None or heard.load is not row.load:
+            heard = _Heard(INSTANCE.message(row.instance))
+            heard.message = None if row.load is None else codec.LOAD.message(row.load)
+        return pb.InstanceStatus(
+            instance=heard.announce, load=heard.message, report_age_s=row.report_age_s, slowness=slowness
+        )
+
+
+class _Heard:
+    """The last messages of a stream."""
+
+    __slots__ = ("announce", "load", "message")
+
+    def __init__(self, announce: pb.Announce) -> None:
+        self.announce = announce
+        self.load: LoadReport | None = None
+        self.message: cluster_pb2.LoadReport | None = None  # of `load`
+
 
 async def _next_unless_closed(
     requests: AsyncIterator[pb.ReportRequest], stream: ReportStream
 ) -> pb.ReportRequest | None:
-    """The next message; None once the worker has closed its side. Raises when the core closes the stream."""
-
-    async def read() -> pb.ReportRequest | None:
-        return await anext(requests, None)
-
-    reading = asyncio.create_task(read())
-    closing = asyncio.create_task(stream.closed.wait())
+    """The next message; None once the worker has closed its side. Raises when the core closes the stream, which
+    interrupts the wait: a task for each message would take longer than the message.
+    """
+    if stream.error is not None:
+        raise stream.error
+    stream.reader = asyncio.current_task()
     try:
-        await asyncio.wait((reading, closing), return_when=asyncio.FIRST_COMPLETED)
-        if stream.error is not None:
-            raise stream.error
-        return await reading
+        return await anext(requests, None)
+    except asyncio.CancelledError:
+        if stream.error is None:
+            raise
+        if stream.reader is not None:
+            stream.reader.uncancel()
+        raise stream.error from None
     finally:
-        for task in (reading, closing):
-            task.cancel()
+        stream.reader = None
 
 
 def _host_of(context: _Context) -> str:
@@ -201,10 +238,3 @@ def _within_int64(record: _Sums) -> _Sums:
 
 def _int64(value: int) -> int:
     return max(-_MOST_INT64, min(_MOST_INT64, value))
-
-
-def _row_to_proto(row: InstanceRow, slowness: float) -> pb.InstanceStatus:
-    load = codec.LOAD.message(row.load) if row.load is not None else None
-    return pb.InstanceStatus(
-        instance=INSTANCE.message(row.instance), load=load, report_age_s=row.report_age_s, slowness=slowness
-    )

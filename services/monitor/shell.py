@@ -109,7 +109,7 @@ _LONG = Counter(
 
 _MAX_WATCHERS = 64  # concurrent streams of events
 _WATCHER_QUEUE_LENGTH = 4096  # pending events after which a watcher is dismissed
-_GROUP_GAUGES_INTERVAL_S, _GROUP_GAUGES_INTERVAL_S_EACH = 1.0, 1e-3  # trends of a thousand groups take 30 ms
+_GROUP_GAUGES_INTERVAL_S, _GROUPS_INTERVAL_S_EACH = 1.0, 1e-3
 
 # An exiting process closes its sockets one by one: probe again before trusting a listener.
 _PROBE_DELAYS_S = (0.0, 0.1, 0.3)
@@ -150,16 +150,17 @@ class MonitorEnvironment(Protocol):
 
 
 class ReportStream:
-    """One Report stream. `closed` is set, with the reason in `error`, when the core closes it."""
+    """One Report stream. When the core closes it, the reason is in `error`, and the task that reads is cancelled."""
 
     def __init__(self, stream_id: StreamId) -> None:
         self.stream_id = stream_id
-        self.closed = asyncio.Event()
         self.error: BallastError | None = None
+        self.reader: asyncio.Task[object] | None = None  # that waits for a message
 
     def close(self, error: BallastError) -> None:
         self.error = error
-        self.closed.set()
+        if self.reader is not None:
+            self.reader.cancel()
 
 
 class Watcher:
@@ -227,6 +228,8 @@ class MonitorShell:
         self._labelled: set[WorkerId] = set()  # workers with gauges
         self._leaders: set[WorkerId] = set()  # groups with gauges
         self._groups_shown_at_s = -math.inf
+        self._groups: tuple[GroupDemand, ...] = ()
+        self._groups_at_s = -math.inf
 
     async def run(self) -> None:
         """Runs until cancelled."""
@@ -299,7 +302,11 @@ class MonitorShell:
         return self._current_rows() if self.core.active else await self._store.read()
 
     def group_demands(self) -> tuple[GroupDemand, ...]:
-        return self.core.group_demands(time.monotonic())
+        """A millisecond old for each group: the trends of a thousand take 30 ms."""
+        now_s = time.monotonic()
+        if now_s >= self._groups_at_s + _GROUPS_INTERVAL_S_EACH * len(self._groups):
+            self._groups, self._groups_at_s = self.core.group_demands(now_s), now_s
+        return self._groups
 
     def traffic(self) -> tuple[Traffic, Traffic | None]:
         return self.core.traffic(time.monotonic())
@@ -483,15 +490,16 @@ class MonitorShell:
         return 0.0 if entry is None or entry.load is None else entry.load.kv_usage_fraction
 
     def _update_demand_gauges(self, now_s: float) -> None:
-        cluster = self.core.cluster_demand(now_s)
+        history = self.core.pressure.history if self.core.active else ()
+        cluster = history[-1] if history else self.core.cluster_demand(now_s)
         _CLUSTER_DEMAND.set(cluster.wanted_bytes)
         _CLUSTER_CAPACITY.set(cluster.capacity_bytes)
         _CLUSTER_UNDROPPED.set(cluster.undropped_bytes)
-        interval_s = max(_GROUP_GAUGES_INTERVAL_S, _GROUP_GAUGES_INTERVAL_S_EACH * len(self._leaders))
-        if now_s < self._groups_shown_at_s + interval_s:
+        if now_s < self._groups_shown_at_s + _GROUP_GAUGES_INTERVAL_S:
             return
-        self._groups_shown_at_s = now_s
-        groups = self.core.group_demands(now_s)
+        self._groups_shown_at_s, shown, groups = now_s, self._groups, self.group_demands()
+        if groups is shown:
+            return
         for leader_id in self._leaders - {group.leader_id for group in groups}:
             _KV_DEMAND.remove(leader_id)
             _KV_CAPACITY.remove(leader_id)

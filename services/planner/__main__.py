@@ -132,7 +132,8 @@ def build_shell(
 
 
 def webhook(settings: PlannerSettings) -> Webhook | None:
-    """
+    """The webhook for scaling, if configured.
+
     Raises:
         ConfigError: a secret is missing, cannot be read or is too short.
     """

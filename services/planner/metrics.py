@@ -112,7 +112,7 @@ _PREDICTED = Histogram(
     registry=REGISTRY,
 )
 
-# Counters start at 0 instead of being absent, as rates and alerts need a first value.
+# Counters start at 0 instead of being absent, as rates and alerts need an initial value.
 for _kind in ("drop", "restore"):
     for _ending in ("done", "aborted"):
         _TRANSITIONS.labels(_kind, _ending)
@@ -125,11 +125,11 @@ for _what in ("ttft_p99", "tpot"):
     _PREDICTED.labels(_what)
 
 
-_GOOD_S = 0.5  # sooner first tokens count alike, as in the comparison
+_GOOD_S = 0.5  # shorter waits count as equal, as in the comparison
 
 
 class PlannerMetrics:
-    """The shell's `Counting`. `tell`: also called with transitions that have ended."""
+    """The shell's `Counting`. `tell`: also called with ended transitions."""
 
     def __init__(self, tell: Callable[[TransitionRecord], None] | None = None) -> None:
         self._tell = tell

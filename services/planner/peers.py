@@ -34,6 +34,7 @@ from ballast.rpc.transition import KIND, STATUS
 from ballast.service.leadership import LeaderAddress
 from ballast.service.logs import get_logger
 from ballast.service.refusals import Refusals
+from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
@@ -61,6 +62,7 @@ _LOOK_UP_S = 0.5  # interval of checks for a new active monitor while the stream
 _ANSWER_TIMEOUT_S = 3.0
 _MAX_WHY_CHARS = 16_384
 PROBE_TIMEOUT_S = 1.0
+_LOAD_SERVES_S = 0.5  # at most
 _MOST_PROBES = 64  # concurrent
 
 _Answer = (
@@ -76,6 +78,8 @@ class MonitorEvents:
         self._dial = dial
         self._numbers = itertools.count(1)
         self._refusals = Refusals()
+        self._reports: dict[WorkerId, tuple[cluster_pb2.LoadReport, LoadReport]] = {}  # of the last answer
+        self._load, self._serves_until_s = ClusterLoad({}), -inf
 
     async def events(self) -> AsyncGenerator[MonitorEvent, None]:
         back_off_s, last_why = _FIRST_BACK_OFF_S, ""
@@ -95,7 +99,7 @@ class MonitorEvents:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     async def load(self, timeout_s: float) -> ClusterLoad:
-        """Load reports known to the active monitor.
+        """Load reports known to the active monitor. An answer serves for as long as it took to get it.
 
         Raises:
             BallastError: no monitor is active, or it does not answer.
@@ -103,22 +107,38 @@ class MonitorEvents:
         target = self._monitor.current
         if target is None:
             raise Unavailable("monitor", "none is active")
+        began_s = time.monotonic()
+        if began_s < self._serves_until_s:
+            return self._load
         async with self._dial(target) as channel:
             stub = monitor_pb2_grpc.MonitorServiceStub(channel)
             with asking(target):
                 call = stub.GetClusterStatus(pb.GetClusterStatusRequest(), timeout=timeout_s)
                 answer = answered(await call, target)
-        loads: dict[WorkerId, LoadReport] = {}
+        self._load, now_s = self.loads_of(answer), time.monotonic()
+        self._serves_until_s = now_s + min(now_s - began_s, _LOAD_SERVES_S)
+        return self._load
+
+    def loads_of(self, answer: pb.GetClusterStatusResponse) -> ClusterLoad:
+        """Its valid reports. What has not changed since the last answer is not converted again."""
+        before, self._reports = self._reports, {}
         slowness: dict[WorkerId, float] = {}
         for row in answer.instances:
-            worker_id = row.instance.worker_id
+            name = row.instance.worker_id
+            if not row.HasField("load"):
+                continue
+            known = before.get(worker_id := WorkerId(name))
             try:
-                if row.HasField("load"):
-                    loads[WorkerId(border.name("instance.worker_id", worker_id))] = codec.LOAD.record(row.load)
-                    if 0.0 < row.slowness < inf:
-                        slowness[WorkerId(worker_id)] = row.slowness
+                if known is None or known[0] != row.load:
+                    known = (row.load, codec.LOAD.record(row.load))
+                    border.name("instance.worker_id", name)
             except InvalidRequest as error:
-                self._refusals.note(worker_id, error)
+                self._refusals.note(name, error)
+                continue
+            self._reports[worker_id] = known
+            if 0.0 < row.slowness < inf:
+                slowness[worker_id] = row.slowness
+        loads = {worker_id: report for worker_id, (_, report) in self._reports.items()}
         pace = codec.PACE.record(answer.pace) if answer.HasField("pace") else None
         fresh = codec.TRAFFIC.record(answer.fresh_traffic) if answer.HasField("fresh_traffic") else None
         return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness, fresh)

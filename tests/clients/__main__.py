@@ -36,6 +36,7 @@ PACKAGES: Mapping[str, Sequence[str]] = {
     "lm-eval": ("lm-eval[api]", "transformers"),
     "guidellm": ("guidellm",),
     "aider": ("aider-chat",),
+    "mini-swe-agent": ("mini-swe-agent",),
     "curl": (),
     "chromium": (),
 }

@@ -314,6 +314,31 @@ def one_turn() -> object:
         return found[0]
 
 
+@check("mini-swe-agent")
+def a_task_in_two_turns() -> object:
+    """Its `mini` command. The answers' form has the model call the tool, and leaves it the name that it writes."""
+    submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat ship.txt"
+    command = f"if [ -s ship.txt ]; then {submit}; else echo NAME > ship.txt; fi"
+    call = json.dumps({"name": "bash", "arguments": {"command": command}})
+    said = re.escape(f"<tool_call>\n{call}\n</tool_call>").replace("NAME", "[a-z]{3,8}")
+    with tempfile.TemporaryDirectory() as folder:
+        given = {"api_base": BASE, "api_key": "any", "extra_body": {"structured_outputs": {"regex": said}}}
+        config = {"agent": {"step_limit": 5}, "model": {"model_kwargs": given, "cost_tracking": "ignore_errors"}}
+        Path(folder, "ours.yaml").write_text(json.dumps(config))
+        run = [str(BIN / "mini"), "-m", f"openai/{MODEL}", "-y", "--exit-immediately", "-t", "Name a ship."]
+        run += ["-c", "mini.yaml", "-c", f"{folder}/ours.yaml", "-o", f"{folder}/out.json"]
+        environ = {**os.environ, "HOME": folder, "MSWEA_CONFIGURED": "true", "MSWEA_GLOBAL_CONFIG_DIR": folder}
+        ran = subprocess.run(run, env=environ, capture_output=True, check=False, cwd=folder, timeout=240)
+        assert ran.returncode == 0, (ran.stderr + ran.stdout).decode()[-600:]
+        saved = json.loads(Path(folder, "out.json").read_text())
+        name = Path(folder, "ship.txt").read_text().strip()
+    roles = [message["role"] for message in saved["messages"]]
+    assert roles.count("tool") >= 1, roles
+    assert saved["info"]["exit_status"] == "Submitted", saved["info"]
+    assert saved["info"]["submission"].strip() == name, saved["info"]
+    return f"{roles.count('assistant')} calls of its tool, submitted {name!r}"
+
+
 @check("curl")
 def upgrade_to_http2() -> object:
     body = json.dumps({"model": MODEL, "messages": ASKED, "max_tokens": 4})

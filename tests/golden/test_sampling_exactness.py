@@ -77,6 +77,8 @@ def make_requests() -> list[Request]:
             ignore_eos=index % 4 == 1,
             skip_special_tokens=index % 5 != 2,
             logprobs=rng.choice((None, None, 0, 3)),
+            bad_words_token_ids=tuple((token,) for token in range(5, VOCAB, 7)) if index % 4 == 2 else (),
+            allowed_token_ids=tuple(range(0, VOCAB, 2)) if index % 6 == 3 else (),
         )
         requests.append(Request(tuple(rng.randrange(5, VOCAB) for _ in range(rng.choice((1, 9, 33, 90)))), sampling))
     return requests

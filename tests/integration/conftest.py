@@ -33,6 +33,7 @@ _WITH_A_GATEWAY = (
     "test_gateway_paths",
     "test_gateway_responses",
     "test_gateway_scores",
+    "test_gateway_strangers",
     "test_pages",
 )  # share `with_a_gateway`
 _HERE = Path(__file__).parent

@@ -193,6 +193,57 @@ def test_logprobs_stand_beside_their_tokens(running: RunningCluster, ai: OpenAI)
     assert (older.choices[0].logprobs.text_offset or [])[0] == 0
 
 
+def test_bad_words_and_allowed_tokens(running: RunningCluster, ai: Any, http: httpx.Client) -> None:
+    options: Any = {"model": MODEL, "max_tokens": 24, "temperature": 0, "prompt": "a ship"}
+
+    def tokens(text: str) -> list[int]:
+        return http.post("/tokenize", json={"prompt": text, "add_special_tokens": False}).json()["tokens"]
+
+    def text_of(ids: list[int]) -> str:
+        return http.post("/detokenize", json={"tokens": ids}).json()["prompt"]
+
+    def written(**more: Any) -> list[int]:
+        return ai.completions.create(**options, extra_body={**TOKEN_IDS, **more}).choices[0].token_ids
+
+    plain = written()
+    parts = [plain[i : i + length] for length in (2, 1) for i in range(24 - length)]
+    part = next(ids for ids in parts if tokens(text_of(ids).strip()) == ids)
+    bad = text_of(part).strip()
+    without = written(bad_words=[bad])
+    assert without[: plain.index(part[0])] == plain[: plain.index(part[0])]
+    assert not any(without[i : i + len(part)] == part for i in range(24))
+    allowed: Any = ai.completions.create(**options, extra_body={**TOKEN_IDS, "allowed_token_ids": [60, 70, 80]})
+    assert set(allowed.choices[0].token_ids) <= {60, 70, 80}
+    assert allowed.choices[0].finish_reason == "length"
+    ours = through_the_sdk(
+        running, prompt="a ship", sampling=SamplingParams(max_tokens=24, temperature=0, bad_words=(bad,))
+    )
+    assert list(ours.token_ids) == without
+
+
+def test_usage_in_each_chunk(ai: Any) -> None:
+    options: Any = {"stream": True, "stream_options": {"continuous_usage_stats": True}, "max_tokens": 12, "n": 2}
+    options |= {"model": MODEL, "seed": 3}
+    for chunks in (
+        list(ai.chat.completions.create(messages=MESSAGES, **options)),
+        list(ai.completions.create(prompt="a ship", **options)),
+    ):
+        *parts, last = chunks
+        for index in range(2):
+            of_choice = [chunk.usage for chunk in parts if chunk.choices[0].index == index]
+            assert all(usage.total_tokens == usage.prompt_tokens + usage.completion_tokens for usage in of_choice)
+            assert {usage.prompt_tokens for usage in of_choice} == {last.usage.prompt_tokens}
+            counts = [usage.completion_tokens for usage in of_choice]
+            assert counts == sorted(counts)
+            assert len(set(counts)) > 3
+        assert last.choices == []
+        assert last.usage.completion_tokens == 24
+    [*_, last] = ai.chat.completions.create(
+        messages=MESSAGES, **{**options, "stream_options": {"include_usage": False}}
+    )
+    assert last.usage is None
+
+
 def test_stop_bias_and_everything_else_that_forms_an_answer(running: RunningCluster, ai: OpenAI) -> None:
     plain = ai.chat.completions.create(model=MODEL, messages=MESSAGES, max_tokens=20, temperature=0)
     text = plain.choices[0].message.content or ""
@@ -280,6 +331,10 @@ def test_errors_have_openais_form(running: RunningCluster, ai: OpenAI, http: htt
     refused(400, "top_logprobs", "invalid_value", logprobs=True, top_logprobs=21)
     refused(400, "n", "invalid_value", n=1000)
     refused(400, "logit_bias", "invalid_value", logit_bias={"x": 1})
+    refused(400, "bad_words", "invalid_value", bad_words=["  "])
+    refused(400, "bad_words", "invalid_value", bad_words="ship")
+    refused(400, "allowed_token_ids", "invalid_value", allowed_token_ids=[])
+    refused(400, "allowed_token_ids[0]", "invalid_value", allowed_token_ids=[1 << 30])
     refused(400, "functions", "unsupported_value", functions=[{"name": "f"}])
     refused(400, "prompt", "context_length_exceeded", prompt="a word " * 100_000)
     refused(400, "messages", "context_length_exceeded", messages=[{"role": "user", "content": "a word " * 100_000}])
@@ -359,7 +414,7 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     body = json.dumps({"messages": MESSAGES, "stream": True, "ignore_eos": True, "n": 2}).encode()
     head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n\r\n".encode()
     gateway = psutil.Process(running.cluster.processes["gateway"][0].pid)
-    service = next(p for p in [gateway, *gateway.children()] if "services.gateway" in p.cmdline())
+    service = next(p for p in [gateway, *gateway.children()] if "services.gateway" in " ".join(p.cmdline()))
 
     async def leave(index: int, few: asyncio.Semaphore) -> None:
         """Half a request, before the first token, behind it, or somewhat later; in peace or abruptly."""

@@ -52,7 +52,9 @@ USER = {"role": "user", "content": "hi"}
 # Values that are right; others get one that is refused or ignored whatever it is.
 VALUES: Mapping[str, Any] = {
     "add_generation_prompt": True,
+    "allowed_token_ids": [5, 6],
     "background": True,
+    "bad_words": ["ship"],
     "best_of": 1,
     "cache_salt": "x",
     "chat_template_kwargs": {"a": 1},

@@ -9,12 +9,13 @@ import sqlite3
 import subprocess
 import sys
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Coroutine, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from openai import BadRequestError, NotFoundError, OpenAI
+from openai import BadRequestError, InternalServerError, NotFoundError, OpenAI
 from openai.types import Batch
 
 from services.jobs.store import Store
@@ -26,6 +27,7 @@ from tools.model.tiny import make_tiny
 
 URL = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[2]
+LINES = int(os.environ.get("BALLAST_JOB_LINES", "400"))
 
 # The fields of the example files in OpenAI's guide and in vLLM's repository: the model, and the name of the bound.
 EXAMPLES = {
@@ -207,34 +209,150 @@ def test_the_example_finds_its_batch_again(kept: RunningCluster, tmp_path: Path)
     assert [json.loads(text)["id"] for text in out.read_text().splitlines()] == [str(one["id"]) for one in prompts]
 
 
-def test_every_line_has_one_result_though_every_service_is_killed(model: Path, tmp_path: Path) -> None:
-    count = 400
-    with running_cluster(
-        model, workers=2, dispatchers=2, gateways=1, jobs=2, jobs_folder=tmp_path / "jobs", flags=FLAGS
-    ) as running:
-
-        async def disturbed() -> None:
+def test_every_line_has_one_result_whatever_happens(model: Path, tmp_path: Path) -> None:
+    """BALLAST_JOB_LINES says how many lines: `BALLAST_JOB_LINES=10000` is the size that was promised."""
+    folder, file, began_s = tmp_path / "jobs", tmp_path / "in.jsonl", time.monotonic()
+    folder.mkdir()
+    tokens = max(3, 50_000 // LINES)  # so that there is time for all of it
+    file.write_text("\n".join(line(i, temperature=0.0, max_tokens=tokens) for i in range(LINES)))
+    sizes = {"workers": 2, "dispatchers": 2, "gateways": 1, "jobs": 2, "jobs_folder": folder, "flags": FLAGS}
+    limit_s = 200.0 + LINES / 5
+    with _small_disk(folder) as disk:
+        with running_cluster(model, **sizes) as running:
+            story = _Disturbed(running, folder, disk=disk)
+            with _submitter(file, running.cluster.http_urls[0]) as submitter:
+                assert submitter.stdout is not None
+                batch_id = submitter.stdout.readline().split()[0]
+                running.run(story.run(batch_id, submitter), limit_s)
+        assert 0.8 * LINES <= _done(folder, batch_id) < LINES, "the cluster ended in the middle"
+        later_s = time.time() + 5000.0  # as if the clock had been set back by that much meanwhile
+        store = Store(folder, Store.last_epoch(folder))
+        store.save_results([], later_s)
+        store.close()
+        with running_cluster(model, **sizes) as running:
             ai = client_of(running)
-            batch = await asyncio.to_thread(submit, ai, "\n".join(line(i, temperature=0.0) for i in range(count)))
-            cluster = running.cluster
-            keeper = asyncio.create_task(Keeper(cluster, print).run())
-            store = tmp_path / "jobs"
-            kills: list[tuple[float, Service]] = [(0.1, "jobs"), (0.3, "gateway"), (0.5, "dispatcher"), (0.7, "worker")]
-            for share, service in kills:
-                await soon(lambda share=share: _done(store, batch.id) >= share * count)
-                for process in (
-                    list(cluster.processes[service]) if service == "jobs" else cluster.processes[service][:1]
-                ):
-                    process.child.send_signal(signal.SIGKILL)
-            ended = await asyncio.to_thread(awaited, ai, batch)
-            assert (ended.status, results(ai, ended).keys()) == ("completed", {f"c{i}" for i in range(count)})
-            assert ended.error_file_id is None
-            keeper.cancel()
-            await asyncio.wait([keeper])
+            ended = awaited(ai, ai.batches.retrieve(batch_id), limit_s)
+            found = results(ai, ended)
+            assert (ended.status, ended.error_file_id, len(found)) == ("completed", None, LINES)
+            assert ended.completed_at is not None
+            assert int(later_s) <= ended.completed_at < later_s + limit_s
+            given = {one["custom_id"]: one["body"] for one in map(json.loads, file.read_text().splitlines())}
+            assert found.keys() == given.keys()
+            said = texts(found)
+            for name in list(given)[:: -(-LINES // 20)]:
+                assert ai.chat.completions.create(**given[name]).choices[0].message.content == said[name]
             ai.close()
+    print(f"\n{LINES} lines, {time.monotonic() - began_s:.0f} s: {'; '.join(story.told)}")
 
-        running.run(disturbed())
-        running.cluster.keep_logs = False
+
+class _Disturbed:
+    """What happens to a cluster while it answers a batch."""
+
+    def __init__(self, running: RunningCluster, folder: Path, *, disk: bool) -> None:
+        self.told: list[str] = []
+        self._running = running
+        self._cluster = running.cluster
+        self._folder = folder
+        self._disk = disk
+
+    async def run(self, batch_id: str, submitter: subprocess.Popen[str]) -> None:
+        """Until four fifths of its lines have a result."""
+        keeper = asyncio.create_task(Keeper(self._cluster, self.told.append).run())
+        services: tuple[Service, ...] = ("gateway", "dispatcher", "worker", "planner", "monitor")
+        acts: list[Callable[[], Coroutine[Any, Any, None]]] = [
+            partial(self._kill_client, submitter),
+            partial(self._pause_jobs, 0),
+            partial(self._pause_jobs, 1),
+            *(partial(self._kill, service) for service in services),
+            partial(self._kill, "jobs"),
+            self._kill_state_server,
+            self._cancel_another,
+            *([self._fill_disk] if self._disk else []),
+        ]
+        for number, act in enumerate(acts, 1):
+            await self._until_done(batch_id, 0.8 * number / (len(acts) + 1))
+            await act()
+        await self._until_done(batch_id, 0.8)
+        assert Store.last_epoch(self._folder) > 2, "the other has taken over from the one that was stopped, too"
+        keeper.cancel()
+        await asyncio.wait([keeper])
+        for process in [one for each in self._cluster.processes.values() for one in each]:
+            process.may_end = True  # some may be just about to come back
+        await self._kill("jobs")
+        self._cluster.keep_logs = False
+
+    async def _until_done(self, batch_id: str, share: float) -> None:
+        await soon(lambda: _done(self._folder, batch_id) >= share * LINES, within_s=60.0 + LINES / 20)
+
+    async def _kill_client(self, submitter: subprocess.Popen[str]) -> None:
+        submitter.kill()
+        self.told.append("the client that waits was killed")
+
+    async def _pause_jobs(self, index: int) -> None:
+        """Until the other has taken over, if this one had the lease; then there are two that think so."""
+        self._cluster.kill("jobs", index, signal.SIGSTOP)
+        await asyncio.sleep(2.5)
+        self._cluster.kill("jobs", index, signal.SIGCONT)
+        self.told.append(f"jobs-{index} was stopped for 2.5 s")
+
+    async def _kill(self, service: Service) -> None:
+        processes = list(self._cluster.processes[service])
+        for process in processes if service == "jobs" else processes[:1]:
+            process.child.send_signal(signal.SIGKILL)
+
+    async def _kill_state_server(self) -> None:
+        assert self._cluster.state_server is not None
+        self._cluster.state_server.send_signal(signal.SIGKILL)
+
+    async def _cancel_another(self) -> None:
+        ai = client_of(self._running)
+        content = "\n".join(line(i, max_tokens=900) for i in range(40))
+        batch = await asyncio.to_thread(submit, ai, content)
+        await asyncio.sleep(1.0)
+        await asyncio.to_thread(ai.batches.cancel, batch.id)
+        ended = await asyncio.to_thread(awaited, ai, batch)
+        assert (ended.status, len(results(ai, ended))) == ("cancelled", 40)
+        self.told.append("another batch was cancelled")
+        ai.close()
+
+    async def _fill_disk(self) -> None:
+        """Results still fit into what the store's log holds already, for a while; files do not."""
+        filler, epoch = self._folder / "filler", Store.last_epoch(self._folder)
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"x" * 4096):
+                pass
+        ai = client_of(self._running).with_options(max_retries=0)
+        with pytest.raises(InternalServerError) as refused:
+            await asyncio.to_thread(ai.files.create, file=("more.jsonl", b"x" * (1 << 20)), purpose="batch")
+        ai.close()
+        await asyncio.sleep(3.0)
+        filler.unlink()
+        assert refused.value.status_code == 507
+        assert Store.last_epoch(self._folder) == epoch, "nobody ended, full as the disk was"
+        self.told.append("the disk was full for 3 s")
+
+
+@contextlib.contextmanager
+def _small_disk(folder: Path) -> Generator[bool]:
+    """A file system of its own at a folder, to be filled. False: this process may not mount one."""
+    command = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(folder)]
+    may = subprocess.run(command, capture_output=True, check=False).returncode == 0
+    try:
+        yield may
+    finally:
+        if may:
+            subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextlib.contextmanager
+def _submitter(file: Path, url: str) -> Generator[subprocess.Popen[str]]:
+    """`ballast batch submit --wait`: its first line is the id of the batch."""
+    command = [sys.executable, "-m", "tools.cli.main", "batch", "submit", str(file), "--wait", "--url", url]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
 
 
 def _done(folder: Path, batch_id: str) -> int:
@@ -242,25 +360,3 @@ def _done(folder: Path, batch_id: str) -> int:
     with contextlib.closing(sqlite3.connect(folder / "jobs.sqlite")) as db:
         row = db.execute("SELECT completed + failed FROM batches WHERE id = ?", (batch_id,)).fetchone()
     return int(row[0])
-
-
-def test_a_cluster_that_starts_again_goes_on_and_its_clock_does_not_go_back(model: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "jobs"
-    with running_cluster(model, workers=1, gateways=1, jobs=1, jobs_folder=folder, flags=FLAGS) as running:
-        ai = client_of(running)
-        batch = submit(ai, "\n".join(line(i, max_tokens=40) for i in range(150)))
-        while not _done(folder, batch.id):
-            time.sleep(0.02)
-        ai.close()
-    assert _done(folder, batch.id) < 150
-    later_s = time.time() + 5000.0  # as if the clock had been set back by that much meanwhile
-    store = Store(folder, Store.last_epoch(folder))
-    store.save_results([], later_s)
-    store.close()
-    with running_cluster(model, workers=1, gateways=1, jobs=1, jobs_folder=folder, flags=FLAGS) as running:
-        ai = client_of(running)
-        ended = awaited(ai, ai.batches.retrieve(batch.id))
-        assert (ended.status, results(ai, ended).keys()) == ("completed", {f"c{i}" for i in range(150)})
-        assert ended.completed_at is not None
-        assert int(later_s) <= ended.completed_at < later_s + 100
-        ai.close()

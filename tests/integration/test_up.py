@@ -172,7 +172,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
     with up(tmp_path / "stderr", *arguments, "--log-dir", str(tmp_path / "logs")) as process:
         assert process.wait_ready().count("\n") == 1
         children = process.children()
-        assert len(children) == 6  # state server, monitor, planner, worker, dispatcher, gateway
+        assert len(children) == 7  # state server, monitor, planner, worker, dispatcher, gateway; what forks them
         command = [sys.executable, "-m", "tools.cli.main", "generate", "x", "--address", process.address]
         command += ["--max-tokens", str(LONG), "--ignore-eos", "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as request:
@@ -226,7 +226,7 @@ def test_a_worker_that_is_killed_under_load_comes_back_and_nobody_loses_a_token(
             expected = client.generate("A ship", sampling).token_ids
             answers = [threads.submit(client.generate, "A ship", sampling) for _ in range(8)]
             until(lambda: client.status().running_request_count >= 4)
-            victim = next(w for w in process.children() if "worker-1" in w.cmdline())
+            victim = next(w for w in process.children() if named(w, "worker-1"))
             victim.kill()
             assert all(answer.result(120).token_ids == expected for answer in answers)
             until(lambda: "worker-1 is back after" in process.stderr)
@@ -266,7 +266,7 @@ def test_a_service_that_cannot_stay_up_is_given_up_and_the_others_go_on(model: P
     with up(tmp_path / "stderr", *arguments) as process:
         process.wait_ready()
         (own / "config.json").rename(own / "gone.json")  # whoever starts from now on cannot
-        next(w for w in process.children() if "worker-1" in w.cmdline()).kill()
+        next(w for w in process.children() if named(w, "worker-1")).kill()
         until(lambda: "worker-1 is given up after 4 attempts" in process.stderr)
         with Client(process.address) as client:
             client.generate("A ship", SamplingParams(max_tokens=4), deadline_s=60)

@@ -42,6 +42,9 @@ st.register_type_strategy(
         seed=st.none() | st.integers(-(2**63), 2**63 - 1),
         stop=st.lists(st.text("abcé\n", min_size=1, max_size=9), max_size=3).map(tuple),
         stop_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
+        bad_words=st.lists(st.text("ab ", min_size=1).filter(str.strip), max_size=3).map(tuple),
+        bad_words_token_ids=st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=3).map(tuple)).map(tuple),
+        allowed_token_ids=st.lists(st.integers(0, 2**31 - 1), max_size=3).map(tuple),
         logprobs=st.none() | st.integers(0, 20),
         logit_bias=st.dictionaries(st.integers(0, 2**31 - 1), st.floats(-100, 100, width=32), max_size=3),
     )

@@ -1,5 +1,9 @@
-"""Whatever offline work workers report, monitors and planners say and do what they would without it."""
+"""Whatever offline work workers report, monitors and planners say and do what they would without it.
 
+BALLAST_OFFLINE_SEEDS says how many histories of each policy.
+"""
+
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,6 +18,7 @@ from tests.support.simulated import options
 
 _LOADS = (5, 40, 80, 97)  # percent of the blocks; the last is an overload
 _STEP_S = 4.0
+SEEDS = int(os.environ.get("BALLAST_OFFLINE_SEEDS", "8"))
 
 
 def _told(
@@ -41,7 +46,7 @@ def _told(
 
 
 @pytest.mark.parametrize("policy", ["drop", "migrate", "static-pipeline"])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(SEEDS))
 def test_control_planes_do_what_they_would_do_without_offline_work(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,6 +103,9 @@ def _wish(rng: random.Random, seed: int) -> Wish:
     )
     if sampling.logprobs is not None:
         sampling = replace(sampling, prompt_logprobs=(None, 0, 2)[seed % 3])
+    if seed % 5 == 2:
+        allowed, bad = tuple(range(seed % 3, 500, 2)), tuple((a, b) for a in range(5, 60) for b in (a, a + 2))
+        sampling = replace(sampling, allowed_token_ids=allowed, bad_words_token_ids=((7,), *bad))
     return Wish(tuple(rng.randrange(5, 500) for _ in range(rng.choice([1, 3, 20, 40, 90]))), sampling)
 
 

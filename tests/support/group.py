@@ -529,7 +529,7 @@ def _left(worker: GroupWorker) -> str:
         f" {member._links.missing} pulls {home._pull and home._pull._under_way}, suspended {group.suspended_ids}"
         f", in flight {group.in_flight_count}, settled {group.settled}, not told {group.batches_in_flight.to_remove};"
         f" of {scheduler.block_count} blocks {scheduler.lent_block_count} lent, {scheduler.expected_block_count}"
-        f" expected, {scheduler.reserved_block_count} reserved, {len(scheduler.swap)} swapped; "
+        f" expected, {scheduler.reserved_block_count} reserved, {len(scheduler.swap.entries)} swapped; "
         f"leads {worker.member.leads}, blocks of {[(i >> 32, i & 0xFFFFFFFF) for i in ids]}, live"
         f" {worker.core.sequence_ids}, {worker.core.kept_count} kept, {list(worker.member.progress.values())[-1:]}"
     )

@@ -1,10 +1,10 @@
 """`ballast bench overload`: compares overload policies on the same arrivals, each run on a fresh cluster.
 
 1. *Plan.* For each workload lengths are shortened to a mean that suits the machine, and memory is sized in requests.
-  Workers with that memory report how much of it they can use, and two probes measure the machine's speed with few
-  requests and with a full cache. The arrival rate is then scaled (`tools.bench.upscale`) so that the forecast KV demand
-  is a given share of the cluster's KV capacity without dropping. KunServe's setup is below 60 % on average, so that
-  only bursts overflow.
+   Workers with that memory report how much of it they can use, and two probes measure the machine's speed with few
+   requests and with a full cache. The arrival rate is then scaled (`tools.bench.upscale`) so that the forecast KV
+   demand is a given share of the cluster's KV capacity without dropping. KunServe's setup is below 60 % on average, so
+   that only bursts overflow.
 2. *Runs.* For each repetition and each workload, every policy runs once, in an order that rotates.
    Each run has a fresh cluster, is warmed up with requests that do not count, and writes one result file.
 

@@ -1,10 +1,13 @@
-"""A child process with a log file: started tethered to this process, told to stop, killed when it does not listen.
+"""A child process with a log file: started tethered to this process, stopped by SIGTERM, or by SIGKILL after a timeout.
+
+Services are forked by a process that has imported their modules, other commands executed.
 
 Start it from a thread that lives as long as the child should (the main thread, as a rule): on Linux the child is
 killed when the thread that started it ends.
 """
 
 import asyncio
+import contextlib
 import itertools
 import os
 import shutil
@@ -16,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tools.local import tether
+from tools.local.forkserver import Forked, server_for
 
 _POLL_S = 0.02
 _KILLED_WITHIN_S = 10.0
@@ -45,7 +49,7 @@ class ChildProcess:
         self.log_path = log_path
         self._log_start = log_path.stat().st_size if log_path.exists() else 0
         with log_path.open("ab") as log:
-            self._popen = subprocess.Popen(
+            self._popen = self._forked(environ, cwd, log.fileno()) or subprocess.Popen(
                 [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -54,6 +58,16 @@ class ChildProcess:
                 cwd=cwd,
                 start_new_session=True,
             )
+
+    def _forked(self, environ: Mapping[str, str] | None, cwd: Path | None, log_fd: int) -> Forked | None:
+        """A service that the fork server can start; None: it has to be started anew."""
+        environ = os.environ if environ is None else environ
+        if cwd is not None or self.command[:2] != (sys.executable, "-m") or not self.command[2].startswith("services."):
+            return None
+        with contextlib.suppress(OSError):
+            server = server_for(environ)
+            return server and server.start(self.command[2:], environ, log_fd)
+        return None
 
     @property
     def pid(self) -> int:

@@ -14,11 +14,16 @@ _PR_SET_PDEATHSIG = 1
 _COMMAND_NOT_RUN = 127
 
 
-def main(parent_pid: int, command: list[str]) -> None:
+def tie(parent_pid: int) -> None:
+    """Tie this process to its parent. Exits if the parent is gone already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         sys.exit(f"parent {parent_pid} is gone")
+
+
+def main(parent_pid: int, command: list[str]) -> None:
+    tie(parent_pid)
     try:
         os.execvp(command[0], command)
     except OSError as error:

@@ -1,4 +1,4 @@
-"""Requests that are on no worker, in order of arrival."""
+"""Requests that are not on a worker, in order of arrival."""
 
 import bisect
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ def _key(tracked: Tracked) -> int:
 
 
 class ArrivalOrder:
-    """Replayed requests keep their place."""
+    """Requests in order of arrival. Replayed requests keep their position."""
 
     def __init__(self) -> None:
         self.token_count = 0
@@ -25,7 +25,7 @@ class ArrivalOrder:
         return iter(self._entries)
 
     def count_before(self, tracked: Tracked) -> int:
-        """Number of requests before this one's present or future place."""
+        """Number of requests before this one's current or future position."""
         return bisect.bisect_left(self._entries, _key(tracked), key=_key)
 
     def add(self, tracked: Tracked) -> None:
@@ -40,7 +40,7 @@ class ArrivalOrder:
         self.token_count -= tracked.token_count
 
     def check(self) -> None:
-        """Raise InvariantViolation unless it is ordered, and all of them are on no worker."""
+        """Raise InvariantViolation unless the requests are sorted and none is on a worker."""
         serials = [tracked.serial for tracked in self._entries]
         if serials != sorted(set(serials)):
             raise InvariantViolation(f"requests are out of order: {serials}")

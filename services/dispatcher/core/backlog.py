@@ -49,7 +49,7 @@ class Backlog:
         self._now_s = 0.0
         self._callers: Counter[str] = Counter()  # -> number of requests
         self._caller_tokens: Counter[str] = Counter()
-        self._count = 0
+        self.count = 0
         self.token_count = 0
         self.shares = False  # workers cache prompt prefixes
         self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> prefix marks of its prompt
@@ -57,7 +57,7 @@ class Backlog:
         self._repeated_count = 0  # marks beyond the first of each kind
 
     def __len__(self) -> int:
-        return self._count
+        return self.count
 
     def __iter__(self) -> Iterator[Tracked]:
         if self._lift_s == math.inf:
@@ -118,7 +118,7 @@ class Backlog:
         caller = tracked.request.caller
         if marks := self._marks.pop(tracked.serial, ()) if sign < 0 else tracked.marks if self.shares else ():
             self._count_marks(tracked, marks, sign)
-        self._count += sign
+        self.count += sign
         self.token_count += sign * tracked.token_count
         self._callers[caller] += sign
         self._caller_tokens[caller] += sign * tracked.token_count
@@ -167,10 +167,10 @@ class Backlog:
                     or tracked.moving
                 ):
                     raise InvariantViolation(f"{tracked.request.request_id} does not belong into the backlog")
-        counts = self._count, self.token_count, +self._callers
+        counts = self.count, self.token_count, +self._callers
         each = list(itertools.chain.from_iterable(self._classes))
         if counts != (len(each), sum(t.token_count for t in each), Counter(t.request.caller for t in each)):
-            raise InvariantViolation(f"backlog counts {self._count} requests and {self.token_count} tokens")
+            raise InvariantViolation(f"backlog counts {self.count} requests and {self.token_count} tokens")
         marks = Counter(itertools.chain.from_iterable(self._marks.values()))
         if marks != self._mark_counts or self._repeated_count != marks.total() - len(marks):
             raise InvariantViolation(f"backlog counts {self._repeated_count} repeated marks, of {marks}")

@@ -1,4 +1,4 @@
-"""Deadlines of requests: a heap whose dead entries are removed before they outnumber the live ones."""
+"""Deadlines of requests: a heap whose stale entries are removed before they outnumber the live ones."""
 
 import heapq
 import math
@@ -24,7 +24,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def next_s(self) -> float:
-        """Infinity if there is none. May be the deadline of an ended request."""
+        """Earliest deadline, possibly that of an ended request; infinity if there is none."""
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, at_s: float) -> list[RequestId]:

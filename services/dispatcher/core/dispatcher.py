@@ -95,12 +95,16 @@ class DispatcherCore:
     @property
     def waits(self) -> bool:
         """True if an online request is on no worker."""
-        return bool(len(self.backlog) or len(self.long))
+        return self.backlog.count > 0 or len(self.long) > 0
+
+    def has_news(self, at_s: float) -> bool:
+        """True if the traffic is worth publishing again."""
+        return self._traffic.has_news(at_s, self.backlog.count)
 
     def traffic(self, at_s: float) -> Traffic:
         """Recent arrivals, answer lengths, and the waiting requests."""
         long = self.long.demand(self.growth, at_s)
-        return self._traffic.read(at_s, len(self.backlog), self.backlog.distinct_token_count, long)
+        return self._traffic.read(at_s, self.backlog.count, self.backlog.distinct_token_count, long)
 
     @property
     def moving_count(self) -> int:

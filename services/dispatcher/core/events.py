@@ -21,7 +21,7 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A validated request. Its sampling is seeded, so that every attempt draws the same tokens.
+    """A validated request. Its sampling parameters have a seed, so that every attempt draws the same tokens.
 
     Prompts and answers are excluded from `repr`, as events are logged when an invariant breaks.
     """
@@ -32,13 +32,13 @@ class Request:
     priority: PriorityClass
     deadline_at_s: float
     omit_text: bool = False
-    caller: str = ""  # the sender: a token's name, or a connection's address
-    traceparent: str = ""  # W3C traceparent of its trace
-    output_token_ids: Sequence[int] = field(default=(), repr=False)  # that its client has from another dispatcher
-    text_chars: int = 0  # characters of their text that the client has
+    caller: str = ""  # name of the sender's token, or address of its connection
+    traceparent: str = ""  # W3C traceparent header
+    output_token_ids: Sequence[int] = field(default=(), repr=False)  # received from another dispatcher
+    text_chars: int = 0  # characters of their text received by the client
     cache_salt: bytes = b""  # workers share KV only among requests with the same salt
     targets: Targets = NO_TARGETS  # of the request; the default is the workers'
-    taken_over: bool = False  # it was served by another dispatcher
+    taken_over: bool = False  # another dispatcher served it before
 
     @property
     def caller_number(self) -> int:
@@ -52,12 +52,12 @@ class Ending:
     """A worker's last message about a handle."""
 
     handle: int
-    finish_reason: FinishReason | None  # None when refused or moved
+    finish_reason: FinishReason | None  # None if refused or moved
     matched_stop: str = field(default="", repr=False)
     error: str = ""
     refused: bool = False
     invalid: bool = False
-    moved_to: str = ""  # it goes on at this worker
+    moved_to: str = ""  # the worker that continues it
     cached_token_count: int = 0  # prompt tokens whose KV was cached at its first admission
 
 
@@ -72,7 +72,7 @@ class LayoutChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReachTold:
-    """The longest context that the cluster can hold, by the planner."""
+    """The longest context that the cluster can hold, as published by the planner."""
 
     at_s: float
     reach: Reach | None  # None: unknown
@@ -125,9 +125,9 @@ class StepReceived:
     endings: Sequence[Ending]
     load: LoadReport
     seen_handle: int
-    preempted: Sequence[int] = ()  # handles of admitted requests that wait there now, after these tokens
-    resumed: Sequence[int] = ()  # handles reported as preempted that have been admitted again
-    marks: Sequence[Mark] = ()  # of prompts whose KV is there, or was reused
+    preempted: Sequence[int] = ()  # handles of requests preempted after these tokens
+    resumed: Sequence[int] = ()  # handles of preempted requests that were admitted again
+    marks: Sequence[Mark] = ()  # of prompts whose KV is cached there, or was reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +139,7 @@ class DispatcherTick:
 
 @dataclass(frozen=True, slots=True)
 class DispatcherDrainRequested:
-    """Refuse new requests. `for_good`: the process is going to exit."""
+    """Refuse new requests. `for_good`: the process is about to exit."""
 
     at_s: float
     for_good: bool = False
@@ -198,7 +198,7 @@ class PlaceOnWorker:
     output_token_ids: Sequence[int]
     delivered_text_chars: int
     deadline_s: float  # remaining time
-    expects_handover: bool = False  # the worker has the request's KV, or is about to get it
+    expects_handover: bool = False  # the worker has the request's KV, or will receive it
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class AbortOnWorker:
 
 
 class Deliver(NamedTuple):
-    """New tokens for a client. A named tuple, as one is made for each token."""
+    """New tokens for a client. A named tuple, as one is created per token."""
 
     request_id: RequestId
     token_ids: Sequence[int]
@@ -241,7 +241,7 @@ class Facts:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token after the first; None: there was none."""
+        """Mean seconds per token after the first; None without any."""
         if self.ttft_s is None or self.completion_token_count < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.completion_token_count - 1)

@@ -1,7 +1,7 @@
 """Waiting requests of one class: a queue per caller, served fairly by tokens (pure).
 
-Deficit round robin with a quantum of one request: the next caller is the one served the fewest tokens while waiting. A
-returning caller starts level with the others, so credits do not accumulate.
+Deficit round robin with a quantum of one request: the next caller is the one that has received the fewest tokens while
+waiting. A returning caller starts level with the others, so credits do not accumulate.
 """
 
 import bisect
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.tracked import Tracked
 
-_MOST_REMEMBERED = 4096  # callers that wait for nothing now, and were served more than waiting ones
+_MOST_REMEMBERED = 4096  # callers without waiting requests that received more than those waiting
 _MOST_COUNTED = 256
 _LOWER = "\0"  # the class below, as a pseudo-caller
 
@@ -26,10 +26,10 @@ class FairQueue:
 
     def __init__(self, key: _Key) -> None:
         self._key = key
-        self._front: list[Tracked] = []  # by key
-        self._queues: dict[str, list[Tracked]] = {}  # caller -> its requests by key; never empty
-        self._turns: list[_Turn] = []  # of the callers in `_queues`, ascending
-        self._served: dict[str, float] = {}  # of these
+        self._front: list[Tracked] = []  # requests taken over, sorted by key
+        self._queues: dict[str, list[Tracked]] = {}  # caller -> its requests sorted by key; never empty
+        self._turns: list[_Turn] = []  # of the callers in `_queues`, sorted
+        self._served: dict[str, float] = {}  # caller in `_queues` -> tokens served
         self._remembered: OrderedDict[str, float] = OrderedDict()
         self._reached = 0.0  # tokens served of the caller served last
         self._lower_served = 0.0
@@ -42,8 +42,8 @@ class FairQueue:
         return self.in_turn(iter(()))
 
     def in_turn(self, lower: Iterator[Tracked]) -> Iterator[Tracked]:
-        """In the order in which they would be served. `lower`: lifted requests of the class below, which take turns as
-        one more caller.
+        """Requests in the order in which they will be served. `lower`: lifted requests of the class below, which take
+        turns like one more caller.
         """
         yield from self._front
         if len(self._turns) == 1:
@@ -71,7 +71,7 @@ class FairQueue:
             heapq.heappush(heap, (served + tracked.token_count, caller, at + 1))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Number of requests before this one's present or future place; a lower bound if there are many."""
+        """Number of requests before this one's current or future position; a lower bound if there are many."""
         if tracked.serial <= 0:
             return bisect.bisect_left(self._front, self._key(tracked), key=self._key)
         caller = tracked.request.caller
@@ -97,7 +97,7 @@ class FairQueue:
             return
         caller = tracked.request.caller
         begins = self._begins(caller)
-        if tracked.attempt:  # it has had its turn, and returns
+        if tracked.attempt:  # it has been served before, and returns
             begins -= tracked.token_count
         if caller not in self._queues:
             self._queues[caller] = []
@@ -127,7 +127,7 @@ class FairQueue:
             self._remember(caller, self._begins(caller) + token_count)
 
     def serve_lower(self, token_count: int) -> None:
-        """Charge a lifted request to the class below."""
+        """Charge a lifted request's tokens to the class below."""
         self._lower_served += token_count
 
     def _begins(self, caller: str) -> float:

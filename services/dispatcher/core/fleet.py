@@ -1,4 +1,4 @@
-"""State of the workers: group leaders, connections, and placements.
+"""State of the workers: group leaders, connections, and placed requests.
 
 Only leaders get requests. A former leader keeps its stream until its requests have moved or ended.
 """
@@ -16,7 +16,7 @@ from services.dispatcher.core.events import StepReceived
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for, claims
 
-# Per worker: handles given up whose logprobs may still arrive.
+# Limit per worker: removed handles whose logprobs may still arrive.
 _MAX_DEPARTED = 1024
 
 
@@ -34,17 +34,17 @@ class Worker:
     load: LoadReport | None = None
     max_waiting_count: int = 0
     placed: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # handle -> request
-    unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> blocks it needs
+    unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its blocks; not reported yet
     unseen_block_count: int = 0
-    unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # likewise -> uncomputed tokens
-    preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle -> waiting again since, ascending
+    unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> uncomputed tokens
+    preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle, ascending -> time of its preemption
     long_handles: set[int] = field(default_factory=set[int])  # handles of requests that no single instance holds
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
     placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> its online requests there
-    hold_until_s: float = 0.0  # after a refusal no request is sent until then
-    # Shared with the fleet: workers changed since the last ranking update. Changing a field requires a call of `touch`.
+    hold_until_s: float = 0.0  # no request is sent before that time, after a refusal
+    # Shared with the fleet: workers changed since the last update of the ranking. Call `touch` after changing a field.
     changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
-    departed: dict[int, None] = field(default_factory=dict[int, None])  # handles that wanted logprobs, oldest first
+    departed: dict[int, None] = field(default_factory=dict[int, None])  # removed handles with logprobs, oldest first
 
     @property
     def usable(self) -> bool:
@@ -67,7 +67,7 @@ class Worker:
         self.changed[self.key] = None
 
     def view(self) -> WorkerView:
-        """For connected workers only."""
+        """The worker for routing. For connected workers only."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{self.key} has no load report")
@@ -93,7 +93,7 @@ class Worker:
         )
 
     def gives_way_to(self, tracked: Tracked, at_s: float) -> bool:
-        """True if a caller with many requests there is estimated to yield memory to it."""
+        """True if it is expected to preempt a caller with many requests for this one."""
         load, caller = self.load, tracked.request.caller
         if not caller or load is None or not self.usable or self.hold_until_s > at_s:
             return False
@@ -103,7 +103,7 @@ class Worker:
         return claims(self.view(), need, self.placed_by[caller], load.busiest_caller_count)
 
     def place(self, tracked: Tracked, handle: int, hit_tokens: int = 0) -> None:
-        """`hit_tokens`: of its prompt, cached there."""
+        """Place a request. `hit_tokens`: prompt tokens cached there."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{tracked.request.request_id} placed on {self.key}, which is not connected")
@@ -138,7 +138,7 @@ class Worker:
                 del self.departed[next(iter(self.departed))]
 
     def cut_off(self) -> list[Tracked]:
-        """Its stream has ended. Returns its requests."""
+        """Handle the end of its stream. Returns its requests."""
         self.connected = False
         self.touch()
         lost = list(self.placed.values())
@@ -148,7 +148,9 @@ class Worker:
         return lost
 
     def hear_who_waits(self, step: StepReceived) -> int:
-        """Update waiting requests from a report; a request with a token runs. Returns the number of unknown handles."""
+        """Update waiting requests from a report; a request with a token is running. Returns the number of unknown
+        handles.
+        """
         preempted, stale_count = self.preempted, 0
         if preempted:
             for handle in step.handles:
@@ -204,22 +206,22 @@ class Fleet:
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
-        self.model: ModelInfo | None = None  # of the last worker connected; equal on all
+        self.model: ModelInfo | None = None  # of the last worker that connected; the same on all
         self.lives: dict[WorkerId, Incarnation] = {}  # incarnations of all members of the layout
-        self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; may contain removed ones
+        self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; may contain removed workers
         self.most_tokens = 0  # largest capacity of any worker so far
         self._workers: dict[WorkerKey, Worker] = {}
         self._former: set[WorkerKey] = set()  # no longer leaders
 
     def __iter__(self) -> Iterator[Worker]:
-        """By id."""
+        """Workers sorted by id."""
         return iter(sorted(self._workers.values(), key=_key_of))
 
     def get(self, key: WorkerKey) -> Worker | None:
         return self._workers.get(key)
 
     def member(self, worker_id: WorkerId) -> Worker | None:
-        """The worker of this name, if there is or should be a stream to it."""
+        """The worker of this name, if it has a stream or should have one."""
         incarnation = self.lives.get(worker_id)
         return None if incarnation is None else self._workers.get(WorkerKey(worker_id, incarnation))
 
@@ -235,7 +237,7 @@ class Fleet:
 
     @property
     def usable(self) -> list[Worker]:
-        """Usable workers by id."""
+        """Usable workers sorted by id."""
         return [worker for worker in self if worker.usable]
 
     @property
@@ -243,7 +245,7 @@ class Fleet:
         return any(worker.usable for worker in self._workers.values())
 
     def fits_nobody(self, token_count: int) -> bool:
-        """True if a request of so many tokens is larger than every usable worker."""
+        """True if a request of this many tokens exceeds every usable worker."""
         for worker in self._workers.values():
             load = worker.load
             if worker.usable and (load is None or blocks_for(token_count, load.block_tokens) <= load.block_count):
@@ -251,7 +253,7 @@ class Fleet:
         return True
 
     def remember(self, load: LoadReport) -> None:
-        """Record the capacity: requests of that size were valid."""
+        """Record the largest capacity: requests of that size were accepted rightly."""
         self.most_tokens = max(self.most_tokens, load.block_count * load.block_tokens)
 
     @property
@@ -259,7 +261,7 @@ class Fleet:
         return sum([len(worker.placed) for worker in list(self._workers.values())])
 
     def adopt(self, layout: Layout) -> tuple[list[Worker], list[Worker]]:
-        """Adopt a layout; returns new leaders and removed workers, by id."""
+        """Adopt a layout. Returns new leaders and removed workers, sorted by id."""
         self.layout = layout
         members = {WorkerKey(m.worker_id, m.incarnation): (group, m) for group in layout.groups for m in group.members}
         self.lives = {key.worker_id: key.incarnation for key in members}

@@ -1,9 +1,9 @@
 """Expected remaining tokens of an answer, learnt from past answers.
 
-Tokens of all answers divided by the number of ended ones: running answers count with their tokens, otherwise short ones
-would dominate at first. For memoryless lengths that is the expected remainder at any time, so it is used for new and
-running answers alike. Classes are kept apart; a dispatcher serves one model. Both sums start with a few pseudo-answers
-of the configured length, and decay.
+The tokens of all answers divided by the number of ended ones: tokens of running answers count too, otherwise short
+answers would dominate at first. For memoryless lengths this is the expected remainder at any time, so it is used for
+new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start with a few
+pseudo-answers of the configured length, and decay.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.tracked import Tracked
 
 _PRIOR_COUNT = 4.0  # pseudo-answers of the configured length
-_MEMORY_COUNT = 1_000.0  # ended answers after which older ones weigh a third
+_MEMORY_COUNT = 1_000.0  # ended answers after which older ones have a third of their weight
 _INTERVAL_S = 1.0  # between two scans of running answers
 
 
@@ -39,7 +39,7 @@ class Growth:
         return round(one.tokens / one.ended_count)
 
     def leave(self, tracked: Tracked, *, ended: bool) -> None:
-        """The request is removed. `ended`: its answer is complete."""
+        """Remove a request. `ended`: its answer is complete."""
         one = self._classes[tracked.request.priority]
         one.gone_tokens += len(tracked.output_token_ids)
         one.new_count += ended
@@ -48,7 +48,7 @@ class Growth:
         return at_s >= self._looked_at_s + _INTERVAL_S
 
     def look(self, live: Iterable[Tracked], at_s: float) -> None:
-        """`live`: all requests not removed."""
+        """Scan running answers. `live`: all requests not removed."""
         self._looked_at_s = at_s
         totals = self._totals(live)
         for priority, one in self._classes.items():
@@ -65,7 +65,7 @@ class Growth:
         return totals
 
     def check(self, live: Iterable[Tracked]) -> None:
-        """Raise InvariantViolation if more tokens are counted than exist."""
+        """Raise InvariantViolation if more tokens are counted than were generated."""
         totals = self._totals(live)
         for priority, one in self._classes.items():
             if one.known_tokens > totals[priority] or one.tokens < 0.0 or one.ended_count <= 0.0:

@@ -7,8 +7,8 @@ from services.dispatcher.core.backlog import Backlog, DrainRate
 from services.dispatcher.core.long_requests import LongRequests
 from services.dispatcher.core.tracked import Tracked
 
-_TAKEN_OVER_FACTOR = 2  # with requests taken over from other dispatchers, so many times the bound
-MOST_SHARED = 2  # with callers within their fair share, so many times the bound
+_TAKEN_OVER_FACTOR = 2  # factor on the limits while requests taken over from other dispatchers are included
+MOST_SHARED = 2  # factor on the limits while callers are within their fair share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,7 +23,7 @@ class Limits:
 
 
 def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limits: Limits) -> Overloaded | None:
-    """Why a long request cannot wait: the backlog's bounds hold for both queues together."""
+    """Why a long request cannot be queued: the backlog's limits apply to both queues together."""
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     if len(backlog) + len(long) > limits.max_queued_request_count * factor:
         why = f"{len(backlog) + len(long) - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
@@ -40,8 +40,8 @@ def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limit
 def too_full(
     newcomer: Tracked, backlog: Backlog, limits: Limits, drain_rate: DrainRate, at_s: float
 ) -> Overloaded | None:
-    """Why a request in the backlog exceeds the bounds. With several callers each may fill its fair share, whatever
-    others have queued: the backlog then holds at most twice the bound.
+    """Why accepting the request would exceed the backlog's limits. With several callers each may fill its fair share
+    regardless of the others: the backlog then holds at most twice the limit.
     """
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     request_count, token_count = len(backlog), backlog.token_count

@@ -1,8 +1,8 @@
-"""Online requests that no single instance holds: they wait, in order, for a group that does.
+"""Online requests that exceed every single instance: they wait, in order, for a group that can hold them.
 
-The planner publishes the longest context that a group could hold (`Reach`), and forms that group when such requests
-wait. They have a queue of their own, so that their need is no demand of the others, and no worker is searched for them
-in vain.
+The planner publishes the longest context that a group could hold (`Reach`), and forms such a group when requests wait
+for it. They have their own queue, so that they do not count as demand of ordinary requests, and no worker is searched
+for them in vain.
 """
 
 import math
@@ -30,12 +30,12 @@ class LongRequests(ArrivalOrder):
         self._wait_s = wait_s
 
     def takes(self, tracked: Tracked) -> bool:
-        """True if it belongs in this queue."""
+        """True if the request belongs in this queue."""
         too_long = self.reach is not None and tracked.token_count + 1 > self.reach.alone_tokens
         return not tracked.offline and (tracked.long or too_long)
 
     def refusal(self, token_count: int) -> InvalidRequest | None:
-        """Why a prompt of so many tokens is refused."""
+        """Why a prompt of that many tokens is refused."""
         if self.reach is None or token_count < self.reach.group_tokens:
             return None
         size = self.reach.group_size
@@ -45,7 +45,7 @@ class LongRequests(ArrivalOrder):
         return InvalidRequest("prompt", why)
 
     def overdue(self, at_s: float) -> Iterator[tuple[Tracked, BallastError]]:
-        """Requests whose wait has ended, and the reasons."""
+        """Requests that have waited too long, and the reasons."""
         for tracked in self._entries:
             since_s, tokens = tracked.groupless_since_s, tracked.token_count
             if since_s is None or at_s < since_s + self._patience_s(tokens):
@@ -65,7 +65,7 @@ class LongRequests(ArrivalOrder):
         return self._wait_s if self.refusal(token_count) is None else min(_SHRUNK_S, self._wait_s)
 
     def demand(self, growth: Growth, at_s: float) -> LongDemand:
-        """Total demand of waiting requests, and that of the largest."""
+        """Total demand of waiting requests, and the demand of the largest."""
         if not self._entries:
             return LongDemand()
         largest = max(self._entries, key=lambda tracked: tracked.token_count)
@@ -81,7 +81,7 @@ class LongRequests(ArrivalOrder):
 
 
 def has_room(worker: Worker, tracked: Tracked) -> bool:
-    """True if the group may have this long request beside those it has."""
+    """True if the group can hold this long request beside those it has."""
     load = worker.load
     others = [worker.placed[handle].token_count for handle in worker.long_handles]
     if load is None or not others:

@@ -1,7 +1,7 @@
-"""Requests handed over from one worker to another, waiting for the stream to it.
+"""Requests handed over to another worker whose stream is not open yet.
 
-The layout that makes the other worker a leader, and the stream to it, may come a little after the handover. That wait
-is bounded: afterwards the request continues from the backlog, as after the loss of a worker.
+The layout that makes the other worker a leader, and the stream to it, may arrive shortly after the handover. The wait
+is limited: afterwards the request continues from the backlog, as after the loss of a worker.
 """
 
 from collections.abc import Callable
@@ -17,12 +17,12 @@ from services.dispatcher.core.tracked import Tracked
 class _Waiting:
     tracked: Tracked
     worker_id: WorkerId
-    incarnation: Incarnation | None  # of the new worker; None: no layout has named it yet
+    incarnation: Incarnation | None  # of the new worker; None: no layout has contained it yet
     until_s: float
 
 
 class Moves:
-    """In order of arrival; all wait equally long."""
+    """Waiting requests in order of arrival; all have the same timeout."""
 
     def __init__(self, wait_s: float, fleet: Fleet) -> None:
         self._wait_s = wait_s
@@ -37,11 +37,11 @@ class Moves:
         return [waiting.tracked for waiting in self._waiting.values()]
 
     def next_s(self) -> float:
-        """When the first timeout expires; infinity if there is none."""
+        """Time of the first timeout; infinity without requests."""
         return next((waiting.until_s for waiting in self._waiting.values()), float("inf"))
 
     def add(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> None:
-        """`tracked` is on no worker and not in the backlog."""
+        """Add a request that is neither on a worker nor in the backlog."""
         tracked.moving = True
         incarnation = self._fleet.lives.get(worker_id)
         self._waiting[tracked.request.request_id] = _Waiting(tracked, worker_id, incarnation, at_s + self._wait_s)
@@ -51,14 +51,14 @@ class Moves:
         tracked.moving = False
 
     def take_arrivals(self, worker_id: WorkerId) -> list[Tracked]:
-        """The stream to that incarnation of `worker_id` is open: returns its requests."""
+        """The stream to that incarnation of `worker_id` is open. Returns its requests."""
         return self._take(lambda w: w.worker_id == worker_id)
 
     def take_overdue(self, at_s: float) -> list[Tracked]:
         return self._take(lambda w: w.until_s <= at_s)
 
     def take_stranded(self) -> list[Tracked]:
-        """After a change of the layout: requests whose worker was lost or restarted."""
+        """Returns the requests whose worker was lost or restarted, after a change of the layout."""
         for waiting in self._waiting.values():
             if waiting.incarnation is None:
                 waiting.incarnation = self._fleet.lives.get(waiting.worker_id)

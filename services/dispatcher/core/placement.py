@@ -30,7 +30,8 @@ from services.dispatcher.policy.freeness import (
 from services.dispatcher.policy.ranking import Ranking
 
 _BATCH_COUNT = 16
-# Subtracted from the deadline given to a worker, so that its ending arrives before the dispatcher's own timeout.
+# Subtracted from the deadline passed to a worker, so that the worker's ending arrives before the dispatcher's own
+# timeout.
 _DEADLINE_MARGIN_S = 0.005
 
 
@@ -38,17 +39,17 @@ _DEADLINE_MARGIN_S = 0.005
 class PlacementRules:
     order: Order = Order.FIRST_COME
     large_patience_s: float = 2.0  # how long a large request lets others overtake it
-    refused_hold_s: float = 0.05  # how long no request is sent to a worker after a refusal
+    refused_hold_s: float = 0.05  # pause in sending to a worker after a refusal
     scan_count: int = 64  # requests examined when the first ones do not fit
     lift_s: float = 10.0  # requests that have waited for longer take turns with the class above
-    prefix_marks: int = 1 << 17  # maximum number of known prefix marks of all workers; evicted by LRU
+    prefix_marks: int = 1 << 17  # maximum number of prefix marks known of all workers; LRU
     recall_after_s: float = 0.1  # wait on a worker before a recall to another with room; inf: never
 
 
 @dataclass(frozen=True, slots=True)
 class PlacementOutcome:
     placed: Sequence[PlaceOnWorker]
-    hopeless: Sequence[Tracked]  # larger than any worker; still in the backlog
+    hopeless: Sequence[Tracked]  # exceed every worker; still in the backlog
 
 
 class Placement:
@@ -65,7 +66,7 @@ class Placement:
         growth: Growth,
     ) -> None:
         self.drain_rate = DrainRate()
-        self.retry_at_s = math.inf  # when a hold or a request's patience ends
+        self.retry_at_s = math.inf  # end of a worker's pause or of a request's patience
         self.rules = rules
         self._routing = routing
         self._growth = growth
@@ -75,7 +76,7 @@ class Placement:
         self._fleet = fleet
         self._ranking = Ranking(routing)
         self.prefixes = PrefixMap(rules.prefix_marks)
-        self._held: dict[WorkerKey, None] = {}  # workers that have refused a request recently
+        self._held: dict[WorkerKey, None] = {}  # workers that recently refused a request
         self._next_handle = 1
 
     def run(self, at_s: float) -> PlacementOutcome:
@@ -107,7 +108,7 @@ class Placement:
         return PlacementOutcome([*placed, *self._claim(at_s)], hopeless)
 
     def _claim(self, at_s: float) -> list[PlaceOnWorker]:
-        """Place requests of light callers on full workers, which preempt a heavy caller for them."""
+        """Send requests of light callers to full workers, which preempt a heavy caller for them."""
         placed, refused = list[PlaceOnWorker](), set[str]()
         for tracked in self._backlog.slice(0, _BATCH_COUNT, at_s):
             caller = tracked.request.caller
@@ -122,8 +123,8 @@ class Placement:
         return placed
 
     def _run_long(self, at_s: float) -> list[PlaceOnWorker]:
-        """Each goes to the fitting group with most room. One that has to wait for its group is not overtaken by other
-        long ones.
+        """Place long requests, each in the fitting group with most room. If one has to wait for its group, later long
+        ones wait too.
         """
         placed, waited_for = list[PlaceOnWorker](), set[WorkerKey]()
         usable = [worker for worker in self._fleet.usable if worker.hold_until_s <= at_s]
@@ -145,7 +146,7 @@ class Placement:
         return placed
 
     def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
-        """True if it runs there at once, or has been overtaken for long enough."""
+        """True if it would run there at once, or has let others overtake it for long enough."""
         view = worker.view()
         if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
             return True
@@ -158,7 +159,7 @@ class Placement:
         return may_queue(view, self._routing)
 
     def pull(self, at_s: float) -> PlacementOutcome:
-        """Place offline requests on workers that want some."""
+        """Place offline requests on workers that pull."""
         feed, placed = self._feed, list[PlaceOnWorker]()
         while (found := feed.next(self._fleet, at_s)) is not None:
             tracked, worker = found
@@ -168,14 +169,14 @@ class Placement:
         return PlacementOutcome(placed, feed.hopeless(self._fleet) if len(feed) else ())
 
     def move(self, tracked: Tracked, worker: Worker, at_s: float) -> PlaceOnWorker:
-        """Follow a request to the worker that has taken it over, whether there is room or not.
+        """Assign a request to the worker that has taken it over, regardless of room.
 
         It is neither in the backlog nor on a worker.
         """
         return self._send(tracked, worker, at_s, expects_handover=True)
 
     def recall(self, worker: Worker, at_s: float) -> AbortOnWorker | None:
-        """Recall a request that waits there and would run elsewhere at once."""
+        """Recall a request that waits on a worker and would run elsewhere at once."""
         tracked = candidate(worker, at_s, self.rules.recall_after_s)
         if tracked is None:
             return None
@@ -188,7 +189,9 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
-        """For each shape the worker that would run a new request at once, and those with a part of its prefix."""
+        """For each shape the worker that would run a new request at once, and the workers with a part of its prefix
+        cached.
+        """
         self._look_around(at_s)
         growth_tokens = min(request.sampling.max_tokens, self._growth.tokens(request.priority))
         found = self._ranking.contenders(Need(tokens=len(request.prompt_token_ids) + 1, growth_tokens=growth_tokens))
@@ -198,12 +201,12 @@ class Placement:
         return found
 
     def hold(self, worker: Worker, at_s: float) -> None:
-        """The worker has refused a request."""
+        """Pause sending to a worker that has refused a request."""
         worker.hold_until_s = at_s + self.rules.refused_hold_s
         worker.touch()
 
     def _look_around(self, at_s: float) -> None:
-        """Update the ranking with changed workers, and with those whose hold has ended."""
+        """Update the ranking with changed workers and those whose pause has ended."""
         fleet, ranking = self._fleet, self._ranking
         keys = [*fleet.changed, *self._held]
         fleet.changed.clear()
@@ -221,7 +224,7 @@ class Placement:
 
     def _choose(self, tracked: Tracked, at_s: float) -> WorkerKey | None:
         since_s = tracked.blocked_since_s
-        # Computed like the timer below: rounding could make it due forever.
+        # Computed exactly like the timer below: otherwise rounding could make it due forever.
         patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
         found = self._ranking.choose(self._need(tracked), self._hits(tracked), may_queue_large=patience_ended)
         if found is None and not patience_ended:
@@ -272,7 +275,7 @@ class Placement:
         )
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the ranking has every worker's present state, except pending changes."""
+        """Raise InvariantViolation unless the ranking has every worker's current state, except for pending changes."""
         unseen = {*self._fleet.changed, *self._held}
         for worker in self._fleet:
             if worker.key in unseen:

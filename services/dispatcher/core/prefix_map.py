@@ -1,7 +1,7 @@
-"""Which workers have the KV of which prompt prefixes, by their reports and the requests sent to them.
+"""Which workers have cached the KV of which prompt prefixes, according to their reports and the requests sent to them.
 
-Evictions are not reported: a worker evicts by LRU and reports since when it has kept everything
-(`LoadReport.prefixes_kept_s`). Prefixes used before that are ignored.
+Evictions are not reported: a worker evicts by LRU and reports the time since which it has kept everything
+(`LoadReport.prefixes_kept_s`). Prefixes last used before that are ignored.
 """
 
 from collections import OrderedDict
@@ -17,23 +17,23 @@ _MOST_FOUND = 8  # workers considered beside the freest
 
 class PrefixMap:
     def __init__(self, most_marks: int) -> None:
-        """`most_marks`: maximum number of known marks; evicted by LRU."""
+        """`most_marks`: maximum number of known marks; LRU."""
         self._most_marks = most_marks
-        self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # last use by worker, latest last
-        self._kept_since_s: dict[WorkerKey, float] = {}  # of workers that are connected
+        self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # mark -> last use by worker, latest last
+        self._kept_since_s: dict[WorkerKey, float] = {}  # of connected workers
 
     def __len__(self) -> int:
         return len(self._used)
 
     def report(self, worker: WorkerKey, kept_since_s: float) -> None:
-        """Everything used there since that instant is still there."""
+        """Record that everything used on the worker since that time is still cached there."""
         self._kept_since_s[worker] = kept_since_s
 
     def forget(self, worker: WorkerKey) -> None:
         self._kept_since_s.pop(worker, None)
 
     def note(self, worker: WorkerKey, marks: Sequence[Mark], at_s: float) -> None:
-        """Record prefixes that are computed or reused there."""
+        """Record prefixes computed or reused on the worker."""
         for mark in marks if self._most_marks else ():
             used = self._used.get(mark)
             if used is None:
@@ -46,8 +46,8 @@ class PrefixMap:
             used[worker] = at_s
 
     def hits(self, marks: Sequence[Mark]) -> Hits:
-        """Cached tokens of such a prompt on the few workers with the most. A worker with the end of a prefix has all of
-        it, as ends are evicted first.
+        """Cached tokens of a prompt on the few workers with the most. A worker with the end of a prefix has all of it,
+        as ends are evicted first.
         """
         found: dict[WorkerKey, int] = {}
         kept_since_s = self._kept_since_s

@@ -1,8 +1,8 @@
 """Which request to recall from a full worker's queue while another worker has room.
 
-A placement may become wrong: a drop gives a group several times the memory, while requests wait on another worker. So
-with each report of a worker one of its waiting requests may be recalled. The worker has to return it: until then it is
-the worker's, and its messages count as usual.
+A placement may turn out wrong: a drop gives a group several times the memory, while requests wait on another worker. So
+with each report of a worker one of its waiting requests may be recalled. Until the worker has returned it, the request
+stays the worker's, and its messages are handled as usual.
 """
 
 from itertools import islice
@@ -10,16 +10,17 @@ from itertools import islice
 from services.dispatcher.core.fleet import Worker
 from services.dispatcher.core.tracked import Tracked
 
-_MOST_PATIENCE = 8.0  # times that of the first recall
+_MOST_PATIENCE = 8.0  # factor on the patience of the first recall
 
 
 def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """The newest request that has been waiting there for longer than `after_s`; otherwise the one waiting longest since
-    its preemption, which is recomputed elsewhere: a second or two, where it might wait for a minute.
+    """The newest request that has waited there for longer than `after_s`; otherwise the one preempted longest ago, as
+    recomputing it elsewhere takes a second or two, while it might wait for a minute.
 
-    Each recall doubles the patience, up to a bound: a request must not bounce with every report, nor wait forever.
+    Each recall doubles the patience, up to a limit, so that a request neither bounces with every report nor waits
+    forever.
 
-    Requests with stop strings are excluded: the text held back by the worker is sent with the ending only.
+    Requests with stop strings are excluded: text held back by the worker is only sent with the ending.
     """
     if worker.load is None or not worker.usable:
         return None
@@ -27,8 +28,8 @@ def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
 
 
 def _newest(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """Workers admit by arrival, so the newest requests without a token are waiting, as many as are not known to be
-    preempted.
+    """Workers admit in order of arrival, so the waiting requests are the newest ones without a token; their number is
+    that of the waiting requests not known to be preempted.
     """
     assert worker.load is not None
     new_count = max(0, worker.load.waiting_count - len(worker.preempted)) + len(worker.unseen)

@@ -42,14 +42,15 @@ class Relay:
         token_end = logprob_end = later_count = offline_count = 0
         texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
         at_s, placed, counts, took_s = event.at_s, worker.placed, event.token_counts, 0.0
+        last_gap_s, bucket = -1.0, 0
         for index, handle in enumerate(event.handles):
             token_begin, token_end = token_end, token_end + counts[index]
-            tracked = placed.get(handle)
-            if tracked is None:
+            if handle not in placed:
                 self.stale_count += 1
                 if handle in worker.departed:
                     logprob_end += token_end - token_begin
                 continue
+            tracked = placed[handle]
             new_ids = token_ids[token_begin:token_end]
             text = ""
             if texts:
@@ -69,7 +70,9 @@ class Relay:
                     took_s += gap_s
                     later_count += len(new_ids) - is_first
                     if not is_first:
-                        self.gap_counts[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
+                        if gap_s != last_gap_s:  # sequences of a batch mostly have the same
+                            last_gap_s, bucket = gap_s, bisect_left(GAP_BOUNDS_S, gap_s)
+                        self.gap_counts[bucket] += 1
                 if gap_s > tracked.longest_gap_s:
                     tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
                 tracked.last_token_at_s = at_s
@@ -85,13 +88,14 @@ class Relay:
 
     def _give_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         """The fast path for most messages: one token for each handle and nothing else."""
-        at_s, find, add = event.at_s, worker.placed.get, commands.append
+        at_s, placed, add = event.at_s, worker.placed, commands.append
         took_s, later_count, offline_count, gap_counts = 0.0, 0, 0, self.gap_counts
+        last_gap_s, bucket = -1.0, 0
         for handle, token_id in zip(event.handles, event.token_ids, strict=True):
-            tracked = find(handle)
-            if tracked is None:
+            if handle not in placed:
                 self.stale_count += 1
                 continue
+            tracked = placed[handle]
             is_first = tracked.awaits_token and self._take_first_token(tracked, at_s)
             gap_s = at_s - tracked.last_token_at_s
             if tracked.offline:
@@ -99,7 +103,9 @@ class Relay:
             elif not is_first:
                 took_s += gap_s
                 later_count += 1
-                gap_counts[bisect_left(GAP_BOUNDS_S, gap_s)] += 1
+                if gap_s != last_gap_s:
+                    last_gap_s, bucket = gap_s, bisect_left(GAP_BOUNDS_S, gap_s)
+                gap_counts[bucket] += 1
             if gap_s > tracked.longest_gap_s:
                 tracked.longest_gap_s, tracked.longest_gap_token = gap_s, len(tracked.output_token_ids)
             tracked.last_token_at_s = at_s

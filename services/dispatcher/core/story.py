@@ -1,4 +1,4 @@
-"""The history of a request, for the access log and `ballast why`. Bounded per request."""
+"""The history of a request, for the access log and `ballast why`. Limited per request."""
 
 import enum
 from collections import deque
@@ -11,7 +11,7 @@ _RECENT_COUNT: Final = 4096
 
 class What(enum.StrEnum):
     WAITING = "waiting"  # no worker had room at its arrival
-    PLACED = "placed"  # on a worker
+    PLACED = "placed"  # placed on a worker
     MOVED = "moved"  # handed over from worker to worker
     MOVING = "moving"  # handed over to a worker whose stream is not open yet
     STRANDED = "stranded"  # that worker could not be reached: back to the backlog

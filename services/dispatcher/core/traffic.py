@@ -1,5 +1,6 @@
 """Statistics of arrivals and answer lengths, for the planner's predictions."""
 
+import math
 from collections import Counter, deque
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
@@ -22,6 +23,7 @@ from ballast.common.traffic import (
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
+_INTERVAL_S = 0.25  # between two reads if only tokens come: within the monitor's lease of an entry
 
 
 _NONE = LongDemand()
@@ -73,6 +75,9 @@ class TrafficCounter:
         self._later_count = 0
         self._later_s = 0.0
         self._open_tokens = 0
+        self._change_count = 0  # of requests that came, began, became long or ended
+        self._read = (0, 0)  # that count, and requests queued, when it was last read
+        self._read_at_s = -math.inf
         self._bins = deque[_TimeBin]()
         self._since_s: float | None = None  # first request ever
         self._closed = _TrafficSums(-1, -1, [])  # all bins except the last, the only one that changes
@@ -80,6 +85,7 @@ class TrafficCounter:
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
         """`made_count`: tokens that its answer has already; with none it waits for the first."""
+        self._change_count += 1
         if not made_count:
             self._waiting[request_id] = at_s
         self._open_tokens += made_count
@@ -96,6 +102,7 @@ class TrafficCounter:
 
     def set_aside(self, request_id: RequestId) -> None:
         """A counted request has become long."""
+        self._change_count += 1
         self._waiting.pop(request_id, None)
 
     def ended(self, at_s: float, token_count: int) -> None:
@@ -106,12 +113,14 @@ class TrafficCounter:
 
     def began(self, request_id: RequestId, at_s: float) -> None:
         """A request has its first token."""
+        self._change_count += 1
         if (since_s := self._waiting.pop(request_id, None)) is not None:
             self._first_counts[wait_index(at_s - since_s)] += 1
         self._open_tokens += 1
 
     def left(self, request_id: RequestId, made_count: int) -> None:
         """A request has ended, with a number of tokens or none."""
+        self._change_count += 1
         self._waiting.pop(request_id, None)
         self._open_tokens -= made_count
 
@@ -129,8 +138,13 @@ class TrafficCounter:
                 self._bins.popleft()
         return self._bins[-1]
 
+    def has_news(self, at_s: float, queued_count: int) -> bool:
+        """True if a request has come, begun, gone or left the queue since the last read, or that is long ago."""
+        return self._read != (self._change_count, queued_count) or at_s - self._read_at_s >= _INTERVAL_S
+
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
         """What has been counted until now; the rest of the record is what waits here."""
+        self._read, self._read_at_s = (self._change_count, queued_count), at_s
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
         sums = self._sums(int(at_s // _BIN_S), int(max(MINUTE_S, known_s) / RECENT_S))
         return Traffic(

@@ -1,20 +1,20 @@
 """Load balancing: Llumnix-style freeness over the workers' reports and this dispatcher's newer placements.
 
-Virtual usage of a worker: the blocks of its running requests, the needs of its waiting ones (head of line included),
-the requests placed since its last report, and the blocks that its admission reserves while anything runs. A request
-goes to the freest worker on which it runs at once, otherwise into one of the few places of a worker's queue, otherwise
-it stays in the backlog, where it can still go anywhere.
+Virtual usage of a worker: the blocks of its running requests, those needed by its waiting ones (head of line included)
+and by the requests placed since its last report, and the blocks that its admission reserves while anything runs. A
+request is sent to the freest worker on which it runs at once; otherwise into one of the few places of a worker's queue;
+otherwise it stays in the backlog, from where it can still go to any worker.
 
 After a drop there are workers of different shapes. A merged group has several times the memory and would be the freest
 until it has all the load, although its tokens take longer. So among the freest of each shape, freeness counts only up
 to a request's expected growth; beyond that the fewest requests per instance decide. If no worker has room for all the
 growth, the request goes where it runs now.
 
-Batches take long where a prompt is computed that no single instance holds: other requests avoid that worker, if another
-one runs them at once.
+Batches are slow while a worker computes a prompt that exceeds every single instance: other requests avoid that worker
+if another one runs them at once.
 
-Workers with a part of the prompt cached are compared with the freest: the request goes where the fewest tokens, those
-of earlier prompts included, are computed before its first one.
+Workers with a part of the prompt cached are compared with the freest: the request is sent where the fewest tokens,
+including those of earlier prompts, must be computed before its first token.
 
 A caller with few requests is not blocked by one with many: if all workers are full, its request goes to a worker that
 will preempt for it (`claims`).
@@ -53,7 +53,7 @@ NO_HITS: Hits = {}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerView:
-    """A worker, for routing."""
+    """A worker as seen by routing."""
 
     worker: WorkerKey
     block_tokens: int
@@ -68,20 +68,20 @@ class WorkerView:
     max_waiting_count: int
     draining: bool
     instance_count: int = 1  # of its group
-    kept_block_count: int = 0  # that a new request does not get while another one runs
+    kept_block_count: int = 0  # not available to a new request while another one runs
     prompt_token_count: int = 0  # uncomputed prompt tokens there
-    max_prompt_token_count: int = 0  # beyond which a new request waits; 0: no limit
+    max_prompt_token_count: int = 0  # limit of the above, beyond which a new request waits; 0: no limit
     uncomputed_token_count: int = 0  # uncomputed prompt tokens, without the cap for long prompts
-    has_long_prompt: bool = False  # a prompt that no single instance holds is being computed: batches are long
+    has_long_prompt: bool = False  # it computes a prompt that exceeds every single instance: batches are slow
 
     @property
     def shape(self) -> "WorkerShape":
-        """Workers of one shape differ only in free blocks and freeness."""
+        """Workers of the same shape differ only in free blocks and freeness."""
         return WorkerShape(self.block_count, self.block_tokens, self.has_long_prompt)
 
     @property
     def free_block_count(self) -> int:
-        """Blocks for a new request: total minus virtual usage; negative if more waits than fits."""
+        """Blocks available to a new request: total minus virtual usage; negative if more is waiting than fits."""
         taken_block_count = self.used_block_count + self.waiting_block_count + self.unseen_block_count
         kept_block_count = self.kept_block_count if self.running_count or self.waiting_count or self.unseen_count else 0
         return self.block_count - taken_block_count - kept_block_count
@@ -89,29 +89,28 @@ class WorkerView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """What a request needs of a worker."""
+    """A request's need of memory."""
 
     tokens: int  # prompt, tokens of earlier attempts, and the next one
     growth_tokens: int  # expected further tokens
 
     @property
     def now(self) -> "Need":
-        """Without growth."""
+        """Blocks needed without growth."""
         return Need(tokens=self.tokens, growth_tokens=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRules:
-    worker_queue_count: int = 2  # requests that may wait in a full worker
+    worker_queue_count: int = 2  # requests that may wait on a full worker
     large_fraction: float = 0.25  # of a worker's blocks
     growth_tokens: int = 64  # assumed length of an answer until it is learnt
 
 
 def freeness(view: WorkerView) -> float:
-    """Free blocks per request sharing them; minus infinity for a draining worker.
+    """Free blocks per request that shares them; minus infinity for a draining worker.
 
-    Placed requests that are not in the report count as running, otherwise a burst between two reports would go to one
-    worker.
+    Requests placed since the report count as running, otherwise a burst between two reports would go to one worker.
     """
     if view.draining:
         return -math.inf
@@ -123,14 +122,14 @@ def blocks_for(tokens: int, block_tokens: int) -> int:
 
 
 def has_place(view: WorkerView, rules: RoutingRules) -> bool:
-    """True if the worker could take a request of minimum size."""
+    """True if the worker could accept a request of minimum size."""
     return has_room(view, 1) or may_queue(view, rules)
 
 
 class PlaceRank(NamedTuple):
-    """Sort key among the freest of each shape and those with a cached prefix: the least is chosen."""
+    """Sort key among the freest of each shape and those with a cached prefix: the smallest is chosen."""
 
-    has_long_prompt: bool  # others are preferred if possible
+    has_long_prompt: bool  # such workers are avoided if possible
     token_count: int  # computed before its first token; 0 for all if no prefix is cached
     minus_growth: float  # freeness, capped at the growth
     requests_per_instance: float
@@ -147,12 +146,12 @@ def place_of(view: WorkerView, need: Need, hits: Hits = NO_HITS) -> PlaceRank:
 
 
 def runs_at_once(view: WorkerView, block_count: int) -> bool:
-    """True if a request of so many blocks would run there without waiting."""
+    """True if a request of that many blocks would run there without waiting."""
     return has_room(view, block_count) and not (0 < view.max_prompt_token_count <= view.prompt_token_count)
 
 
 def has_room(view: WorkerView, block_count: int) -> bool:
-    """True if a request of so many blocks would wait there only for earlier prompts."""
+    """True if a request of that many blocks would wait there for earlier prompts only."""
     coming = view.waiting_count + view.unseen_count
     return (
         not view.draining
@@ -163,15 +162,15 @@ def has_room(view: WorkerView, block_count: int) -> bool:
 
 
 def claims(view: WorkerView, block_count: int, own_count: int, busiest_count: int) -> bool:
-    """True if a request of so many blocks may wait there for memory of another caller: with it its caller, who has
+    """True if a request of that many blocks may wait there for memory of another caller: afterwards its caller, who has
     `own_count` requests there, would hold at most half of the blocks of the one with the most, `busiest_count`. Assumes
-    requests of the mean size; the worker decides by real ones.
+    requests of mean size; the worker decides by their real sizes.
     """
     blocks_each = view.used_block_count / max(1, view.running_count)
     return busiest_count * blocks_each >= _CLAIM_RATIO * (own_count * blocks_each + block_count)
 
 
 def may_queue(view: WorkerView, rules: RoutingRules) -> bool:
-    """Whether the worker's own queue has a place."""
+    """Whether the worker's own queue has a free place."""
     bound = max(1, min(rules.worker_queue_count, view.max_waiting_count))
     return not view.draining and view.waiting_count + view.unseen_count < bound

@@ -44,7 +44,7 @@ class _ShapeRanking:
 
 
 class _RankingEntry(NamedTuple):
-    """A worker's position."""
+    """Position of a worker."""
 
     view: WorkerView
     shape: _ShapeRanking
@@ -55,7 +55,7 @@ class _RankingEntry(NamedTuple):
 
 
 class Ranking:
-    """The workers that could take any request, sorted."""
+    """The workers that can accept any request, sorted."""
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
@@ -74,7 +74,7 @@ class Ranking:
         return self._computing.get(worker) if entry is None else entry.view
 
     def update(self, view: WorkerView) -> None:
-        """Replace the state of this worker."""
+        """Replace the state of a worker."""
         self.remove(view.worker)
         runs, queues = runs_at_once(view, 1), may_queue(view, self._rules)
         if not runs and has_room(view, 1):
@@ -122,8 +122,8 @@ class Ranking:
         return None if best is None else best.worker
 
     def at_once(self, need: Need, hits: Hits = NO_HITS) -> WorkerKey | None:
-        """The worker where it runs without waiting; or one with so much of its prefix cached that its first token comes
-        sooner there, behind other prompts.
+        """The worker on which it runs without waiting, or one with so much of its prefix cached that its first token is
+        earlier there, behind other prompts.
         """
         room = need
         if not (found := self._contenders(room)):
@@ -143,7 +143,7 @@ class Ranking:
         return has_room(view, min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens)))
 
     def contenders(self, need: Need) -> list[WorkerKey]:
-        """For each shape the first worker that would run it at once: `at_once` chooses among these."""
+        """For each shape the first worker that would run it at once; `at_once` chooses among these."""
         return self._contenders(need) or self._contenders(need.now)
 
     def _contenders(self, need: Need) -> list[WorkerKey]:

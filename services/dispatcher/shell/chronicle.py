@@ -3,7 +3,7 @@
 A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects: a few lines are written in
 each iteration of the event loop.
 
-Contains no prompts or answers: counts, times, names of workers, and this system's errors.
+Contains no prompts or answers, only counts, times, names of workers, and this system's errors.
 """
 
 import asyncio
@@ -28,23 +28,23 @@ _RECENT_COUNT = 4096
 _MAX_ID_CHARS = 128
 _LINES_OF_A_TURN = 16
 _PAST_COUNT = 8192  # requests available to `ballast record`, which polls every second
-_MAX_UNWRITTEN = 8192  # lines; beyond that a request's end writes its line synchronously
+_MAX_UNWRITTEN = 8192  # lines; beyond that a line is written synchronously at the end of its request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Statistics of one request, present or at its end. `was_accepted`: False if it was refused."""
+    """Statistics of one request, running or ended. `was_accepted`: False if it was refused."""
 
     request_id: RequestId
     state: str
     error: str
-    at_s: float  # of its arrival, or its end
+    at_s: float  # of its arrival or its end
     was_accepted: bool
     facts: Facts
 
 
 class Past(NamedTuple):
-    """A trace's data on an ended request."""
+    """Data for a trace about an ended request."""
 
     arrived_at_s: float
     prompt_token_count: int
@@ -65,7 +65,7 @@ class Times:
 
 
 class Chronicle:
-    """`keep_count`: ended requests kept. `log_each`: a line for each."""
+    """`keep_count`: number of ended requests to keep. `log_each`: log a line for each."""
 
     def __init__(self, core: DispatcherCore, *, keep_count: int, log_each: bool) -> None:
         self._core = core
@@ -75,12 +75,12 @@ class Chronicle:
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
         self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (instant, seconds)
         self._past: deque[Past] = deque(maxlen=_PAST_COUNT)
-        self.past_count = 0  # requests that ended with a token, kept or not
+        self.past_count = 0  # requests that ended with at least one token, kept or not
         self._unwritten: deque[Account] = deque()
         self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
-        """Accepted; if it has to wait, with the reason."""
+        """Record an accepted request, and the reason if it has to wait."""
         tracked = self._core.requests.get(request_id)
         if tracked is not None and tracked.worker is None and not tracked.moving:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
@@ -107,7 +107,7 @@ class Chronicle:
             self.tell(account)
 
     def turned_away(self, request_id: RequestId, error: BallastError, request: Request | None, at_s: float) -> None:
-        """Never accepted: refused for lack of capacity, or invalid (`request` is None)."""
+        """Record a request that was not accepted: refused for lack of capacity, or invalid (`request` is None)."""
         nothing = Facts(
             prompt_token_count=len(request.prompt_token_ids) if request is not None else 0,
             completion_token_count=0,
@@ -142,7 +142,7 @@ class Chronicle:
                 _log(self._unwritten.popleft())
 
     def past_after(self, number: int) -> list[Past]:
-        """Requests that ended after the first `count`, as far as kept."""
+        """Ended requests after the first `count`, as far as they are kept."""
         count = min(len(self._past), max(0, self.past_count - number))
         return list(islice(self._past, len(self._past) - count, None))
 
@@ -157,7 +157,7 @@ class Chronicle:
                 self._to_write.clear()
 
     def write_the_rest(self) -> None:
-        """Before the process exits."""
+        """Write all queued lines before the process exits."""
         self._write(len(self._unwritten))
 
     def _write(self, most: int) -> None:
@@ -202,7 +202,7 @@ class Chronicle:
 
 
 def quantile(ascending: Sequence[float], fraction: float) -> float:
-    """The smallest value that this fraction of the values does not exceed; 0 if there are none."""
+    """Smallest value not exceeded by this fraction of the values; 0 if there are none."""
     return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
 
 
@@ -247,7 +247,7 @@ def _rounded(value_s: float | None) -> float | None:
 
 
 def _showable(error: BallastError) -> str:
-    """Without reasons that may quote the client: those of chat templates and grammars."""
+    """An error without reasons that may quote the client, as those of chat templates and grammars."""
     if isinstance(error, InvalidRequest) and error.field.startswith(("conversation", "sampling.grammar")):
         return f"{error.field}: refused, for the reason that the client was told"
     return str(error)

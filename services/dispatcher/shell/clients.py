@@ -10,7 +10,7 @@ from services.dispatcher.core.events import Fail, Finish, Refuse
 ClientEnding = Finish | Fail | Refuse
 
 _MAX_WAVE_S = 0.02
-# A position with 20 alternatives takes 0.2 ms to serialise, which blocks the loop: slow readers get them in parts.
+# Serialising a position with 20 alternatives takes 0.2 ms and blocks the loop: slow readers get them in parts.
 _MAX_LOGPROBS = 64
 
 
@@ -24,18 +24,18 @@ class Delivery(NamedTuple):
 
 
 class ClientStream:
-    """Between the core and one call of a client. Fed synchronously, read by one task."""
+    """Output buffer between the core and the call of one client. Fed synchronously, read by one task."""
 
     def __init__(self, request_id: RequestId, pacer: "Pacer") -> None:
         self.request_id = request_id
         self.ending: ClientEnding | None = None
-        self.waiting_since_s: float | None = None  # oldest unread output
-        self.given_up = ""  # reason, if its client does not read
+        self.waiting_since_s: float | None = None  # time of the oldest unread output
+        self.given_up = ""  # reason if the client does not read
         self._task = asyncio.current_task()  # the reading call
         self._loop = asyncio.get_running_loop()
         self._pacer = pacer
         self._has_begun = False
-        self._wants_all = False  # wake only at the end
+        self._wants_all = False  # wake the reader only at the end
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[object] = []
@@ -50,7 +50,7 @@ class ClientStream:
         if self.waiting_since_s is None and not self._wants_all:
             self.waiting_since_s = at_s
             if not self._has_begun:
-                self.wake()  # the first token is not delayed
+                self.wake()  # do not delay the first token
             elif self._waiter is not None:
                 self._pacer.add(self)
 
@@ -61,20 +61,20 @@ class ClientStream:
         self.wake()
 
     def wake(self) -> bool:
-        """Returns True if a reader was waiting."""
+        """Wake the reader. Returns True if it was waiting."""
         if self._waiter is None or self._waiter.done():
             return False
         self._waiter.set_result(None)
         return True
 
     def give_up(self, why: str) -> None:
-        """End the call, which waits for its client."""
+        """End the call because its client does not read."""
         self.given_up = why
         if self._task is not None:
             self._task.cancel()
 
     async def take(self) -> Delivery:
-        """The buffered output, or its first part, as soon as there is any. Not to be called after the ending."""
+        """Wait for output and return it, or its first part. Not to be called after the ending."""
         self._pacer.rest(self)
         if self._has_begun and self.waiting_since_s is not None and self.ending is None:
             self._pacer.add(self)
@@ -110,7 +110,7 @@ class ClientStream:
         return self._everything()
 
     def close(self) -> None:
-        """The reader is gone."""
+        """The call's reader has ended."""
         self._pacer.rest(self)
 
     async def _wait(self) -> None:
@@ -122,7 +122,7 @@ class ClientStream:
 
 
 class Pacer:
-    """Wakes readers in waves: the next one starts when the last one's responses have been sent.
+    """Wakes readers in waves: the next wave starts when the responses of the last one have been sent.
 
     A response costs the same for one token as for ten. With little load a wave ends at once; under load (many streams,
     fast workers, a shared CPU) tokens coalesce instead of queueing. A client that does not read delays the others once,

@@ -27,7 +27,7 @@ _STORY_EVENTS: Final = 64
 
 
 class DispatcherShell:
-    """Active while `run` runs. Everything else is synchronous and belongs to the event loop."""
+    """Runs the core. Active while `run` runs; everything else is synchronous and belongs to the event loop."""
 
     def __init__(
         self,
@@ -71,12 +71,12 @@ class DispatcherShell:
 
     @property
     def model(self) -> ModelInfo | None:
-        """None until the first worker has connected."""
+        """The served model; None until the first worker has connected."""
         return self.core.fleet.model
 
     @property
     def max_model_len(self) -> int | None:
-        """Maximum tokens of prompt and answer, by model and cluster; None: unknown."""
+        """Maximum tokens of prompt and answer, limited by model and cluster; None: unknown."""
         model, reach = self.model, self.core.long.reach
         if model is None or reach is None:
             return None if model is None else model.max_model_len
@@ -100,7 +100,7 @@ class DispatcherShell:
                     self._timer.cancel()
 
     def feed(self, event: d.Event) -> None:
-        """Not async: nothing interleaves between a decision and its commands."""
+        """Handle an event. Synchronous, so that nothing runs between a decision and its commands."""
         self._story.append(event)
         try:
             commands = self.core.handle(event)
@@ -127,7 +127,7 @@ class DispatcherShell:
     # --------------------------------------------------------------------------------------------- clients
 
     def open(self, request: d.Request) -> ClientStream:
-        """Submit; a refusal is the stream's ending."""
+        """Submit a request; a refusal becomes the stream's ending."""
         stream = ClientStream(request.request_id, self._pacer)
         twin = self._clients.get(request.request_id)
         self._clients[request.request_id] = stream
@@ -138,11 +138,11 @@ class DispatcherShell:
         if isinstance(stream.ending, d.Refuse):
             self.turned_away(request.request_id, stream.ending.error, request)
         if twin is not None and twin.ending is None:
-            self._clients[request.request_id] = twin  # the new request has been refused
+            self._clients[request.request_id] = twin  # the new request was refused
         return stream
 
     def close(self, stream: ClientStream, why: str) -> None:
-        """The call has ended. Cancels the request if it has not ended."""
+        """Called when a client's call has ended. Cancels the request if it is still running."""
         stream.close()
         if self._clients.get(stream.request_id) is stream:
             del self._clients[stream.request_id]
@@ -150,19 +150,19 @@ class DispatcherShell:
                 self.withdraw(stream.request_id, why)
 
     def withdraw(self, request_id: RequestId, why: str) -> bool:
-        """False if there is no such request."""
+        """Cancel a request. Returns False if it is unknown."""
         found = request_id in self.core.requests
         self.feed(d.Withdrawn(self._clock.now_s(), request_id, why))
         return found
 
     def turned_away(self, request_id: RequestId, error: BallastError, request: d.Request | None) -> None:
-        """Record a request that is never accepted; without `request` it was invalid."""
+        """Record a request that is not accepted; without `request` it was invalid."""
         if request is None:
             self._metrics.invalid_count += 1
         self.chronicle.turned_away(request_id, error, request, self._clock.now_s())
 
     def drain(self, *, for_good: bool = False) -> None:
-        """`for_good`: the process is going to exit, so `undrain` has no effect."""
+        """Refuse new requests. `for_good`: the process is about to exit, so `undrain` has no effect."""
         self.feed(d.DispatcherDrainRequested(self._clock.now_s(), for_good))
         self.ready_changed.set()
 
@@ -173,7 +173,7 @@ class DispatcherShell:
         return not self.core.draining
 
     async def drained(self, timeout_s: float) -> None:
-        """Returns when no request is left; requests still running after `timeout_s` are aborted."""
+        """Returns when no request is left; those still running after `timeout_s` are aborted."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.core.requests:

@@ -33,14 +33,14 @@ AttachCall = grpc.aio.StreamStreamCall[pb.AttachRequest, pb.AttachResponse]
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Sender of the Hello."""
+    """This dispatcher, as introduced in the Hello message."""
 
     dispatcher_id: DispatcherId
     incarnation: Incarnation
 
 
 class WorkerLink:
-    """Keeps a stream to one worker open until cancelled, and posts its messages as events."""
+    """Keeps a stream to one worker open until cancelled, and converts its messages to events."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WorkerLink:
             backoff_s = min(_MAX_BACKOFF_S, 2 * backoff_s)
 
     async def _attach(self) -> str:
-        """One stream from Hello to its end; returns why it ended."""
+        """One stream from Hello to its end. Returns the reason for its end."""
         self._outgoing.clear()
         try:
             with asking(self._worker.worker_id):
@@ -151,7 +151,7 @@ class WorkerLink:
             await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: AttachCall) -> None:
-        """Ends with the stream: the reader gets the reason."""
+        """Send queued messages until the stream ends; the reader gets the reason."""
         while True:
             while self._outgoing:
                 await call.write(self._outgoing.popleft())
@@ -210,6 +210,6 @@ def _or_zero(seconds: float) -> float:
 
 
 def _span_of(request_id: RequestId, traceparent: str) -> str:
-    """Traceparent of the worker's parent span; empty if this request is not recorded."""
+    """Traceparent of the worker's parent span; empty if this request is not traced."""
     caller = Context.read(traceparent) if traceparent else None
     return caller.request(request_id).traceparent if caller is not None and caller.sampled else ""

@@ -22,7 +22,7 @@ _WORKER_GAUGES = (
 
 
 class DispatcherMetrics(Collector):
-    """Registers itself. Labels: `worker` (those of the layout), `ending` and `how` (closed sets)."""
+    """Metrics; registers itself. Labels: `worker` (those of the layout), `ending` and `how` (closed sets)."""
 
     def __init__(self, core: DispatcherCore, registry: CollectorRegistry) -> None:
         self.invalid_count = 0  # invalid requests
@@ -35,7 +35,7 @@ class DispatcherMetrics(Collector):
         registry.register(self)
 
     def observe(self, facts: Facts) -> None:
-        """At the end of a request. Latencies are of online requests."""
+        """Record an ended request. Latencies are of online requests only."""
         if facts.priority.offline:
             return
         self._queue_s.observe(facts.queue_s)

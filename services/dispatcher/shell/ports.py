@@ -12,9 +12,9 @@ class Claim:
     """A request's claim on its id.
 
     Attributes:
-        serial: Unique per request of this dispatcher.
+        serial: Unique among this dispatcher's requests.
         attempt: How often its client has sent it.
-        secret_hash: Of the client's secret; empty: it cannot be resumed at another dispatcher.
+        secret_hash: Hash of the client's secret; empty: it cannot be resumed at another dispatcher.
     """
 
     request_id: RequestId
@@ -28,7 +28,7 @@ class Claim:
 
 
 class RequestClaims(Protocol):
-    """Prevents two dispatchers from serving one request id. As reliable as the state server."""
+    """Prevents two dispatchers from serving the same request id. As reliable as the state server."""
 
     @property
     def reachable(self) -> bool:
@@ -36,26 +36,28 @@ class RequestClaims(Protocol):
         ...
 
     async def claim(self, claim: Claim, ttl_s: float) -> bool:
-        """Returns:
-            True if another dispatcher was serving an earlier attempt with the same secret, which is told to stop.
+        """Claim a request id.
+
+        Returns:
+            True if another dispatcher was serving an earlier attempt with the same secret; it is told to stop.
 
         Raises:
-            AlreadyExists: another dispatcher serves this id, and this is no later attempt of the same client.
+            AlreadyExists: another dispatcher serves this id, and this is not a later attempt of the same client.
             Cancelled: this client's request was cancelled by its id.
         """
         ...
 
     async def cancel(self, claim: Claim) -> None:
-        """Refuse later attempts at every dispatcher."""
+        """Make every dispatcher refuse later attempts."""
         ...
 
     def release(self, claim: Claim) -> None:
-        """Release the claim; a newer one on the same id stays."""
+        """Release the claim; a newer claim on the same id is kept."""
         ...
 
 
 class PlannerPort(Protocol):
-    """Calls to the planner for operators, who need not reach the inner network."""
+    """Calls to the planner on behalf of operators, who need not reach the internal network."""
 
     @property
     def address(self) -> str:
@@ -63,14 +65,16 @@ class PlannerPort(Protocol):
         ...
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Workers that enter no new group for now, with reasons; none without an answer."""
+        """Workers currently kept out of groups, and why; empty without an answer."""
         ...
 
     async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:
-        """Returns:
+        """Drain a worker.
+
+        Returns:
             The epoch from which on the worker gets no new requests.
 
         Raises:
-            BallastError: the planner's error, or no answer.
+            BallastError: the planner refused, or did not answer.
         """
         ...

@@ -1,8 +1,8 @@
 """Traces of requests, built from their histories when they end.
 
-A span for the whole, child spans for each stay on a worker and each wait between, and an event for each first token
-after a change. Workers add spans to the same trace. Drops and restores during a request are linked to the planner's
-spans. There is no cost while tokens flow.
+A span for the whole request, child spans for each stay on a worker and each wait in between, and an event for each
+first token after a change. Workers add spans to the same trace. Drops and restores during a request are linked to the
+planner's spans. Costs nothing while tokens are generated.
 """
 
 from collections import deque
@@ -42,7 +42,7 @@ class Change:
 
 
 class Tracer:
-    """`wall_s`: wall-clock time, for collectors."""
+    """Builds and sends spans. `wall_s`: wall-clock time, for collectors."""
 
     def __init__(self, exporter: Exporter, clock: Clock, wall_s: Callable[[], float]) -> None:
         self._exporter = exporter
@@ -63,14 +63,14 @@ class Tracer:
         """An accepted request has ended."""
         context = Context.read(account.facts.traceparent)
         if context is not None and not context.sampled:
-            return  # the trace's origin has decided against recording
+            return  # the sender of the traceparent has decided against recording
         changes = tuple(self._changes)
         offset_s = self._wall_s() - self._clock.now_s()
         self._exporter.put(spans_of(account, offset_s, changes))
 
 
 def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) -> list[Span]:
-    """The trace of one request. `offset_s`: from the dispatcher's clock to wall-clock time."""
+    """Spans of one request. `offset_s`: from the dispatcher's clock to wall-clock time."""
     facts = account.facts
     caller = Context.read(facts.traceparent) or Context.new()
     own = caller.request(account.request_id)
@@ -109,7 +109,7 @@ def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) 
 
 
 def stays_of(moments: Sequence[Moment], begin_s: float, end_s: float) -> list[Stay]:
-    """Contiguous, from arrival to end."""
+    """Contiguous intervals from arrival to end."""
     stays: list[Stay] = []
     name, worker_id, since_s = "backlog", "", begin_s
     for moment in moments:

@@ -5,8 +5,18 @@ from dataclasses import dataclass, field
 
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.openai.formats import plain
+from services.gateway.openai.requests import UsageWish
 from services.gateway.openai.scanner import AnswerParser, Arguments, CallBegin, CallEnd, Event, Format, Reasoning, Text
-from services.gateway.openai.writing import DONE, chat_logprobs, dumps, event, prompt_logprobs, quote, usage_of
+from services.gateway.openai.writing import (
+    DONE,
+    StreamUsage,
+    chat_logprobs,
+    dumps,
+    event,
+    prompt_logprobs,
+    quote,
+    usage_of,
+)
 
 TOOL_CALLS = "tool_calls"  # why an answer has ended that has called functions
 
@@ -42,7 +52,7 @@ class Wishes:
     """What an answer shall hold beside its text."""
 
     logprobs: bool
-    usage: bool  # in a stream; complete answers always have it
+    usage: UsageWish  # in a stream; complete answers always have it
     token_ids: bool
     format: Format = plain
     prompt_logprobs: bool = False
@@ -63,14 +73,16 @@ class ChatWriter:
         self._usages: dict[int, Usage] = {}
         self._begun: set[int] = set()
         self._parsers: dict[int, AnswerParser] = {}
+        self._passing: set[int] = set()  # choices of which only text can follow, and no more is asked for
         self._call_counts: dict[int, int] = {}  # of each choice
         self._called: set[int] = set()  # choices with a complete call
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
         # Most chunks are nothing but text, and there is one for each token: they are put together by hand.
-        no_usage = ',"usage":null' if wishes.usage else ""
+        self._stream_usage = StreamUsage(wishes.usage)
+        no_usage = ',"usage":null' if wishes.usage is UsageWish.AT_THE_END else ""
         self._after_text = f'}},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
-        self._is_plain = not (wishes.logprobs or wishes.token_ids)
+        self._is_plain = not (wishes.logprobs or wishes.token_ids or wishes.usage is UsageWish.IN_EACH_CHUNK)
 
     def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
         usages = [generation.usage for generation in generations]
@@ -84,15 +96,21 @@ class ChatWriter:
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
         """The chunk as events; empty if there is nothing to say yet."""
+        if index in self._passing and chunk.finish_reason is None:
+            return self._text(index, chunk.text) if chunk.text else b""
         parts: list[bytes] = []
         if index not in self._begun:
             self._begun.add(index)
+            self._stream_usage.begin(index, chunk)
             parts.append(self._event(index, {"role": "assistant", "content": ""}, None))
+        self._stream_usage.add(index, chunk)
         parser = self._parsers.get(index)
         if parser is None:
             parser = self._parsers[index] = self._wishes.parser()
         if parser.passes_text:
             events: Sequence[Event] = (Text(chunk.text),) if chunk.text else ()
+            if self._is_plain:
+                self._passing.add(index)
         else:
             events = parser.feed(chunk.text, chunk.token_ids)
             if chunk.finish_reason is not None:
@@ -107,7 +125,7 @@ class ChatWriter:
 
     def end(self) -> bytes:
         """What follows the last chunk of the last choice."""
-        if not self._wishes.usage:
+        if self._wishes.usage is UsageWish.NONE:
             return DONE
         usages = [usage for _, usage in sorted(self._usages.items())]
         last: dict[str, object] = {
@@ -125,13 +143,15 @@ class ChatWriter:
         parts: list[bytes] = []
         for each in events:
             if self._is_plain and isinstance(each, Text):
-                text = quote(each.text)
-                parts.append(f'{self._prefix}{index},"delta":{{"content":{text}{self._after_text}'.encode())
+                parts.append(self._text(index, each.text))
             elif (delta := self._delta(index, each)) is not None:
                 parts.append(self._event(index, delta, None if parts else chunk))
         if not parts and not self._is_plain and chunk.token_ids:
             parts.append(self._event(index, {"content": ""}, chunk))
         return parts
+
+    def _text(self, index: int, text: str) -> bytes:
+        return f'{self._prefix}{index},"delta":{{"content":{quote(text)}{self._after_text}'.encode()
 
     def _delta(self, index: int, event: Event) -> dict[str, object] | None:
         number = self._call_counts.get(index, 0) - 1  # of the call that has begun
@@ -177,8 +197,9 @@ class ChatWriter:
             choice["logprobs"] = chat_logprobs(chunk.logprobs)
         if chunk is not None and self._wishes.token_ids:
             choice["token_ids"] = list(chunk.token_ids)
-        no_usage: dict[str, object] = {"usage": None} if self._wishes.usage else {}
-        return event({**self._head.begin("chat.completion.chunk"), "choices": [choice], **no_usage})
+        return event(
+            {**self._head.begin("chat.completion.chunk"), "choices": [choice], **self._stream_usage.field(index)}
+        )
 
 
 @dataclass(slots=True)
@@ -194,10 +215,8 @@ def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
     """Calls that were cut off are left out: they are none."""
     answer = Answer()
     name, arguments = "", ""
-    events = parser.feed(generation.text, generation.token_ids) + parser.finish(
-        cut=generation.finish_reason is FinishReason.LENGTH
-    )
-    for each in events:
+    cut = generation.finish_reason is FinishReason.LENGTH
+    for each in parser.whole(generation.text, generation.token_ids, cut=cut):
         match each:
             case Text(text):
                 answer.text += text

@@ -6,8 +6,10 @@ from typing import TypeVar
 
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.openai.chat import Head, Wishes
+from services.gateway.openai.requests import UsageWish
 from services.gateway.openai.writing import (
     DONE,
+    StreamUsage,
     completion_logprobs,
     dumps,
     event,
@@ -50,9 +52,10 @@ class CompletionWriter:
         self._usages: dict[int, Usage] = {}
         prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
-        no_usage = ',"usage":null' if wishes.usage else ""
+        self._stream_usage = StreamUsage(wishes.usage)
+        no_usage = ',"usage":null' if wishes.usage is UsageWish.AT_THE_END else ""
         self._after_text = f',"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
-        self._is_plain = not (wishes.logprobs or wishes.token_ids)
+        self._is_plain = not (wishes.logprobs or wishes.token_ids or wishes.usage is UsageWish.IN_EACH_CHUNK)
 
     def complete(self, generations: Sequence[Generation]) -> dict[str, object]:
         choices: list[dict[str, object]] = []
@@ -78,6 +81,9 @@ class CompletionWriter:
         """The chunk as events; empty if there is nothing to say yet."""
         if self._drops:
             chunk = _nothing_of(chunk)
+        if chunk.prompt_token_count:  # in the first chunk alone
+            self._stream_usage.begin(index, chunk)
+        self._stream_usage.add(index, chunk)
         text = self._echoes[index] + chunk.text
         if self._is_plain and chunk.finish_reason is None:
             self._echoes[index] = ""
@@ -98,12 +104,11 @@ class CompletionWriter:
         self._offsets[index] += len(chunk.text)
         if chunk.usage is not None:
             self._usages[index] = chunk.usage
-        no_usage: dict[str, object] = {"usage": None} if self._wishes.usage else {}
-        return event({**self._head.begin(_KIND), "choices": [choice], **no_usage})
+        return event({**self._head.begin(_KIND), "choices": [choice], **self._stream_usage.field(index)})
 
     def end(self) -> bytes:
         """What follows the last chunk of the last choice."""
-        if not self._wishes.usage:
+        if self._wishes.usage is UsageWish.NONE:
             return DONE
         usage = self._usage([usage for _, usage in sorted(self._usages.items())])
         return event({**self._head.begin(_KIND), "choices": [], "usage": usage}) + DONE

@@ -5,6 +5,7 @@ Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`),
 """
 
 import ast
+import functools
 import json
 import sys
 from collections.abc import Mapping, Sequence
@@ -77,6 +78,7 @@ class Thoughts:
         return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)
 
 
+@functools.lru_cache(maxsize=8)
 def format_by_template(template: str) -> ToolFormat:
     """The format of calls in a chat template; Hermes' if it is not recognised."""
     return next((kind for mark, kind in _MARKS if mark in template), ToolFormat.HERMES)
@@ -100,11 +102,17 @@ def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, 
         case ReasoningParser.AUTO if "[THINK]" in template:
             return Thoughts("[THINK]", "[/THINK]", likely=True)
         case _:
-            _, _, prompt = template.rpartition("add_generation_prompt")
-            ends_inside = "<think>" in prompt and "</think>" not in prompt
+            knows, ends_inside = _thinking(template)
             wanted = variables.get("enable_thinking") is not False
-            knows = "<think>" in template or parser is ReasoningParser.QWEN3
+            knows = knows or parser is ReasoningParser.QWEN3
             return Thoughts(open=ends_inside and wanted, likely=knows and wanted and not ends_inside)
+
+
+@functools.lru_cache(maxsize=8)
+def _thinking(template: str) -> tuple[bool, bool]:
+    """Whether a template knows thoughts, and whether its generation prompt begins one."""
+    _, _, prompt = template.rpartition("add_generation_prompt")
+    return "<think>" in template, "<think>" in prompt and "</think>" not in prompt
 
 
 _MARKS = (

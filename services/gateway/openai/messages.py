@@ -11,6 +11,7 @@ from services.gateway.openai.requests import Message
 # Any: foreign JSON, checked part by part.
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
+_THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
 _ROLES = {"developer": "system", "function": "tool"}  # newer and older names -> names known to templates
 
 
@@ -18,11 +19,14 @@ def messages_for_template(messages: Sequence[Message]) -> list[Message]:
     """Raises Failure for content that text models do not support."""
     if not messages:
         raise invalid("messages", "must not be empty")
-    return [_message(f"messages[{index}]", message) for index, message in enumerate(messages)]
+    return [_message(index, message) for index, message in enumerate(messages)]
 
 
-def _message(field: str, message: Message) -> Message:
-    role = message.get("role")
+def _message(index: int, message: Message) -> Message:
+    role, content = message.get("role"), message.get("content")
+    if type(content) is str and len(message) == 2 and type(role) is str:  # most messages, of which there are many
+        return {"role": _ROLES.get(role, role), "content": content}
+    field = f"messages[{index}]"
     if not isinstance(role, str):
         raise invalid(f"{field}.role", "must be a string such as user")
     result = {name: value for name, value in message.items() if value is not None and name != "audio"}
@@ -30,16 +34,27 @@ def _message(field: str, message: Message) -> Message:
     calls = message.get("tool_calls")
     if (older := result.pop("function_call", None)) and not calls:
         calls = [{"function": older}]
-    content = message.get("content")
     if content is None and not calls and role not in ("assistant", "tool"):
         raise invalid(f"{field}.content", "is missing")
-    result["content"] = "" if content is None else text_of(f"{field}.content", content)
     thought = message.get("reasoning_content") or message.get("reasoning")
+    if role == "assistant" and isinstance(content, list):
+        thoughts, content = _apart(cast(list[object], content))
+        thought = thought or thoughts
+    result["content"] = "" if content is None else text_of(f"{field}.content", content)
     if role == "assistant" and isinstance(thought, str):  # under the names used by templates
         result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
     return result
+
+
+def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
+    """Thoughts among an assistant's parts, as clients of Mistral and Anthropic keep them, and the other parts."""
+    found = [cast(Mapping[str, Any], part) for part in parts if isinstance(part, Mapping)]
+    thoughts = [part for part in found if part.get("type") in _THOUGHT_PARTS]
+    texts = [part.get("thinking") or part.get("text") or "" for part in thoughts]
+    thought = "\n".join(text if isinstance(text, str) else text_of("thinking", text) for text in texts)
+    return thought or None, [part for part in parts if part not in thoughts]
 
 
 def text_of(field: str, content: object) -> str:

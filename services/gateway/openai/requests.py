@@ -1,13 +1,14 @@
 """Requests as clients send them. A field that would change the answer is followed, or refused by name (`UNSUPPORTED`).
 Fields that are unknown everywhere are ignored.
 
-Beyond OpenAI's own fields these have vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, ignore_eos,
-skip_special_tokens, include_stop_str_in_output, return_token_ids, chat_template_kwargs; and `priority`, one of
-interactive, default and batch.
+Beyond OpenAI's own fields these have vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, bad_words,
+allowed_token_ids, ignore_eos, skip_special_tokens, include_stop_str_in_output, return_token_ids, chat_template_kwargs;
+and `priority`, one of interactive, default and batch.
 """
 
 import json
 from collections.abc import Mapping
+from enum import Enum
 from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -17,12 +18,21 @@ from services.gateway.errors import invalid
 _SERVICE_TIERS = Literal["auto", "default", "flex", "scale", "priority"]
 
 
+class UsageWish(Enum):
+    """Where a stream shall say how many tokens there were."""
+
+    NONE = 0
+    AT_THE_END = 1
+    IN_EACH_CHUNK = 2
+
+
 class _FieldShape(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
 
 class StreamOptions(_FieldShape):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class GenerationRequest(_FieldShape):
@@ -61,10 +71,10 @@ class GenerationRequest(_FieldShape):
     guided_grammar: str | None = None
 
     prompt_logprobs: int | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
 
     # Any: refused whatever they are.
-    bad_words: Any = None
-    allowed_token_ids: Any = None
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
@@ -83,8 +93,13 @@ class GenerationRequest(_FieldShape):
         return self.n or 1
 
     @property
-    def wants_usage(self) -> bool:
-        return self.stream_options is not None and bool(self.stream_options.include_usage)
+    def usage_wish(self) -> UsageWish:
+        """As in vLLM: usage in each chunk, unless include_usage says that there shall be none."""
+        if (options := self.stream_options) is None:
+            return UsageWish.NONE
+        if options.continuous_usage_stats and options.include_usage is not False:
+            return UsageWish.IN_EACH_CHUNK
+        return UsageWish.AT_THE_END if options.include_usage else UsageWish.NONE
 
     @property
     def structured(self) -> dict[str, Any] | None:
@@ -98,8 +113,6 @@ class GenerationRequest(_FieldShape):
 
 # Fields of OpenAI's and vLLM's routes that change the answer and are not followed, with what to use.
 UNSUPPORTED = {
-    "bad_words": "use logit_bias, or structured_outputs with a regex",
-    "allowed_token_ids": "use logit_bias, or structured_outputs with a choice",
     "truncate_prompt_tokens": "shorten the prompt, with the help of /tokenize",
     "use_beam_search": "use n with a temperature",
     "logits_processors": "use logit_bias",
@@ -123,7 +136,7 @@ UNSUPPORTED = {
     "suffix": "is not supported",
 }
 # Values that say the same as leaving the field out.
-_DEFAULTS = {"verbosity": "medium"}
+_DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}  # the latter without functions
 # Fields of these routes that change no answer: accepted, and nothing comes of them.
 IGNORED = frozenset(
     {
@@ -136,13 +149,14 @@ IGNORED = frozenset(
 
 def refuse_unsupported(request: BaseModel) -> None:
     """Raises Failure for a field that would be ignored, with an answer other than the one that was asked for."""
-    for name, instead in UNSUPPORTED.items():
-        value: object = getattr(request, name, None)
+    for name in sorted(UNSUPPORTED.keys() & request.model_fields_set):
+        value: object = getattr(request, name)
         if name == "add_special_tokens" and isinstance(request, CompletionRequest):
             value = value is False  # there the default is true
-        if value is None or value is False or value in ("", [], {}, _DEFAULTS.get(name)):
+        if value is None or value is False or value in ("", [], {}, *_DEFAULTS.get(name, ())):
             continue
         if not (name == "echo" and isinstance(request, CompletionRequest)):
+            instead = UNSUPPORTED[name]
             why = instead if instead.startswith(("is ", "are ")) else f"is not supported: {instead}"
             raise invalid(name, why, code="unsupported_value")
 

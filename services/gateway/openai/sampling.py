@@ -49,6 +49,8 @@ def sampling_of(
         max_tokens=max_tokens,
         stop=tuple(text for text in stop if text),
         stop_token_ids=tuple(request.stop_token_ids or ()),
+        bad_words=tuple(request.bad_words or ()),
+        allowed_token_ids=tuple(request.allowed_token_ids or ()),
         logprobs=0 if logprobs is None and prompt_logprobs is not None else logprobs,
         prompt_logprobs=prompt_logprobs,
         grammar=grammar,

@@ -124,6 +124,11 @@ class AnswerParser:
         self._scanner.text += text
         return self._run()
 
+    def whole(self, text: str, token_ids: Sequence[int], *, cut: bool) -> list[Event]:
+        """All events of a complete answer."""
+        self._scanner.ended, self._scanner.cut = True, cut
+        return self.feed(text, token_ids)
+
     def finish(self, *, cut: bool = False) -> list[Event]:
         """Events of the remaining text. `cut`: the answer ended at its token limit, so a call not
         yet begun is dropped.

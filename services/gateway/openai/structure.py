@@ -98,7 +98,8 @@ def _without_remarks(schema: object) -> object:
 
     def drop(given: Schema) -> Schema:
         known = given.get("format")
-        return given if isinstance(known, str) and known in _FORMATS else {k: given[k] for k in given if k != "format"}
+        left = given.keys() if isinstance(known, str) and known in _FORMATS else given.keys() - {"format"}
+        return {key: given[key] for key in given if key in left and (given[key] is not None or key in _VALUES)}
 
     return _mapped(schema, drop)
 

@@ -20,6 +20,8 @@ from services.gateway.openai.structure import json_schema, rooted
 
 _MAX_CALLS = 16  # in an answer constrained to calls
 
+_KINDS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # each may say that a value is an object
+
 # Any: foreign JSON.
 Tool = Mapping[str, Any]
 
@@ -70,7 +72,7 @@ def tool_use_of(
         if choice not in (None, "none", "auto"):
             raise invalid("tool_choice", "needs tools")
         return None
-    functions = {_name(index, tool): _parameters(tool) for index, tool in enumerate(tools)}
+    functions = {_name(index, tool): _parameters(index, tool) for index, tool in enumerate(tools)}
     told = cast(Mapping[str, Any], choice if isinstance(choice, Mapping) else {})
     if told.get("type") == "allowed_tools":
         allowed, choice = _allowed(told, functions)
@@ -100,8 +102,13 @@ def _name(index: int, tool: Tool) -> str:
     return name
 
 
-def _parameters(tool: Tool) -> Mapping[str, Any]:
-    return tool["function"].get("parameters") or {"type": "object", "properties": {}, "additionalProperties": False}
+def _parameters(index: int, tool: Tool) -> Mapping[str, Any]:
+    """Their schema; arguments are an object even if it does not say so."""
+    given: object = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
+    if not isinstance(given, Mapping):
+        raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema, which is an object")
+    schema = cast(Mapping[str, Any], given)
+    return schema if schema.keys() & _KINDS else {"type": "object", **schema}
 
 
 def _chosen(choice: object) -> str:

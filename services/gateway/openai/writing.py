@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterable, Sequence
 from json.encoder import encode_basestring as quote
 
-from ballast.client import Logprobs, TokenLogprob, Usage
+from ballast.client import GenerationChunk, Logprobs, TokenLogprob, Usage
+from services.gateway.openai.requests import UsageWish
 
 DONE = b"data: [DONE]\n\n"
 _LEAST_LOGPROB = -9999.0  # what OpenAI says for a token that is impossible: JSON has no infinity
@@ -37,6 +38,34 @@ def usage_of(
     if reasoning_token_count is not None:
         found["completion_tokens_details"] = {"reasoning_tokens": reasoning_token_count}
     return found
+
+
+class StreamUsage:
+    """What chunks of a stream say of usage: nothing, null, or how much of their choice there is so far."""
+
+    def __init__(self, wish: UsageWish) -> None:
+        self.wish = wish
+        self._prompts: dict[int, int] = {}
+        self._completions: dict[int, int] = {}
+
+    def begin(self, index: int, first: GenerationChunk) -> None:
+        """Before the first event of a choice."""
+        self._prompts[index] = first.prompt_token_count
+
+    def add(self, index: int, chunk: GenerationChunk) -> None:
+        """A chunk of a choice has come."""
+        if self.wish is UsageWish.IN_EACH_CHUNK:
+            self._completions[index] = self._completions.get(index, 0) + len(chunk.token_ids)
+
+    def field(self, index: int) -> dict[str, object]:
+        """As part of the next event of a choice."""
+        if self.wish is UsageWish.NONE:
+            return {}
+        if self.wish is UsageWish.AT_THE_END:
+            return {"usage": None}
+        prompt, completion = self._prompts.get(index, 0), self._completions.get(index, 0)
+        counts = {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+        return {"usage": counts}
 
 
 def chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, object]:

@@ -22,12 +22,15 @@ class Backlogs:
     )
     _read_at_s: float | None = None
 
-    def read(self, at_s: float, words: tuple[BacklogWord, ...]) -> None:
-        known, self._words, self._read_at_s = self._words, {}, at_s
-        for word in words:
-            before = known.get(word.dispatcher_id)
-            unchanged = before is not None and before[0].serial == word.serial
-            self._words[word.dispatcher_id] = (word, before[1] if before is not None and unchanged else at_s)
+    def read(self, at_s: float, words: tuple[BacklogWord, ...]) -> bool:
+        """Returns True if more tokens wait than before."""
+        known, self._read_at_s = self._words, at_s
+        news = [w for w in words if w.dispatcher_id not in known or known[w.dispatcher_id][0].serial != w.serial]
+        if not news and len(words) == len(known):
+            return False
+        before = self.total(at_s).token_count
+        self._words = {w.dispatcher_id: (w, at_s if w in news else known[w.dispatcher_id][1]) for w in words}
+        return self.total(at_s).token_count > before
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
         """Traffic of all dispatchers by their last entries, and of the live ones alone; None if all are live."""
@@ -54,7 +57,8 @@ class Backlogs:
 
     def silent(self, at_s: float) -> tuple[DispatcherId, ...]:
         """Dispatchers whose last entry is dropped."""
-        return tuple(sorted(name for name, (_, since_s) in self._words.items() if at_s - since_s > self.forget_s))
+        silent = [name for name, (_, since_s) in self._words.items() if at_s - since_s > self.forget_s]
+        return tuple(sorted(silent)) if silent else ()
 
     def clear(self) -> None:
         self._words.clear()

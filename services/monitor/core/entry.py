@@ -1,4 +1,4 @@
-"""The core's state of one instance."""
+"""State of one instance in the core."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class LoadSample:
 
 @dataclass(slots=True)
 class WorkerEntry:
-    """One live instance. Readable from outside; only the core writes."""
+    """A live instance. Other modules may read it; only the core writes."""
 
     instance: Instance
     heard_at_s: float
@@ -30,11 +30,11 @@ class WorkerEntry:
     place: Place | None = None  # as last reported
     whole: WholeMemory | None = None
     pace: Pace | None = None
-    as_group: GroupLoad | None = None  # where it serves alone, once that is asked for; None: has to be added up anew
+    as_group: GroupLoad | None = None  # load of the instance as its own group; None: to be recomputed
 
     @property
     def up(self) -> InstanceUp:
-        """The event for watchers."""
+        """The event that announces it to watchers."""
         return InstanceUp(self.instance, self.draining, self.place, self.load is not None and self.load.parked)
 
     def take(self, at_s: float, load: LoadReport, place: Place | None, pace: Pace | None) -> None:
@@ -44,6 +44,6 @@ class WorkerEntry:
         self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))
 
     def learn(self, seen: WholeMemory) -> None:
-        """Record the memory with all layers: whenever its parameters have the largest size seen."""
+        """Record the memory with all layers: whenever its parameters have the largest size seen so far."""
         if self.whole is None or seen.parameter_bytes >= self.whole.parameter_bytes:
             self.whole, self.as_group = seen, None

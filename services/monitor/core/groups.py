@@ -1,6 +1,6 @@
 """Demand and capacity of each group, from the layout and the instances' reports."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 
 from ballast.common.ids import WorkerId
@@ -10,8 +10,6 @@ from services.monitor.core.entry import WorkerEntry
 from services.monitor.policy.demand import (
     GroupDemand,
     GroupLoad,
-    capacity_bytes,
-    spare_bytes,
     used_bytes,
     waiting_bytes,
 )
@@ -32,7 +30,7 @@ class Groups:
 
     def adopt(self, at_s: float, layout: Layout | None) -> None:
         """None: the state server has lost it; the previous one stays in force, as for the dispatchers."""
-        if layout is None or layout == self.layout:
+        if layout is None or layout is self.layout or layout == self.layout:
             return
         before, self.layout = self._formed, layout
         self._formed = {}
@@ -60,23 +58,30 @@ class Groups:
         complete = True
         for group in self._serving:
             members = group.members
-            leader = _living(members[0], entries)
+            leader = entries.get(members[0].worker_id)
+            if leader is not None and leader.instance.incarnation != members[0].incarnation:
+                leader = None
             if leader is not None and leader.draining:
                 continue
             if leader is None or leader.load is None:
                 complete = False
                 continue
             if len(members) == 1:  # of thousands only those that have reported since are added up anew
-                leader.as_group = leader.as_group or _group_load(group, leader, entries)
-                found.append(leader.as_group)
+                if (known := leader.as_group) is None:
+                    known = leader.as_group = _group_load(group, leader, entries)
+                found.append(known)
                 continue
             found.append(_group_load(group, leader, entries))
             complete = complete and all(_living(member, entries) is not None for member in members)
         return tuple(found), complete
 
-    def led(self, entries: Entries) -> list[tuple[WorkerId, LoadReport]]:
-        """Reports of the leaders of serving groups, by id."""
-        leaders = [(group.members[0].worker_id, _living(group.members[0], entries)) for group in self._serving]
+    def led(self, entries: Entries, among: Set[WorkerId]) -> list[tuple[WorkerId, LoadReport]]:
+        """Reports of those among these workers that lead serving groups, by id."""
+        leaders = [
+            (group.members[0].worker_id, _living(group.members[0], entries))
+            for group in self._serving
+            if group.members[0].worker_id in among
+        ]
         return [(name, entry.load) for name, entry in leaders if entry is not None and entry.load is not None]
 
     def demands(self, at_s: float, entries: Entries, *, window_s: float, horizon_s: float) -> tuple[GroupDemand, ...]:
@@ -108,15 +113,16 @@ def _living(member: Member, entries: Entries) -> WorkerEntry | None:
 
 
 def _group_load(group: Group, leader: WorkerEntry, entries: Entries) -> GroupLoad:
-    assert leader.load is not None  # checked by the caller
-    token_bytes = leader.instance.model.kv_bytes_per_token
-    living = [entry for entry in (_living(member, entries) for member in group.members) if entry is not None]
+    load = leader.load
+    assert load is not None  # checked by the caller
+    block_bytes = load.block_tokens * leader.instance.model.kv_bytes_per_token
+    living = [entry for member in group.members if (entry := _living(member, entries)) is not None]
     return GroupLoad(
         leader_id=group.leader.worker_id,
-        member_ids=tuple(member.worker_id for member in group.members),
-        used_bytes=used_bytes(leader.load, token_bytes),
-        spare_bytes=spare_bytes(leader.load, token_bytes),
-        waiting_bytes=waiting_bytes(leader.load, token_bytes),
-        capacity_bytes=capacity_bytes(leader.load, token_bytes),
-        undropped_bytes=sum(entry.whole.kv_bytes for entry in living if entry.whole is not None),
+        member_ids=tuple([member.worker_id for member in group.members]),
+        used_bytes=load.used_block_count * block_bytes,
+        spare_bytes=load.spare_block_count * block_bytes,
+        waiting_bytes=load.waiting_block_count * block_bytes,
+        capacity_bytes=load.block_count * block_bytes,
+        undropped_bytes=sum([entry.whole.kv_bytes for entry in living if entry.whole is not None]),
     )

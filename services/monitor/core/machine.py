@@ -95,6 +95,7 @@ class MonitorCore:
     _ticked_at_s: float | None = None
     _looked_at_s: float = -math.inf  # last evaluation of total demand
     _long_at_s: float = -math.inf  # last long-request event
+    _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])  # whose longest request asks for a larger group
     _registry_at_s: float = 0.0
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
 
@@ -174,6 +175,7 @@ class MonitorCore:
         entry = self.entries[worker_id]
         before, place = entry.load, entry.place
         entry.take(event.at_s, event.load, event.place, event.pace)
+        (self._outgrown.add if _is_outgrown(event.load) else self._outgrown.discard)(worker_id)
         commands = self._look_at_step(event, entry) + self._look_at_jump(event, before)
         parks = event.load.parked != (before is not None and before.parked)
         if event.place != place or parks:  # the planner depends on instances' reports
@@ -234,12 +236,10 @@ class MonitorCore:
     def _surroundings_read(self, event: m.SurroundingsRead) -> list[m.Command]:
         if not self.active:
             return []
-        before = self._backlogs.total(event.at_s).token_count
         self.groups.adopt(event.at_s, event.layout)
-        self._backlogs.read(event.at_s, event.backlogs)
+        more = self._backlogs.read(event.at_s, event.backlogs)
         silent = self._backlogs.silent(event.at_s)
         forget: list[m.Command] = [m.ForgetBacklogs(silent)] if silent else []
-        more = self._backlogs.total(event.at_s).token_count > before
         return forget + (self._look_soon(event.at_s, event.cause_id) if more else [])
 
     def _leadership_changed(self, event: m.LeadershipChanged) -> list[m.Command]:
@@ -253,6 +253,7 @@ class MonitorCore:
         closed: list[m.Command] = [m.CloseStream(s, m.CloseReason.STANDBY) for s in sorted(self._streams)]
         self._streams.clear()
         self.entries.clear()
+        self._outgrown.clear()
         self._forget.clear()
         self._wholes.clear()
         self._backlogs.clear()
@@ -265,10 +266,10 @@ class MonitorCore:
         if not self.active:
             return []
         commands: list[m.Command] = []
-        for worker_id in sorted(self.entries):
+        heard_from_s = event.at_s - self.rules.lease_s
+        for worker_id in sorted([name for name, entry in self.entries.items() if entry.heard_at_s < heard_from_s]):
             silent_s = event.at_s - self.entries[worker_id].heard_at_s
-            if silent_s > self.rules.lease_s:
-                commands += self._lose(worker_id, f"silent for {silent_s:.1f} s", event.cause_id, silent=True)
+            commands += self._lose(worker_id, f"silent for {silent_s:.1f} s", event.cause_id, silent=True)
         if not self.warm and event.at_s - self._active_since_s >= self.rules.warmup_s:
             self.warm = True
             commands.append(m.Publish(m.SnapshotEnd(), event.cause_id))
@@ -296,11 +297,9 @@ class MonitorCore:
         """A waiting request has precedence over one that still has room."""
         if (long := self._backlogs.long(at_s)).count:
             return LongRequest(long.need_tokens, long.prompt_tokens)
-        for leader_id, load in self.groups.led(self.entries):
-            room_tokens, longest = load.block_count * load.block_tokens, load.longest_token_count
-            if room_tokens and longest >= _OUTGROWN * room_tokens and load.longest_limit_tokens > room_tokens:
-                need_tokens = min(math.ceil(longest * _GROWS), load.longest_limit_tokens)
-                return LongRequest(max(need_tokens, room_tokens + 1), leader_id=leader_id)
+        for leader_id, load in self.groups.led(self.entries, self._outgrown) if self._outgrown else ():
+            need_tokens = min(math.ceil(load.longest_token_count * _GROWS), load.longest_limit_tokens)
+            return LongRequest(max(need_tokens, load.block_count * load.block_tokens + 1), leader_id=leader_id)
         return None
 
     def cluster_demand(self, at_s: float) -> ClusterDemand:
@@ -339,11 +338,12 @@ class MonitorCore:
 
     def _backlog_bytes(self, at_s: float) -> int:
         """Block and token sizes are equal on all instances of a cluster."""
+        backlog = self._backlogs.total(at_s)
         loaded = next(((e, e.load) for e in self.entries.values() if e.load is not None), None)
-        if loaded is None:
+        if loaded is None or not backlog.request_count:
             return 0
         entry, load = loaded
-        return backlog_bytes(self._backlogs.total(at_s), load.block_tokens, entry.instance.model.kv_bytes_per_token)
+        return backlog_bytes(backlog, load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _forgive_own_sleep(self, at_s: float) -> None:
         """After this process was stopped, the instances' silence is not counted."""
@@ -356,6 +356,7 @@ class MonitorCore:
 
     def _lose(self, worker_id: WorkerId, why: str, cause_id: str, *, silent: bool = False) -> list[m.Command]:
         entry = self.entries.pop(worker_id)
+        self._outgrown.discard(worker_id)
         self._forget.append(worker_id)
         word = m.Publish(m.InstanceLost(worker_id, entry.instance.incarnation, why, silent), cause_id)
         lost: list[m.Command] = [] if entry.stuck else [word]
@@ -385,11 +386,18 @@ class MonitorCore:
                 raise InvariantViolation(f"{worker_id} names stream {entry.stream_id}, which is not its own")
             if entry.instance.incarnation < self._newest.get(worker_id, entry.instance.incarnation):
                 raise InvariantViolation(f"{worker_id} is registered in an old life {entry.instance.incarnation}")
+        if not self._outgrown <= self.entries.keys():
+            raise InvariantViolation(f"{sorted(self._outgrown - self.entries.keys())} are gone, and outgrown")
         if len(self.entries) > self.rules.max_instances:
             raise InvariantViolation(f"{len(self.entries)} instances, more than {self.rules.max_instances}")
         self.pressure.check()
         if not self.active and (self.entries or self._streams or self.warm):
             raise InvariantViolation("a standby monitor has instances")
+
+
+def _is_outgrown(load: LoadReport) -> bool:
+    room_tokens = load.block_count * load.block_tokens
+    return 0 < room_tokens < load.longest_limit_tokens and load.longest_token_count >= _OUTGROWN * room_tokens
 
 
 def _layer_s(pace: Pace) -> float:

@@ -27,7 +27,7 @@ class BacklogWord:
     """Waiting requests and recent traffic of one dispatcher."""
 
     dispatcher_id: DispatcherId
-    serial: str  # differs between entries
+    serial: str  # changes with each entry
     traffic: Traffic
 
 
@@ -73,7 +73,7 @@ class ConnectionRefused:
 
 @dataclass(frozen=True, slots=True)
 class RegistryLoaded:
-    """State of an earlier monitor: the newest incarnation of each worker, and its capacity."""
+    """State of a previous monitor: the newest incarnation of each worker, and its capacity."""
 
     at_s: float
     cause_id: str
@@ -83,7 +83,7 @@ class RegistryLoaded:
 
 @dataclass(frozen=True, slots=True)
 class SurroundingsRead:
-    """Entries of planner and dispatchers in the state server."""
+    """Entries of the planner and dispatchers in the state server."""
 
     at_s: float
     cause_id: str
@@ -143,12 +143,12 @@ class InstanceDraining:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """Instances not named so far are not alive."""
+    """End of the snapshot: instances not named so far are not alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Memory is or will be short, or is plentiful again. Sent once, to present watchers."""
+    """Memory is or will be short, or is plentiful again. Sent once, to current watchers."""
 
     signal: Signal
     groups: tuple[GroupDemand, ...]
@@ -184,7 +184,7 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAddress:
-    """Check whether anything listens at the address of an instance whose stream broke."""
+    """Check whether anything listens at the address of an instance whose stream was lost."""
 
     instance: Instance
     cause_id: str
@@ -199,12 +199,12 @@ class WriteRegistry:
 
 @dataclass(frozen=True, slots=True)
 class LoadRegistry:
-    """Read the rows of an earlier active monitor."""
+    """Read the rows of a previous active monitor."""
 
 
 @dataclass(frozen=True, slots=True)
 class DismissWatchers:
-    """No longer active: watchers must find the active one."""
+    """No longer active: watchers must find the active monitor."""
 
 
 @dataclass(frozen=True, slots=True)

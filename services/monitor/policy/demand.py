@@ -90,15 +90,21 @@ def backlog_bytes(backlog: BacklogDemand, block_tokens: int, kv_bytes_per_token:
 def sum_demand(
     at_s: float, groups: tuple[GroupLoad, ...], backlog_need_bytes: int, *, complete: bool = True
 ) -> ClusterDemand:
-    spare = sum(g.spare_bytes for g in groups)
-    engaged_bytes = max(0, sum(g.wanted_bytes for g in groups) - spare)
+    used = waiting = spare = capacity = undropped = 0
+    for group in groups:
+        used += group.used_bytes
+        waiting += group.waiting_bytes
+        spare += group.spare_bytes
+        capacity += group.capacity_bytes
+        undropped += group.undropped_bytes
+    engaged_bytes = max(0, used + waiting - spare)
     return ClusterDemand(
         at_s=at_s,
         wanted_bytes=engaged_bytes + backlog_need_bytes,
         engaged_bytes=engaged_bytes,
-        used_bytes=max(0, sum(g.used_bytes for g in groups) - spare),
-        capacity_bytes=sum(g.capacity_bytes for g in groups),
-        undropped_bytes=sum(g.undropped_bytes for g in groups),
-        groups=tuple(g.member_ids for g in groups),
+        used_bytes=max(0, used - spare),
+        capacity_bytes=capacity,
+        undropped_bytes=undropped,
+        groups=tuple([group.member_ids for group in groups]),
         complete=complete,
     )

@@ -27,7 +27,7 @@ from itertools import islice
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from services.monitor.policy.demand import ClusterDemand
-from services.monitor.policy.trend import since, slope_per_s
+from services.monitor.policy.trend import slope_per_s
 
 TREND_WINDOW_S = 2.0  # of samples for a trend: twenty samples reduce noise
 # Quantile of the slopes in the window: growth confirmed by three out of four.
@@ -121,6 +121,7 @@ class Pressure:
     _given_back_s: float | None = None  # start of low demand before the last restore, unless a drop followed
     _relief_after_s: float = 0.0  # learnt minimum duration of low demand
     _unchecked_count: int = 0  # samples since the last check
+    _level_count: int = 0  # newest samples that have the same capacity
 
     def __post_init__(self) -> None:
         self.rules.check()
@@ -156,8 +157,14 @@ class Pressure:
                 self._relieving = False
                 self._changeable_from_s = max(self._changeable_from_s, sample.at_s + self.rules.dwell_s)
                 self.quiet_until_s = max(self.quiet_until_s, self._changeable_from_s)
+        while self.history and self.history[0].at_s < sample.at_s - self.rules.trend_window_s:
+            self.history.popleft()
+        self._level_count = self._level_count + 1 if self._is_level(sample) else 1
         self.history.append(sample)
         self._unchecked_count += 1
+
+    def _is_level(self, sample: ClusterDemand) -> bool:
+        return bool(self.history) and self.history[-1].capacity_bytes == sample.capacity_bytes
 
     def _learn(self, before: ClusterDemand, sample: ClusterDemand) -> None:
         """Learn how long to wait for the next burst before a restore."""
@@ -169,10 +176,10 @@ class Pressure:
             self._given_back_s = None
 
     def _look_ahead(self, sample: ClusterDemand) -> Forecast:
-        rules, since_s = self.rules, sample.at_s - self.rules.trend_window_s
-        recent = since(self.history, since_s)
-        wanted = slope_per_s([(s.at_s, s.wanted_bytes) for s in recent], at_quantile=_SURE_QUANTILE)
-        capacity = slope_per_s([(s.at_s, s.capacity_bytes) for s in recent])
+        rules = self.rules
+        wanted = slope_per_s([(s.at_s, s.wanted_bytes) for s in self.history], at_quantile=_SURE_QUANTILE)
+        level = self._level_count >= len(self.history)
+        capacity = 0.0 if level else slope_per_s([(s.at_s, s.capacity_bytes) for s in self.history])
         # Memory being returned to parameters shrinks by plan, down to what all parameters leave.
         now_bytes = self._settled_bytes(sample)
         floor = min(now_bytes, sample.undropped_bytes)

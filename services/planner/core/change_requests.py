@@ -33,7 +33,7 @@ from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, pl
 from services.planner.policy.snapshot import ModelShape, Snapshot, columns_of
 from services.planner.policy.split import is_unlike, kinds_of
 
-# A drop that is predicted to be better by this factor starts at the first evaluation; others if a second one agrees.
+# A drop predicted to be better by this factor starts at the first evaluation, others if a second one agrees.
 _CLEAR = 1.5
 _BLIND_S, _BLIND_NEED = 10.0, 0.25  # fraction of the memory
 
@@ -43,9 +43,8 @@ class Planning:
     """Policy for overloads."""
 
     targets: ComparisonTargets = field(default_factory=ComparisonTargets)
-    compares: bool = True  # by predicted loss, doing nothing included; False, or without data: by need
-    # By need, groups become deeper than pairs only where pairs leave more than this fraction of the wanted KV unmet.
-    # The monitor's need includes a margin: this is a demand of 1.25 times the capacity.
+    compares: bool = True  # by predicted loss, including that of doing nothing; False, or without data: by need
+    # By need, groups become deeper than pairs only if pairs would leave more than this fraction of the wanted KV unmet.
     tolerable_shortfall: float = 0.65
 
 
@@ -58,7 +57,7 @@ class DropRequest:
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # a second evaluation of an overload
     blind_s: float = 0.0  # how long data for a comparison has been missing
-    hold_s: float = 0.0  # no automatic restore for that long afterwards
+    hold_s: float = 0.0  # no automatic restore for this long afterwards
     long: LongNeed | None = None  # set for a request that needs a larger group
 
 
@@ -91,7 +90,7 @@ class Approved:
     lines: tuple[str, ...]
     shortfall_bytes: int = 0
     sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
-    gives_way: bool = False  # may be aborted for other requests while it is prepared
+    gives_way: bool = False  # can be aborted in favour of other requests while it is prepared
     compared: Comparison | None = None  # the comparison that led to it
 
 
@@ -99,7 +98,7 @@ class Approved:
 class Rejected:
     why: str
     shortfall_bytes: int = 0
-    for_now: bool = False  # not worth it at present; to be evaluated again soon
+    for_now: bool = False  # not worthwhile at present; to be evaluated again soon
     compared: Comparison | None = None
     blind: bool = False  # data for a comparison is missing
 
@@ -121,7 +120,7 @@ def decide(
     epoch: Epoch,
     planning: Planning | None = None,
 ) -> Approved | Rejected:
-    """`planning`: policy for overloads; operators' requests are executed as asked."""
+    """`planning`: policy for overloads; operators' requests are executed as requested."""
     planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
     try:
         if isinstance(change, DropRequest):
@@ -133,7 +132,9 @@ def decide(
 
 
 def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
-    """Survivors of a pipeline load missing layers by themselves; this plan is for those that have not, from disk."""
+    """A plan for instances that lack layers and load them from disk. Survivors of a pipeline load missing layers by
+    themselves.
+    """
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
     return Approved(TransitionKind.RESTORE, completed(base, members, epoch, why), None, (), sources=sources)
@@ -222,7 +223,7 @@ def _for_long(
     epoch: Epoch,
     planning: Planning,
 ) -> Approved | Rejected:
-    """The smallest group that holds the request beside its present ones, if the effect on others is tolerable."""
+    """The smallest group that can hold the request beside its current ones, if the effect on others is tolerable."""
     snapshot, led = surveyed
     if (holder := held_by(snapshot, need)) is not None:
         return Rejected(f"{holder} holds {need.need_tokens} tokens already", for_now=True)
@@ -250,8 +251,8 @@ def _for_long(
 
 
 def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: ClusterLoad, epoch: Epoch) -> Approved:
-    """One group of these members in this order, with layers split as evenly as possible; with unlike memories by
-    capacity.
+    """One group of these members in this order, with layers split as evenly as possible, or by capacity if memories
+    differ.
     """
     names, why = change.worker_ids, f"{change.by}: {'+'.join(change.worker_ids)}"
     target, lines = merged_by_hand(base, names, epoch, why), (f"merged: {' '.join(names)}",)
@@ -267,7 +268,7 @@ def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: C
 
 
 def _must_act_blind(change: DropRequest, snapshot: Snapshot, needed_bytes: int) -> bool:
-    """After a long large shortfall, dropping is better than waiting for missing data."""
+    """After a long and large shortfall, dropping is better than waiting for missing data."""
     model = snapshot.model
     capacity_bytes = sum(columns_of(snapshot.groups).blocks) * model.block_bytes * model.layer_count
     return change.blind_s >= _BLIND_S and needed_bytes > _BLIND_NEED * capacity_bytes
@@ -290,7 +291,7 @@ def _compared(
     targets: ComparisonTargets,
     restored: Mapping[GroupId, Sequence[int]] | None = None,
 ) -> Comparison | None:
-    """None: see `_unknown`. `restored`: see `compare_restore`."""
+    """Compare by prediction. None: data is missing, see `_unknown`. `restored`: see `compare_restore`."""
     if load.pace is None or _unknown(load, model):
         return None
     snapshot, led = surveyed
@@ -301,7 +302,7 @@ def _compared(
     fresh = load.fresh_traffic
     if fresh is None or not compared.chosen.merges:
         return compared
-    # A silent dispatcher may be stopped, or dead with its clients elsewhere: the choice has to be right in both cases.
+    # A silent dispatcher may be stopped, or dead with its clients elsewhere: the choice must be right in both cases.
     if not fresh.known_s:
         fresh = replace(load.traffic, queued_count=0, queued_tokens=0, oldest_wait_s=0.0)
     without = compare(snapshot, running, fresh, load.pace, targets)

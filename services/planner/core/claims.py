@@ -1,7 +1,7 @@
 """Rebuilds a layout that the state server has lost from the places that instances report (pure).
 
 A reported place counts if its epoch is newer than the known layout's: an instance enters a group only after the layout
-has been stored, so that layout was stored and has been lost since.
+was stored, so a newer layout was stored and has been lost.
 """
 
 from collections.abc import Mapping
@@ -21,7 +21,7 @@ class WorkerClaim:
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
     layout: Layout  # with the newest reported epoch
-    partial: Partial  # hold only some layers, and belong to no group any more
+    partial: Partial  # hold only some layers, and no longer belong to a group
 
 
 def newer(layout: Layout, claims: Mapping[WorkerId, WorkerClaim]) -> dict[WorkerId, WorkerClaim]:
@@ -29,9 +29,9 @@ def newer(layout: Layout, claims: Mapping[WorkerId, WorkerClaim]) -> dict[Worker
 
 
 def rebuild(layout: Layout, claims: Mapping[WorkerId, WorkerClaim], layer_count: int) -> Rebuilt | None:
-    """The groups whose members agree, and those of `layout` about which nothing newer is reported.
+    """The groups whose members agree, and those of `layout` about which nothing newer was reported.
 
-    None: nothing newer than the layout is reported.
+    None: nothing newer than the layout was reported.
     """
     telling = newer(layout, claims)
     if not telling:
@@ -62,7 +62,7 @@ def rebuild(layout: Layout, claims: Mapping[WorkerId, WorkerClaim], layer_count:
 
 
 def _is_agreed(claim: WorkerClaim, telling: Mapping[WorkerId, WorkerClaim], layer_count: int) -> bool:
-    """True if all members live, report the same group, and together hold all layers in distinct places."""
+    """True if all members are alive, report the same group, and together hold all layers in distinct stages."""
     group, next_layer = claim.place.group, 0
     if len({member.worker_id for member in group.members}) != len(group.members):
         return False
@@ -80,4 +80,4 @@ def _layers(worker_id: WorkerId, claim: WorkerClaim) -> range:
     for member in claim.place.group.members:
         if (member.worker_id, member.incarnation) == (worker_id, claim.incarnation):
             return range(member.first_layer, member.last_layer)
-    return range(0)  # it reports a group without itself
+    return range(0)  # it reports a group that does not contain itself

@@ -1,4 +1,4 @@
-"""Drains that operators asked for, by request id, so that a repeated request is answered like the first (pure)."""
+"""Drains requested by operators, by request id, so that a repeated request gets the same answer (pure)."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from services.planner.core.membership import Membership
 @dataclass(slots=True)
 class Drain:
     worker_id: WorkerId
-    incarnation: Incarnation  # the incarnation to be drained; later ones are not meant
+    incarnation: Incarnation  # the incarnation to drain; later ones are not affected
     epoch: Epoch | None = None  # None: not in the layout yet
 
 
@@ -38,7 +38,7 @@ class Drains:
         return [p.AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
 
     def _add(self, request_id: str, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Returns False if the limit of pending drains is reached. The oldest answered one is dropped for a new one."""
+        """Returns False if there are too many pending drains. The oldest answered one is dropped for a new one."""
         if len(self._by_request) >= self.limit:
             answered = next((r for r, drain in self._by_request.items() if drain.epoch is not None), None)
             if answered is None:
@@ -48,13 +48,13 @@ class Drains:
         return True
 
     def ordered(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """True if this incarnation is to be drained. It may have counted as lost in between, and returned without
-        knowing.
+        """True if this incarnation is to be drained. It may have counted as lost meanwhile and have returned without
+        having been told.
         """
         return any((d.worker_id, d.incarnation) == (worker_id, incarnation) for d in self._by_request.values())
 
     def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
-        """Drains completed by this layout: their workers get no new requests."""
+        """Drains completed by this layout: their workers get no new requests any more."""
         taking = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members if not m.draining}
         settled: list[tuple[str, Epoch]] = []
         for request_id, drain in self._by_request.items():
@@ -64,7 +64,7 @@ class Drains:
         return settled
 
     def give_up(self) -> list[str]:
-        """Drop the pending drains, and return their ids."""
+        """Drop the pending drains and return their ids."""
         waiting = [request_id for request_id, drain in self._by_request.items() if drain.epoch is None]
         for request_id in waiting:
             del self._by_request[request_id]

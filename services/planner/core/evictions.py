@@ -1,12 +1,12 @@
-"""Members that the monitor does not hear: evicted on evidence, not for silence (pure).
+"""Members that do not report to the monitor: evicted on evidence, not for their silence (pure).
 
-A monitor that has just become active, or is cut off from the workers, hears no member although all are well. So a
-member missing from a snapshot, or silent for too long, stays in the layout until the planner has probed it:
+A monitor that has just become active, or is cut off from the workers, receives no reports although all members are
+well. So a member missing from a snapshot, or silent for too long, stays in the layout until the planner has probed it:
 
-- the same incarnation answers: it stays, and is probed repeatedly while the monitor does not hear it;
-- nobody listens at its address, or another incarnation does: it is evicted;
-- no answer: it is evicted if there is a witness, such as a member that has left their group. Without witness only a
-  minority is evicted: where most members are silent to both, the network is suspected.
+- the same incarnation answers: it stays, and is probed repeatedly until it reports again;
+- nothing listens at its address, or another incarnation does: it is evicted;
+- no answer: it is evicted if there is a witness, such as a member that has left its group. Without a witness only a
+  minority is evicted: if most members are silent towards both, the network is suspected.
 """
 
 import math
@@ -19,7 +19,7 @@ from ballast.common.layout import Group
 from services.planner.core.messages import InstanceProbed, Probed, ProbeInstance
 from services.planner.policy.replicate import Placeable
 
-_INTERVAL_S = 1.0  # between an answer to a probe and the next probe of the same instance
+_INTERVAL_S = 1.0  # between an answer and the next probe of the same instance
 _PROBES_PER_S = 100.0  # in total
 _WORDS = {Probed.SILENT: "does not answer the planner", Probed.GONE: "nobody listens at its address"}
 
@@ -29,7 +29,7 @@ class _Suspect:
     incarnation: Incarnation
     address: str
     why: str
-    due_at_s: float  # of the next probe; inf while one is under way
+    due_at_s: float  # of the next probe; inf during a probe
     found: Probed | None = None  # result of the last probe
 
 
@@ -77,9 +77,9 @@ class Suspects:
         """Members evicted now, with the evidence.
 
         Args:
-            member_count: Of all known ones, suspects included.
-            groups: Of the layout, by their members.
-            left: Members that the monitor hears and that report to have left their group.
+            member_count: Number of all known members, suspects included.
+            groups: Groups of the layout, by their members.
+            left: Members that report to the monitor that they have left their group.
         """
         doubtful = sum(suspect.found is not Probed.ALIVE for suspect in self._by_id.values())
         found: list[tuple[WorkerId, Incarnation, str]] = []

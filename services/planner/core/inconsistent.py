@@ -1,7 +1,7 @@
 """Instances whose reports contradict the layout, and since when (pure).
 
-A contradiction that lasts is resolved in favour of the report: an instance is told to leave its group by a plan in
-which it has none. It is then stranded, leaves, loads its missing layers, and is placed again.
+A persistent contradiction is resolved in favour of the report: the instance leaves its group by a plan that contains it
+in none. It is then stranded, loads its missing layers, and is placed again.
 """
 
 import math
@@ -13,7 +13,7 @@ from ballast.common.layout import Group, Layout, worker_ids
 from services.planner.core.membership import Membership
 from services.planner.core.messages import Event, InstanceLost, InstanceUp, SnapshotEnded
 
-_COUNTS = -math.inf  # "since": it has been inconsistent for long enough
+_COUNTS = -math.inf  # "since": counts as inconsistent already
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Inconsistent:
         self._since_s.clear()
 
     def compare(self, event: Event, layout: Layout, membership: Membership, layer_count: int) -> bool:
-        """Compare reports with the layout: all for a new layout, otherwise that of the event's instance. True if any
-        was compared.
+        """Compare reports with the layout: all reports for a new layout, otherwise that of the event's instance.
+        Returns True if any was compared.
         """
         if layout is not self._compared:
             membership.regrouped(self._compared, layout)
@@ -56,12 +56,12 @@ class Inconsistent:
         return True
 
     def transition_ended(self, at_s: float, before_s: float) -> None:
-        """Contradictions that counted before the transition go on; others are measured anew."""
+        """Contradictions that counted before the transition persist; the duration of others is measured anew."""
         odd = self._since_s.items()
         self._since_s = {w: since_s if _COUNTS < since_s < before_s else at_s for w, since_s in odd}
 
     def lives(self, layout: Layout, membership: Membership) -> dict[WorkerId, Incarnation]:
-        """Incarnations that count: outside of the layout at once, in it after `disagree_s`."""
+        """Incarnations that count as inconsistent: outside the layout at once, in it after `disagree_s`."""
         placed, found = worker_ids(layout), dict[WorkerId, Incarnation]()
         for worker_id, since_s in self._since_s.items():
             known = membership.known.get(worker_id)
@@ -72,13 +72,13 @@ class Inconsistent:
         return found
 
     def overdue(self, at_s: float) -> list[WorkerId]:
-        """Incarnations that count from now on."""
+        """Incarnations that count as inconsistent from now on."""
         found = [w for w, since_s in self._since_s.items() if since_s > _COUNTS and at_s >= since_s + self.disagree_s]
         self._since_s.update(dict.fromkeys(found, _COUNTS))
         return found
 
     @property
     def due_at_s(self) -> float:
-        """Instant at which the next inconsistent instance counts; infinity if there is none."""
+        """Time at which the next instance counts as inconsistent; infinity if there is none."""
         waiting = [since_s for since_s in self._since_s.values() if since_s != _COUNTS]
         return min(waiting, default=math.inf) + self.disagree_s

@@ -1,4 +1,4 @@
-"""Instances that must serve alone, and why: of another protocol than most, or of groups that broke (pure)."""
+"""Instances that must serve on their own, and why: unlike most in protocol, or from groups that broke (pure)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -8,7 +8,7 @@ from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Layout, Member
 from services.planner.core.membership import Membership
 
-_BROKE_WITHIN_S = 30.0  # of being made: later failures are not attributed to the combination
+_BROKE_WITHIN_S = 30.0  # age of a group up to which a failure is attributed to its combination of members
 _FIRST_S, _MOST_S = 30.0, 600.0
 _MOST_REMEMBERED = 1000
 
@@ -24,10 +24,10 @@ class KeptOut:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._broken: dict[WorkerId, _BrokenGroup] = {}
-        self._since_s: dict[WorkerId, float] = {}  # when it was first found to be kept out
+        self._since_s: dict[WorkerId, float] = {}  # when it was first kept out
 
     def why(self, at_s: float) -> dict[WorkerId, str]:
-        """Workers that enter no new group now, with reasons; those of another model enter none at all."""
+        """Workers currently kept out of groups, and why; those of another model are kept out of the layout."""
         backing_off = {
             worker_id: f"its group broke soon after it was made (time {broken.count});"
             f" it serves alone for {broken.until_s - at_s:.0f} s more"
@@ -39,7 +39,7 @@ class KeptOut:
         return {w: _since(why, at_s - self._since_s[w]) for w, why in found.items()}
 
     def of_another_protocol(self) -> dict[WorkerId, str]:
-        """Workers whose protocol is not the most common one; of equally common ones the newer is preferred."""
+        """Workers whose protocol is not the most common one; of equally common ones the newer wins."""
         protocols = self._membership.protocols()
         counts = Counter(protocols.values())
         if len(counts) < 2:
@@ -52,7 +52,7 @@ class KeptOut:
         }
 
     def why_not_together(self, names: Iterable[WorkerId]) -> str:
-        """Empty if these workers speak the same protocol."""
+        """Reason why these workers cannot form a group; empty if they speak the same protocol."""
         protocols = self._membership.protocols()
         spoken = {name: protocols[name] for name in names if name in protocols}
         if len(set(spoken.values())) < 2:
@@ -62,8 +62,8 @@ class KeptOut:
         )
 
     def regrouped(self, before: Layout, after: Layout, age_s: Callable[[GroupId, float], float], at_s: float) -> None:
-        """A layout outside of a transition has followed another. A pipeline that is gone broke; if it was new and all
-        of its members live, they are not merged again. `age_s`: of a group at that instant.
+        """Handle a change of the layout outside a transition. If a new pipeline has gone although all its members are
+        alive, it broke, and they are not merged again. `age_s`: age of a group at that time.
         """
         left = {group.group_id for group in after.groups if len(group.members) > 1}
         for group in before.groups:

@@ -2,7 +2,7 @@
 
 Rule 1: an instance enters by an event of the monitor or, before the monitor's snapshot, because the layout names it.
 Rule 2: it leaves by an event of the monitor, which has evidence of its end, or on the planner's own evidence
-(`evictions`). A broken connection to the monitor is no evidence about instances.
+(`evictions`). A lost connection to the monitor proves nothing about instances.
 """
 
 from collections import OrderedDict
@@ -20,16 +20,16 @@ from services.planner.policy.replicate import Placeable
 @dataclass(slots=True)
 class Known:
     placeable: Placeable
-    model: ModelInfo | None  # None: from a layout that does not say
-    confirmed: bool  # by the monitor, over the present connection
+    model: ModelInfo | None  # None: from a layout without models
+    confirmed: bool  # by the monitor, over the current connection
     place: Place | None = None  # as last reported; None: alone, with all layers
     protocol: int | None = None  # for other workers; None: from a layout
-    fresh: bool = True  # reported since the layout has assigned its group
-    away: bool | None = None  # it is to be parked; None: undecided
+    fresh: bool = True  # it has reported since the layout assigned its group
+    away: bool | None = None  # to be parked; None: undecided
     parked: bool = False  # as reported
 
     def stand(self) -> None:
-        """Its standing, from the desired and the reported state."""
+        """Its standing, from the intended and the reported state."""
         if self.away:
             standing = Standing.PARKED if self.parked else Standing.LEAVING
         else:
@@ -59,7 +59,7 @@ class Membership:
         return self._newest.get(worker_id, Incarnation(0))
 
     def presume(self, layout: Layout, model: ModelInfo | None) -> None:
-        """Assume the members of a layout to be present, unless the snapshot is complete."""
+        """Assume the members of a layout to be alive, unless the snapshot is complete."""
         if layout.groups:
             self.model = model
         for member in (member for group in layout.groups for member in group.members):
@@ -101,7 +101,7 @@ class Membership:
         return known is not None and known.placeable.incarnation == incarnation
 
     def up(self, event: InstanceUp) -> bool:
-        """Add an instance. False: of an old incarnation, ignored."""
+        """Add an instance. Returns False for an old incarnation, which is ignored."""
         if event.incarnation < self.newest(event.worker_id):
             return False
         before = self.known.get(event.worker_id)
@@ -115,7 +115,7 @@ class Membership:
         return True
 
     def drop(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Remove that incarnation; False if it is not the known one."""
+        """Remove the incarnation. Returns False if it is not the known one."""
         known = self.known.get(worker_id)
         if known is None or known.placeable.incarnation != incarnation:
             return False
@@ -125,7 +125,7 @@ class Membership:
         return True
 
     def drain(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Mark that incarnation as draining; False if unknown or draining already. Irreversible."""
+        """Mark the incarnation as draining. Returns False if it is unknown or draining already. Irreversible."""
         known = self.known.get(worker_id)
         if known is None or known.placeable.incarnation != incarnation or known.placeable.draining:
             return False
@@ -134,7 +134,7 @@ class Membership:
         return True
 
     def regrouped(self, before: Layout, after: Layout) -> None:
-        """Places that members of new groups have reported were those before."""
+        """After a change of groups, places reported by members of new groups are outdated."""
         kept = set(before.groups)
         for member in (m for group in after.groups if group not in kept for m in group.members):
             known = self.known.get(member.worker_id)
@@ -142,8 +142,8 @@ class Membership:
                 known.fresh = False
 
     def disagrees(self, worker_id: WorkerId, group: Group | None, layer_count: int) -> bool:
-        """True if it reports another place than `group`, its group in the layout (None: it is in none), or is in none
-        and does not hold all layers.
+        """True if it reports another place than `group`, its group in the layout (None: none), or if it is in no group
+        and lacks layers.
         """
         known = self.known.get(worker_id)
         if known is None or not self._serves(known):
@@ -158,7 +158,7 @@ class Membership:
         return known.place is None or _stages(known.place.group) != _stages(group)
 
     def claims(self) -> dict[WorkerId, WorkerClaim]:
-        """Places in the layout reported by instances of the cluster's model."""
+        """Places reported by instances of the cluster's model."""
         self._choose_model()
         return {
             worker_id: WorkerClaim(known.placeable.incarnation, known.place)
@@ -181,7 +181,7 @@ class Membership:
         return not self._serves(self.known[worker_id])
 
     def of_another_model(self) -> dict[WorkerId, str]:
-        """Instances kept out of the layout, with the difference of their model from the cluster's."""
+        """Instances kept out of the layout, and how their model differs from the cluster's."""
         self._choose_model()
         return {
             worker_id: f"it serves another model: {difference(known.model, self.model)}"
@@ -194,9 +194,11 @@ class Membership:
         return known.model is self.model or (known.model is not None and known.model.is_same(self.model))
 
     def _choose_model(self) -> None:
-        """The model stays while an instance serves it; then that of the first remaining worker replaces it.
+        """Choose the cluster's model: the current one while an instance serves it, otherwise that of the first
+        remaining worker.
 
-        A model without revision, from a layout or a worker of an older version, is replaced by one reported with it.
+        A model without revision, from a layout or from a worker of an older version, is replaced by one reported with
+        it.
         """
         if not self.known:
             return
@@ -231,7 +233,7 @@ def _is_whole(place: Place | None, worker_id: WorkerId, layer_count: int) -> boo
 
 
 def _is_there(known: Known, group: Group, worker_id: WorkerId) -> bool:
-    """True if the incarnation that the layout means is in the group."""
+    """True if the incarnation meant by the layout is in the group."""
     return any((m.worker_id, m.incarnation) == (worker_id, known.placeable.incarnation) for m in group.members)
 
 
@@ -240,7 +242,7 @@ def _stages(group: Group) -> tuple[tuple[WorkerId, Incarnation, int, int], ...]:
 
 
 def difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
-    """How a model differs from the cluster's, in words."""
+    """Text that describes how a model differs from the cluster's."""
     if cluster is None:
         return "the model of the cluster is not known"
     names = own.differences(cluster)

@@ -24,16 +24,16 @@ class ClusterLoad:
 
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
-    pace: Pace | None = None  # of a typical instance, for as many layers as any holds; None: unknown
-    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors of unlike ones
-    fresh_traffic: Traffic | None = None  # without silent dispatchers; None: none is silent, `traffic` is complete
+    pace: Pace | None = None  # of a typical instance, with the most layers that any holds; None: unknown
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors of instances unlike it
+    fresh_traffic: Traffic | None = None  # without silent dispatchers; None: there are none, and `traffic` is complete
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
-        """Without the reports of these: their groups take no part in plans."""
+        """A copy without the reports of these instances: their groups take no part in plans."""
         return replace(self, workers={w: load for w, load in self.workers.items() if w not in kept_out})
 
 
-Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in the order of attempts; None: host copy or disk
+Sources = tuple[tuple[int, WorkerId | None], ...]  # (layer, holder) in order of preference; None: host copy or disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +48,9 @@ class StoredLayout:
 
 class WriteOutcome(Enum):
     WRITTEN = auto()
-    CONFLICT = auto()  # not the expected epoch is stored
+    CONFLICT = auto()  # another epoch is stored than expected
     FENCED = auto()  # another planner has the lease
-    UNAVAILABLE = auto()  # no answer: the outcome is unknown
+    UNAVAILABLE = auto()  # not answered: the outcome is unknown
 
 
 # ---------------------------------------------------------------- events
@@ -133,7 +133,7 @@ class InstanceDraining:
 
 class Probed(Enum):
     ALIVE = auto()  # the same incarnation answers
-    GONE = auto()  # nobody listens at its address, or another process does
+    GONE = auto()  # nothing listens at its address, or another process does
     SILENT = auto()
 
 
@@ -182,13 +182,13 @@ class ReliefRaised:
 
 @dataclass(frozen=True, slots=True)
 class LongRequestRaised:
-    """A request waits for a group that holds it, or is about to outgrow its instance; repeated each second."""
+    """A request waits for a group that can hold it, or is about to outgrow its instance; repeated each second."""
 
     at_s: float
     cause_id: str
     need_tokens: int
     prompt_tokens: int  # of them, tokens to be computed
-    leader_id: WorkerId  # of its present group; empty: none yet
+    leader_id: WorkerId  # of its current group; empty: none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,9 +198,9 @@ class DropRequested:
     at_s: float
     cause_id: str
     request_id: str  # a repetition gets the same answer
-    required_bytes: int | None = None  # None: the present shortfall
+    required_bytes: int | None = None  # None: the current shortfall
     worker_ids: tuple[WorkerId, ...] = ()  # not empty: form one group of these, in this order
-    hold_s: float = 0.0  # no automatic restore for that long
+    hold_s: float = 0.0  # no automatic restore for this long
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,7 +219,7 @@ class LoadsRead:
     at_s: float
     cause_id: str
     load: ClusterLoad
-    failure: str = ""  # why there is none
+    failure: str = ""  # why there is no report
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ class LoadLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteLayout:
-    """Answered by WriteSettled. Refused unless `expected_epoch` is stored and the lease carries `token`."""
+    """Answered by WriteSettled. Refused unless `expected_epoch` is stored and `token` is the lease's."""
 
     layout: Layout
     model: ModelInfo | None
@@ -323,7 +323,7 @@ class CallMember:
 
 @dataclass(frozen=True, slots=True)
 class ProbeInstance:
-    """Probe an instance that the monitor does not hear. Answered by InstanceProbed."""
+    """Probe an instance that does not report to the monitor. Answered by InstanceProbed."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -348,9 +348,9 @@ class AnswerChange:
 
 class ChangeRefusal(Enum):
     STANDBY = auto()
-    BUSY = auto()  # a transition or another change is under way
+    BUSY = auto()  # a transition or another change is in progress
     NOT_POSSIBLE = auto()
-    NO_LOADS = auto()  # the monitor does not answer
+    NO_LOADS = auto()  # the monitor did not answer
     ID_REUSED = auto()
 
 
@@ -371,7 +371,7 @@ class TransitionMoved:
 
 @dataclass(frozen=True, slots=True)
 class NothingDone:
-    """A request of the monitor was not, or not completely, executed."""
+    """A request of the monitor was not, or not completely, fulfilled."""
 
     what: str
     why: str
@@ -381,7 +381,7 @@ class NothingDone:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """Some instances are to leave, or to serve again."""
+    """Some instances should leave, or serve again."""
 
     worker_ids: tuple[WorkerId, ...]
     lines: tuple[str, ...]  # of the comparison
@@ -405,7 +405,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class FollowMonitor:
-    """Connect to the monitor, with a snapshot."""
+    """Connect to the monitor and receive a snapshot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,8 +440,8 @@ class DrainRefusal(Enum):
     STANDBY = auto()
     NO_SUCH_WORKER = auto()
     NOT_READY = auto()  # recently active: instances are not known yet
-    ID_REUSED = auto()  # the request id was given for another worker
-    FULL = auto()  # too many drains are under way
+    ID_REUSED = auto()  # the request id was used for another worker
+    FULL = auto()  # too many drains are in progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,7 +452,7 @@ class RefuseDrain:
 
 @dataclass(frozen=True, slots=True)
 class RejectInstance:
-    """It serves another model than the cluster and stays out of the layout."""
+    """The instance serves another model than the cluster and is kept out of the layout."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -462,7 +462,7 @@ class RejectInstance:
 
 @dataclass(frozen=True, slots=True)
 class IgnoreStale:
-    """An event of an old incarnation."""
+    """An event of an old incarnation was ignored."""
 
     worker_id: WorkerId
     have: Incarnation

@@ -19,7 +19,7 @@ _ASK_AGAIN_S = 1.0
 
 @dataclass(slots=True)
 class Predicted:
-    """One decision by comparison. Readable from outside; only the core writes."""
+    """A decision by comparison. Other modules may read it; only the core writes."""
 
     decision: str  # the chosen candidate
     predicted: Prediction
@@ -30,10 +30,10 @@ class Predicted:
     epoch: Epoch | None  # of the transition; None: no change
     before: Traffic
     settled_at_s: float | None = None
-    served: Served | None = None  # outcome; None: unknown, or not yet
+    served: Served | None = None  # None: unknown, or not yet known
 
     def told(self, now_s: float) -> str:
-        """One line."""
+        """The prediction and its outcome in one line."""
         predicted = f"{self.decision}: predicted {self.predicted.told()}"
         if self.settled_at_s is None:
             return f"{predicted}; in {max(0.0, self.at_s + self.horizon_s - now_s):.0f} s it can be said what came"
@@ -47,7 +47,7 @@ class Predicted:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Output tokens per second until it was settled."""
+        """Output tokens per second until the outcome was read."""
         took_s = 0.0 if self.settled_at_s is None else self.settled_at_s - self.at_s
         return None if self.served is None or took_s <= 0.0 else self.served.token_count / took_s
 
@@ -66,12 +66,12 @@ class PredictionLog:
 
     @property
     def due_at_s(self) -> float:
-        """When `asks` is to be called."""
+        """Time at which to call `asks`."""
         ends_s = min((one.at_s + one.horizon_s for one in self.open), default=math.inf)
         return max(ends_s, self._asked_at_s + _ASK_AGAIN_S)
 
     def note(self, compared: Comparison, traffic: Traffic, at_s: float, epoch: Epoch | None) -> None:
-        """Record a decision. It replaces nothing where the same was decided recently, without a change."""
+        """Record a decision, unless the same one, without a change, was recorded recently."""
         if epoch is None and any(one.epoch is None and one.decision == compared.chosen.name for one in self.open):
             return
         if len(self.open) >= _KEPT:
@@ -82,18 +82,18 @@ class PredictionLog:
         self.open.append(predicted)
 
     def asks(self, at_s: float) -> bool:
-        """True if the traffic is needed now."""
+        """True if the traffic must be read now."""
         if at_s < self.due_at_s:
             return False
         self._asked_at_s = at_s
         return True
 
     def settle(self, traffic: Traffic, at_s: float) -> list[Predicted]:
-        """Settle the predictions whose horizon has ended."""
+        """Determine the outcomes of predictions whose horizon has ended."""
         return self._settle([one for one in self.open if at_s >= one.at_s + one.horizon_s], traffic, at_s)
 
     def overtake(self, traffic: Traffic, at_s: float) -> list[Predicted]:
-        """Settle all predictions: a transition begins."""
+        """Determine the outcomes of all predictions, as a transition begins."""
         return self._settle(list(self.open), traffic, at_s)
 
     def _settle(self, found: list[Predicted], traffic: Traffic, at_s: float) -> list[Predicted]:

@@ -1,4 +1,4 @@
-"""Describes the difference of two layouts in words (pure)."""
+"""Text that describes the difference between two layouts (pure)."""
 
 from collections.abc import Mapping
 

@@ -14,17 +14,17 @@ from services.planner.policy.snapshot import ModelShape
 
 @dataclass(slots=True)
 class TransitionRecord:
-    """Readable from outside; only the core writes."""
+    """One transition. Other modules may read it; only the core writes."""
 
     journal: Journal
     began_at_s: float
     by: str  # overload, relief, operator, loss or drain
     request_id: str = ""
-    shape: ModelShape | None = None  # None: begun by an earlier planner
+    shape: ModelShape | None = None  # None: begun by a previous planner
     reached_at_s: dict[Stage, float] = field(default_factory=dict[Stage, float])
     statuses: Mapping[WorkerId, Status] = field(default_factory=dict[WorkerId, Status])
     lost: tuple[WorkerId, ...] = ()
-    dropped_at_s: float | None = None  # of a restore: when the oldest of its groups was merged
+    dropped_at_s: float | None = None  # for a restore: when its oldest group was merged
 
     @property
     def epoch(self) -> Epoch:
@@ -35,7 +35,7 @@ class TransitionRecord:
         return next((at_s for stage, at_s in self.reached_at_s.items() if stage.over), None)
 
     def seconds_in(self, stage: Stage) -> float:
-        """Seconds in that stage, as seen by this planner; 0 if never."""
+        """Seconds in that stage, as observed by this planner; 0 if it was not reached."""
         stages = list(self.reached_at_s)
         if stage not in stages or stages[-1] is stage:
             return 0.0
@@ -55,12 +55,12 @@ class TransitionRecord:
 
     @property
     def waves(self) -> int:
-        """Waves of the exchange."""
+        """Number of rounds of the exchange."""
         return max((status.waves for status in self.statuses.values()), default=0)
 
     @property
     def victim_count(self) -> int:
-        """Moved sequences; the leader of each group reports for the whole group."""
+        """Number of moved sequences; each group's leader reports for its whole group."""
         leaders = [
             self.statuses[g.leader.worker_id] for g in self.changed_groups if g.leader.worker_id in self.statuses
         ]
@@ -68,13 +68,13 @@ class TransitionRecord:
 
     @property
     def changed_groups(self) -> tuple[Group, ...]:
-        """The groups that the transition changes, as they are afterwards."""
+        """Groups changed by the transition, in their final form."""
         before = set(self.journal.base.groups)
         return tuple(group for group in self.journal.target.groups if group not in before)
 
     @property
     def summary(self) -> str:
-        """One line."""
+        """Summary in one line."""
         if self.journal.kind is TransitionKind.DROP:
             groups = "; ".join(self._drop_line(group) for group in self.changed_groups)
         else:

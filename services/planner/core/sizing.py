@@ -1,8 +1,8 @@
-"""How many instances serve, which are parked and which are woken, by predictions (pure).
+"""Decides by prediction how many instances serve, and which are parked or woken (pure).
 
-Against oscillation: one more serves as soon as the present number fails at the expected rate; one less must suffice at
-a higher rate, and for some time. And if one was needed again soon after another had left, the next leave waits twice as
-long.
+Against oscillation, one more instance serves as soon as the current number fails at the expected rate; one less must
+suffice at a higher rate, and for some time. If an instance was needed again soon after one had left, the next leave
+waits twice as long.
 """
 
 import math
@@ -20,30 +20,30 @@ from services.planner.policy.compare import Comparison, ComparisonTargets, compa
 from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
 
 _LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two evaluations
-_REACTS_S = 1.0  # besides the time to wake and between evaluations: until dispatchers know
-_REGRET_S = 60.0  # an instance needed again within that time should not have left
+_REACTS_S = 1.0  # time until dispatchers know, in addition to the time to wake and the interval of evaluations
+_REGRET_S = 60.0  # an instance needed again within this time should not have left
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
-_STARTS = 6.0  # factor on the dwell time where a process ends instead of parking
-_SOONER = 0.5  # fraction of the dwell time that has already passed for the next one when one leaves
-_WAKES = 2.0  # no leave for less than so many times the time to wake
-_OVERDUE = 3.0  # not waited for after so many times the time to wake
+_STARTS = 6.0  # factor on the dwell time if processes end instead of parking
+_SOONER = 0.5  # fraction of the dwell time credited to the next leave when one instance leaves
+_WAKES = 2.0  # minimum dwell time as a multiple of the time to wake
+_OVERDUE = 3.0  # multiple of the time to wake after which a waking instance is no longer expected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRules:
     parks: bool = False  # idle instances
-    advises: bool = False  # without parking: still computes the wanted number, for an external scaler
-    drops: bool = False  # parameters under memory pressure, which bridges the time to wake
+    advises: bool = False  # without parking: compute the wanted number for an external scaler
+    drops: bool = False  # parameters are dropped under memory pressure, which bridges the time to wake
     least_instances: int = 1  # minimum number serving
-    dwell_s: float = 10.0  # for which one less has to suffice
+    dwell_s: float = 10.0  # how long one less must suffice
     last_name: bool = False  # the highest name leaves, as with StatefulSets; otherwise the emptiest instance
 
 
 @dataclass(slots=True)
 class Sizing:
     rules: SizingRules
-    wanted_count: int = 0  # instances that should serve, by the last evaluation; 0: unknown
+    wanted_count: int = 0  # by the last evaluation; 0: unknown
     why: str = ""  # reason of that number
     look_at_s: float = math.inf
     _jumps: Jumps = field(default_factory=Jumps)
@@ -66,7 +66,7 @@ class Sizing:
         *,
         may_shrink: bool = True,
     ) -> tuple[Mapping[WorkerId, bool], Comparison | None]:
-        """Changes of standings. Empty: no change, or too little is known.
+        """Changes of standings to make. Empty: none, or too little is known.
 
         Args:
             may_shrink: No drop or restore is pending.
@@ -97,7 +97,7 @@ class Sizing:
         return {leaver: True}, compared
 
     def wanted(self, layout: Layout) -> Wanted:
-        """Instances that should serve; the present number while unknown."""
+        """Number of instances that should serve; the current number while unknown."""
         members = [m for group in layout.groups for m in group.members]
         away = (Standing.LEAVING, Standing.PARKED)
         return Wanted(
@@ -108,12 +108,12 @@ class Sizing:
         )
 
     def later(self, at_s: float) -> None:
-        """An evaluation has ended."""
+        """Called when an evaluation has ended without a result."""
         if self.look_at_s < math.inf:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """Including as many instances again as there are, to be started externally."""
+        """Instances that could serve in addition, including as many again that could be started externally."""
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
         waking = [m.worker_id for m in members if m.standing is Standing.WAKING]
@@ -166,11 +166,11 @@ class Sizing:
         )
 
     def _back(self, members: list[Member], load: ClusterLoad, count: int, at_s: float) -> dict[WorkerId, bool]:
-        """Instances about to leave return first, those with most load first; then parked ones wake."""
+        """Instances to bring back: first those about to leave, most loaded first; then parked ones."""
         if at_s - self._left_at_s < _REGRET_S:
             self._dwell_s = min(_MOST_DWELL_S, 2 * max(self._dwell_s, self.rules.dwell_s))
             self._left_at_s = -math.inf
-        elif self._left_at_s > -math.inf:  # the last one to leave was not needed soon
+        elif self._left_at_s > -math.inf:  # the last instance to leave was not needed soon
             self._dwell_s, self._left_at_s = self._dwell_s / 2, -math.inf
         leaving = [m.worker_id for m in members if m.standing is Standing.LEAVING]
         leaving.sort(key=lambda w: (-_held(load.workers.get(w)), w))
@@ -178,7 +178,7 @@ class Sizing:
         return dict.fromkeys([*leaving, *parked][:count], False)
 
     def _is_calm(self, reserve: Reserve, at_s: float) -> bool:
-        """True if one less has sufficed for long enough."""
+        """True if one instance less has sufficed for long enough."""
         self._calm_since_s = at_s if self._calm_since_s is None else self._calm_since_s
         return at_s - self._calm_since_s >= self._wait_s(reserve)
 
@@ -206,7 +206,7 @@ def _by_number(name: str) -> tuple[int, str]:
 
 
 def _as_serving(layout: Layout, standing: Standing) -> Layout | None:
-    """The instances of that standing, as if they served; None: there are none."""
+    """Instances of that standing as if they served; None: there are none."""
     groups = tuple(
         Group(g.group_id, (replace(g.leader, standing=Standing.SERVING),))
         for g in layout.groups

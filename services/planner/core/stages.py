@@ -29,22 +29,22 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRules:
-    """Deadlines in seconds, independent of members' answers."""
+    """Timeouts in seconds, enforced whatever members answer."""
 
     prepare_timeout_s: float = 10.0
     restore_prepare_timeout_s: float = 600.0
-    commit_timeout_s: float = 30.0  # for the end of a step and remapping
-    exchange_timeout_s: float = 60.0  # without progress counted by any member
+    commit_timeout_s: float = 30.0  # covers the end of a step and remapping
+    exchange_timeout_s: float = 60.0  # time without progress of any member
     abort_timeout_s: float = 10.0
-    bereaved_s: float = 1.0  # after a loss that follows the commit: members that depend on the lost one
-    poll_s: float = 0.02  # between two polls of a member that will be ready soon, as requests wait
-    slow_poll_s: float = 0.1  # of one that is busy for longer: loading parameters, exchanging KV
+    bereaved_s: float = 1.0  # after a loss that follows the commit: time for members that depend on the lost one
+    poll_s: float = 0.02  # polling interval for a member that will be ready soon, as requests wait
+    slow_poll_s: float = 0.1  # polling interval for a member that is busy for longer: loading parameters, exchanging KV
 
 
 @dataclass(frozen=True, slots=True)
 class StageRow:
-    """`next`: possible next stages with their events. `deadline`: a field of `CoordinatorRules` for each kind of
-    transition. `way_out`: what happens after the deadline.
+    """One stage. `next`: possible next stages with their events. `deadline`: a field of `CoordinatorRules` for each
+    kind of transition. `way_out`: what happens after the deadline.
     """
 
     next: Mapping[Stage, str]
@@ -104,6 +104,6 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
 
 
 def check_step(before: Stage, after: Stage) -> None:
-    """Raise InvariantViolation unless the table has this step."""
+    """Raise InvariantViolation unless the table permits this step."""
     if after is not before and after not in STAGES[before].next:
         raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not have")

@@ -1,8 +1,9 @@
 """Which instances are to be parked, and the steps to it (pure).
 
-An instance's standing follows from two facts: whether it is to be away, decided here and kept in the layout, and
-whether it has parked, which it reports. So no step can be missed: a change of leader, a late report and a lost order
-all converge. Orders are repeated while the layout has it as leaving or waking; dispatchers know by then.
+An instance's standing follows from two facts: whether it should be away, which is decided here and stored in the
+layout, and whether it has parked, which it reports. So no step can be missed: changes of leader, late reports and lost
+orders all converge. Orders are repeated while the instance is leaving or waking in the layout, which dispatchers know
+by then.
 """
 
 import math
@@ -25,7 +26,7 @@ class Standings:
     _waiting: OrderedDict[str, p.StandingRequested] = field(default_factory=OrderedDict[str, p.StandingRequested])
 
     def requested(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> list[p.Command]:
-        """An operator's request. Settled by the layout that contains it."""
+        """An operator's request. Fulfilled when the layout contains the change."""
         earlier = self._waiting.get(event.request_id)
         if earlier is not None and (earlier.worker_id, earlier.away) != (event.worker_id, event.away):
             why = f"request id {event.request_id!r} was given for another change"
@@ -70,7 +71,7 @@ class Standings:
         return True
 
     def help_out(self, layout: Layout) -> bool:
-        """If no instance serves any more, leaving ones serve again, or a parked one. Returns True if one does."""
+        """If no instance serves any more, let leaving ones or a parked one serve again. Returns True if one does."""
         members = [m for group in layout.groups for m in group.members]
         if any(m.takes_new or m.standing is Standing.WAKING for m in members):
             return False
@@ -79,7 +80,7 @@ class Standings:
         return any(back)
 
     def settle(self, layout: Layout) -> list[p.Command]:
-        """Settle the requests that this layout fulfils."""
+        """Remove and return the requests fulfilled by this layout."""
         of = {m.worker_id: m for group in layout.groups for m in group.members}
         settled = [
             request_id
@@ -93,7 +94,7 @@ class Standings:
         return commands
 
     def due(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
-        """The due orders. `layout`: as stored."""
+        """Orders to send now. `layout`: as stored."""
         members = [m for g in layout.groups for m in g.members if m.standing in (Standing.LEAVING, Standing.WAKING)]
         if not members:
             self.order_at_s = math.inf
@@ -106,7 +107,7 @@ class Standings:
         return [p.OrderStanding(member, member.standing is Standing.LEAVING, cause_id) for member in members]
 
     def give_up(self) -> list[p.Command]:
-        """Another planner leads."""
+        """Drop all requests: another planner leads."""
         waiting, self._waiting = self._waiting, OrderedDict[str, p.StandingRequested]()
         self.order_at_s = math.inf
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]

@@ -1,6 +1,6 @@
 """The planner's view of the state server, and its one operation in flight (pure).
 
-Every write is a compare-and-set on the epoch read, with the fencing token of the lease; whatever the answer, the
+Every write is a compare-and-set on the epoch last read, with the fencing token of the lease. Whatever the answer, the
 planner ends up with the stored state: a conflict or an unknown outcome leads to a new read, a lost lease to standby
 (I5). The epoch of a write with unknown outcome counts as used.
 """
@@ -14,34 +14,34 @@ from services.planner.core import messages as p
 @dataclass(slots=True)
 class StoreSync:
     verify_interval_s: float
-    retry_s: float  # after no answer
+    retry_s: float  # if not answered
     token: int | None = None  # of the lease; None: standby
     writing: p.Write | None = None
     reading: bool = False
-    is_read: bool = False  # the stored state is known well enough to write
+    is_read: bool = False  # the stored state is known well enough for writing
     read_at_s: float = 0.0  # of the next read
     journal_at_s: float = 0.0  # of the next attempt
     stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
     used_epoch: int = 0  # the highest that may have been written
-    has_seen_last: bool = True  # no epoch was written that this planner does not know
+    has_seen_last: bool = True  # this planner knows every epoch that was written
 
     @property
     def busy(self) -> bool:
         return self.reading or self.writing is not None
 
     def next_epoch(self, newest: Epoch) -> Epoch:
-        """An unused epoch, if `newest` is the highest that this planner knows of a layout."""
+        """An unused epoch. `newest`: the highest epoch of a layout known to this planner."""
         next_epoch = max(newest, self.used_epoch, self.stored_epoch or 0) + 1
-        # A token is a time of the state server's clock in milliseconds; plans are less frequent than one a second.
+        # A token is a time of the state server's clock in milliseconds; plans are made less than once a second.
         clock = (self.token or 0) // 1000
         return Epoch(next_epoch if self.has_seen_last else max(next_epoch, clock))
 
     def use(self, epoch: int) -> None:
-        """Record an epoch that was used, or heard of."""
+        """Record an epoch that was used or reported."""
         self.used_epoch = max(self.used_epoch, epoch)
 
     def lead(self, token: int | None, at_s: float) -> None:
-        """The lease has changed: read the stored state anew."""
+        """The lease has changed: read the stored state again."""
         self.token, self.has_seen_last = token, self.has_seen_last and token is not None
         self._give_up_write()
         self.is_read, self.read_at_s = False, at_s
@@ -63,7 +63,7 @@ class StoreSync:
         if stored is not None and stored.journal is not None:
             self.use(stored.journal.epoch)
         if self.token is not None and stored is not None and stored.layout.epoch >= newest:
-            self.has_seen_last = True  # a standby may miss what the leader writes next
+            self.has_seen_last = True  # a standby may miss what the leader writes
 
     def settled(self, event: p.WriteSettled) -> bool:
         """Returns False if the result is outdated: its lease has ended."""
@@ -87,11 +87,11 @@ class StoreSync:
         return True
 
     def stored(self, epoch: Epoch, at_s: float) -> None:
-        """A layout of this planner is stored."""
+        """A layout of this planner was stored."""
         self.stored_epoch, self.read_at_s, self.has_seen_last = epoch, at_s + self.verify_interval_s, True
 
     def _give_up_write(self) -> None:
-        """Drop a write whose outcome stays unknown; its epoch counts as used."""
+        """Drop a write whose outcome remains unknown; its epoch counts as used."""
         if isinstance(self.writing, p.WriteLayout):
             self.use(self.writing.layout.epoch)
         self.writing = None

@@ -1,7 +1,7 @@
 """The planner's side of a transition: a two-phase commit over the members of the changing groups, journaled.
 
-The decision to commit is journaled before the first Commit is sent, so the next leader continues: forward from
-COMMITTING, back from PREPARING (I5). Nothing blocks; time comes with events.
+The decision to commit is journaled before the first Commit is sent, so that the next leader can continue: forward from
+COMMITTING, back from PREPARING (I5). Nothing blocks; events carry the time.
 """
 
 import math
@@ -17,7 +17,7 @@ from services.planner.core.stages import STAGES, CoordinatorRules, Stage, check_
 
 @dataclass(frozen=True, slots=True)
 class Journal:
-    """The part of a transition that survives the planner."""
+    """The part of a transition's state that survives the planner."""
 
     kind: TransitionKind
     base: Layout
@@ -36,7 +36,7 @@ class Journal:
 
 @dataclass(frozen=True, slots=True)
 class Journaled:
-    """The last journal has been written."""
+    """The last journal was written."""
 
     at_s: float
     stage: Stage
@@ -122,7 +122,7 @@ Command = Journal | SendPrepare | SendCommit | SendAbort | Poll | Ended
 
 
 def changed_members(base: Layout, target: Layout) -> tuple[WorkerId, ...]:
-    """All members whose group changes."""
+    """Members whose group changes."""
     kept = set(base.groups)
     return tuple(sorted(m.worker_id for g in target.groups if g not in kept for m in g.members))
 
@@ -138,7 +138,7 @@ class Coordinator:
             raise InvariantViolation(f"epoch {journal.epoch} changes nothing")
         self._said: dict[WorkerId, Phase] = dict.fromkeys(self.members, Phase.NONE)
         self._lost: dict[WorkerId, str] = {}
-        self.given_up: set[WorkerId] = set()  # lost ones that may live; what they hold is unknown
+        self.given_up: set[WorkerId] = set()  # lost members that may be alive; what they hold is unknown
         self._began_s = at_s
         self._entered_s = at_s  # of the stage
         self._progress_s = at_s  # of a member's last progress
@@ -168,12 +168,12 @@ class Coordinator:
 
     @property
     def decided(self) -> bool:
-        """True from the decision on: the target layout is the cluster's."""
+        """True after the decision: the target layout is the cluster's."""
         return self.stage in (Stage.COMMITTING, Stage.EXCHANGING, Stage.DONE)
 
     @classmethod
     def resume(cls, journal: Journal, at_s: float, rules: CoordinatorRules) -> tuple["Coordinator", list[Command]]:
-        """A new leader continues: an uncommitted transition is aborted, a committed one completed."""
+        """Continue for a new leader: abort an uncommitted transition, complete a committed one."""
         coordinator = cls(journal, at_s, rules)
         if journal.stage is Stage.PREPARING:
             return coordinator, coordinator._write(Stage.ABORTING, "the planner changed before the decision")
@@ -216,25 +216,25 @@ class Coordinator:
         return self._send() + self._advance()
 
     def _refused(self, event: JournalRefused) -> list[Command]:
-        """Before the decision only: later writes depend on the lease alone."""
+        """Before the decision only: later writes depend only on the lease."""
         if self._writing is None or event.stage is not self._writing.stage:
             return []
         self._writing = None
-        if event.stage is Stage.PREPARING:  # no member has been told
+        if event.stage is Stage.PREPARING:  # no member has been called yet
             self.journal = replace(self.journal, stage=Stage.ABORTED, failure=event.why)
             return [Ended(Stage.ABORTED, event.why, ())]
-        if self.stage is Stage.ABORTING:  # some have committed, and the layout has changed without them
+        if self.stage is Stage.ABORTING:  # some members have committed, and the layout has changed without them
             self._give_up(dict.fromkeys(self._committed, f"it has committed, and {event.why}"))
             return self._advance()
         return self._abort(event.why)
 
     @property
     def _committed(self) -> list[WorkerId]:
-        """Members that report to be past the commit."""
+        """Members that report a phase after the commit."""
         return [w for w in self.members if self._said[w] in _FORWARD and w not in self._lost]
 
     def _send(self) -> list[Command]:
-        """Send to each member the call that it has not answered."""
+        """Send each member the call that it has not answered."""
         commands: list[Command] = []
         for worker_id in self.members:
             if worker_id in self._lost:
@@ -276,7 +276,7 @@ class Coordinator:
             self.given_up.add(worker_id)
 
     def _overdue(self, at_s: float) -> dict[WorkerId, str]:
-        """Members not waited for any longer: each stage ends, whatever its members do.
+        """Members that have exceeded the stage's timeout: each stage ends, whatever its members do.
 
         They count as lost for this transition. What they hold is unknown, so they are out of the layout until they have
         left the group and hold all layers.
@@ -290,21 +290,21 @@ class Coordinator:
         return {w: self._why_bereaved(w) for w in waited_for if self._why_bereaved(w)} if bereaved else {}
 
     def _is_through(self, worker_id: WorkerId) -> bool:
-        """True if the member has finished this stage."""
+        """True if the member has completed this stage."""
         said = self._said[worker_id]
         if self.stage is Stage.ABORTING:
             return said in (Phase.ABORTED, Phase.FAILED)
         return said is Phase.DONE or (self.stage is Stage.COMMITTING and said is Phase.EXCHANGING)
 
     def _why_bereaved(self, worker_id: WorkerId) -> str:
-        """Why it waits for a lost member's KV or message; empty if it does not."""
+        """Text saying why the member waits for a lost member's KV or message; empty if it does not."""
         waits_for = peers_of(self.journal.base, self.journal.target, worker_id)
         lost = sorted(waits_for & self._lost.keys())
         return f"it depends on {', '.join(lost)}" if lost else ""
 
     @property
     def tick_at_s(self) -> float:
-        """When the next Tick is due."""
+        """Time of the next Tick."""
         slow = self.stage in (Stage.EXCHANGING, Stage.ABORTING) or (
             self.stage is Stage.PREPARING and self.journal.kind is TransitionKind.RESTORE
         )
@@ -323,7 +323,7 @@ class Coordinator:
         if news:
             self._progress_s = event.at_s
         if self.stage is Stage.ABORTING and event.phase in _FORWARD and self._writing is None:
-            # The journal is older than the commit: the member's state counts.
+            # The journal was written before the commit: the member's state counts.
             return self._write(Stage.COMMITTING)
         has_left = event.phase is Phase.DONE and event.why and self.decided  # and holds all layers already
         if event.phase in (Phase.FAILED, Phase.ABORTED) or has_left:
@@ -376,7 +376,7 @@ class Coordinator:
                 return []
 
 
-# Phases only advance: an earlier one is an outdated answer.
+# Phases only advance: an earlier phase is an outdated answer.
 _ORDER = {phase: i for i, phase in enumerate(Phase)}
-_READY = (Phase.PREPARED, Phase.DONE)  # done before the commit: it was already as the plan wants it
+_READY = (Phase.PREPARED, Phase.DONE)  # done before the commit: the plan required no change
 _FORWARD = (Phase.COMMITTING, Phase.EXCHANGING, Phase.DONE)

@@ -20,13 +20,13 @@ from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitToleranc
 
 MOST_STAGES = 8  # of a group made by a comparison
 _LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
-# A drop stalls moved sequences: this time, plus that of moving the KV over a card of 200 Gbps in both directions.
+# A drop stalls moved sequences for this time plus that of moving the KV over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
 # As in `services.worker.policy.leaving`: a draining pipeline runs for this time, and until its blocks are at most this
-# fraction of the members' memory. It keeps a fraction of its blocks in reserve, and releases memory in so many steps.
+# fraction of the members' memory. It keeps a fraction of its blocks in reserve, and releases memory in this many steps.
 DISSOLVES_S, ROOM_SHARE, KEPT_SHARE, KEPT_STEPS = 10.0, 0.75, 0.5, 8
-_MOST_LIVES, _HALVINGS = 16.0, 12  # horizon for draining, in mean remaining times of running requests
-_SAMPLED = 8  # merges of unlike members whose capacity is computed; the others count as their mean
+_MOST_LIVES, _HALVINGS = 16.0, 12  # horizon for draining as a multiple of the mean remaining time of running requests
+_SAMPLED = 8  # merges of unlike members whose capacity is computed; the others are assumed to have its mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class Pool:
         self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
         loads = list(map(add, columns.used, columns.waiting))
         full = [load / blocks if blocks else math.inf for load, blocks in zip(loads, columns.blocks, strict=True)]
-        self.order.sort(key=full.__getitem__, reverse=True)  # stable: ties stay in order of names
+        self.order.sort(key=full.__getitem__, reverse=True)  # stable sort: ties stay in order of names
         places = [most or running.max_running_count * stages for most in columns.max_running]
         summed = (columns.blocks, columns.running, columns.used, columns.uncomputed, places)  # in the order of `_Sums`
         self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
@@ -89,7 +89,7 @@ class Pool:
 
     @property
     def label(self) -> str:
-        """The slowdown of its machines, if not 1."""
+        """The slowdown of its machines, unless it is 1."""
         return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
 
 
@@ -114,12 +114,12 @@ def _differ_in_speed(columns: Columns) -> bool:
 
 
 def _slowness(group: GroupState) -> float:
-    """The slowdown of the slowest stage."""
+    """Slowdown of the slowest stage."""
     return max([member.slowness for member in group.members])
 
 
 def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
-    """Machines alone in their speed class join the largest class; otherwise they could not be merged."""
+    """Machines that are alone in their speed class join the largest class; otherwise they could not be merged."""
     many = [groups for groups in classes if len(groups) > 1]
     loners = [group for groups in classes if len(groups) == 1 for group in groups]
     if not loners:
@@ -185,7 +185,7 @@ class _Merges:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate layout, as merges of the present groups; without any, the present layout."""
+    """A candidate layout, as merges of the current groups; without merges the current layout."""
 
     name: str
     parts: tuple[_Merges, ...] = ()
@@ -194,7 +194,7 @@ class Candidate:
 
     @property
     def change_count(self) -> int:
-        """Decrease of the number of groups."""
+        """Decrease in the number of groups."""
         return sum(part.count * (part.size - 1) for part in self.parts)
 
     @property
@@ -205,14 +205,14 @@ class Candidate:
 
 NOTHING = Candidate("nothing")
 _SPLITS = dict(zip(TOWARD_MEMORY, ("", ", half by memory", ", by memory"), strict=True))
-_GAINS = 1.05  # longer stages are worth it only for more KV than this factor
+_GAINS = 1.05  # longer stages must bring more KV by at least this factor
 
 
 class _Worth(NamedTuple):
     """Capacity and speed of pipelines."""
 
     block_count: int
-    longest: float  # longest stage: layers times the slowdown of its member
+    longest: float  # layers times slowdown of the member with the longest stage
 
 
 class Candidates:
@@ -228,8 +228,8 @@ class Candidates:
         self._most_stages = min(MOST_STAGES, self.model.layer_count)
 
     def all(self) -> list[Candidate]:
-        """No change; some pairs and fours of lone instances; all lone instances in groups of two, of three and in one;
-        pipelines merged with each other and with lone instances.
+        """Yields: no change; some pairs and fours of single instances; all single instances in groups of two, of three
+        and in one; pipelines merged with each other and with single instances.
         """
         found = {NOTHING.name: NOTHING}
         for candidate in (*self._of_lone_ones(), *self._of_pipelines()):
@@ -238,8 +238,8 @@ class Candidates:
         return list(found.values())
 
     def _splits(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate with balanced stages, with most memory, and in between, where these have more KV than there is
-        and differ enough.
+        """The candidate with balanced stages, the one with most memory, and those in between, if these have more KV
+        than now and differ enough.
         """
         unlike = any(len(share.pool.columns.members) > 1 for part in candidate.parts for share in part.shares)
         most = sum(part.sums().block_count for part in candidate.parts)
@@ -298,7 +298,7 @@ class Candidates:
         return [*found, *(self._merged(part, candidate.toward_memory) for part in candidate.parts)]
 
     def _merged(self, part: _Merges, toward_memory: float) -> GroupKind:
-        """The longest stage sets the pace of a pipeline."""
+        """The kind of group that results; its pace is set by the longest stage."""
         sums, tokens = part.sums(), self.model.block_tokens
         worth = self._worth(part, toward_memory)
         return GroupKind(
@@ -314,7 +314,7 @@ class Candidates:
         )
 
     def _worth(self, part: _Merges, toward_memory: float) -> _Worth:
-        """Worth of the merges; of one if all members are alike, otherwise of some."""
+        """Capacity and speed of the merges: computed for one if all members are equal, otherwise for a sample."""
         key = part, toward_memory
         if key not in self._worths:
             alike = len({kind for share in part.shares for kind in share.pool.columns.members}) == 1
@@ -337,14 +337,16 @@ class Candidates:
         return _Worth(made.block_count, longest)
 
     def _stall_s(self, part: _Merges, sums: _Sums) -> float:
-        """Each group of a merge keeps its layers of all sequences: it sends the rest, and receives as much."""
+        """Stall by the exchange: each old group keeps its layers of all sequences, so it sends the rest and receives as
+        much.
+        """
         return stall_s(self.model, sums.used_block_count, part.size, part.stages * part.count)
 
     def dissolved(
         self, restored: Mapping[GroupId, Sequence[int]], remaining_s: float, prompt_tokens: float
     ) -> list[GroupKind]:
-        """Each member of these pipelines serves alone, with its share of their running requests. The pipelines drain
-        gradually, and until then keep more blocks than they use.
+        """The kinds after these pipelines are dissolved: each member serves on its own, with its share of their running
+        requests. The pipelines drain gradually, and until then keep more blocks than they use.
 
         Args:
             restored: Blocks of each member of a pipeline, once it has all layers.
@@ -370,8 +372,8 @@ class Candidates:
         return [*found, replace(alone, slowness=math.fsum(slow) / len(slow), kept_tokens=kept, kept_s=max(times))]
 
     def _dissolves_s(self, group: GroupState, blocks: Sequence[int], remaining_s: float, prompt_tokens: float) -> float:
-        """Its members take over what runs once they have room for that beside it. Before, some of it has to end, while
-        the rest grows.
+        """Seconds until the members can take over the running requests beside their own. Before that some must end,
+        while the rest grows.
         """
         layers = [(m.last_layer - m.first_layer) / self.model.layer_count for m in group.members]
         fits = min(ROOM_SHARE * own / (share + own / sum(blocks)) for share, own in zip(layers, blocks, strict=True))
@@ -379,7 +381,7 @@ class Candidates:
         if used <= fits:
             return DISSOLVES_S
         mean_tokens = used * self.model.block_tokens / max(1, group.running_count)
-        growing = max(0.0, 1.0 - prompt_tokens / mean_tokens)  # the share that is of answers
+        growing = max(0.0, 1.0 - prompt_tokens / mean_tokens)  # fraction of the tokens that belong to answers
         low, high = 0.0, _MOST_LIVES
         for _ in range(_HALVINGS):
             lives = (low + high) / 2
@@ -402,7 +404,7 @@ def _even_sizes(there: int, size: int) -> list[int]:
 
 
 def _grouped(pool: Pool, sizes: Sequence[int]) -> Candidate:
-    """Lone instances in groups of these sizes, of at most two kinds; the others stay alone."""
+    """Single instances in groups of these sizes, of at most two kinds; the others stay single."""
     parts, heavy, light = list[_Merges](), 0, 0
     for size in sorted(set(sizes), reverse=True):
         count = sizes.count(size)

@@ -116,15 +116,15 @@ class BlockBook:
         self.forget(batch.forgotten)
         for sequence_id, runs in batch.taken:
             self._take(sequence_id, [*_numbers(runs)])
-        block_tokens, get, hold = self._block_tokens, self._tables.get, self.hold
-        tables: list[Table] = []
-        for sequence_id, first, token_ids, _ in batch.slices:
-            end = first + len(token_ids)
-            table = get(sequence_id)
-            if table is None or end > len(table) * block_tokens:
-                table = hold(sequence_id, end)
-            tables.append(table)
-        return tuple(tables)
+        block_tokens, known, hold = self._block_tokens, self._tables, self.hold
+        return tuple(
+            [
+                known[sequence_id]
+                if sequence_id in known and first + len(token_ids) <= len(known[sequence_id]) * block_tokens
+                else hold(sequence_id, first + len(token_ids))
+                for sequence_id, first, token_ids, _ in batch.slices
+            ]
+        )
 
     # ---------------------------------------------------------------- numbered blocks
 

@@ -100,7 +100,7 @@ class GroupCounts:
     @property
     def _left_tokens(self) -> list[int]:
         """Tokens in no batch yet, for each running online sequence and each whose KV is being swapped in."""
-        online = [*self.online, *self.swap.returning] if len(self.swap) else self.online
+        online = [*self.online, *self.swap.returning] if self.swap.entries else self.online
         return [
             s.token_count - (s.computed_tokens if s.computed_tokens > s.dispatched_tokens else s.dispatched_tokens)
             for s in online
@@ -121,7 +121,7 @@ class GroupCounts:
         running, found = self.running, list[Sequence]()
         if running and running[-1].rank == OFFLINE_RANK:
             found = running[bisect.bisect_left(running, OFFLINE_RANK, key=_rank) :]
-        if len(self.swap) and (back := [s for s in self.swap.returning if s.rank == OFFLINE_RANK]):
+        if self.swap.entries and (back := [s for s in self.swap.returning if s.rank == OFFLINE_RANK]):
             found = sorted([*found, *back], key=order)
         return found
 
@@ -191,7 +191,7 @@ class GroupCounts:
 
     @property
     def running_count(self) -> int:
-        returning_count = len(self.swap.returning) if len(self.swap) else 0
+        returning_count = len(self.swap.returning) if self.swap.entries else 0
         return len(self.running) + len(self.suspended) + returning_count
 
     @property

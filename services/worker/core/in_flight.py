@@ -87,17 +87,14 @@ class InFlightBatches:
         step_id = self._steps.next()
         in_flight_batch = InFlightBatch(step_id)
         in_flight_batch.swaps = plan.swaps
-        slices: list[Slice] = []
-        added: list[Sequence] = []
-        shares = in_flight_batch.shares
+        added = [sequence for sequence in plan.decodes if not sequence.in_engine]
         for sequence in plan.decodes:
-            if not sequence.in_engine:
-                added.append(sequence)
-            end = sequence.dispatched_tokens = sequence.token_count
-            sequence.step_id = step_id
-            last = (sequence.output_token_ids or sequence.prompt_token_ids)[-1]
-            slices.append(_new(Slice, (sequence.sequence_id, end - 1, (last,), True)))
-            shares.append((sequence, end, True))
+            sequence.dispatched_tokens, sequence.step_id = sequence.token_count, step_id
+        slices = [
+            _new(Slice, (s.sequence_id, s.token_count - 1, ((s.output_token_ids or s.prompt_token_ids)[-1],), True))
+            for s in plan.decodes
+        ]
+        shares = in_flight_batch.shares = [(sequence, sequence.token_count, True) for sequence in plan.decodes]
         in_flight_batch.sampled_count = len(shares)
         for sequence, count in plan.chunks:
             if not sequence.in_engine:

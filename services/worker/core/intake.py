@@ -26,6 +26,8 @@ def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> st
         ("output_token_ids", output),
         ("sampling.stop_token_ids", submitted.sampling.stop_token_ids),
         ("sampling.logit_bias", submitted.sampling.logit_bias),
+        ("sampling.allowed_token_ids", submitted.sampling.allowed_token_ids),
+        *(("sampling.bad_words_token_ids", ids) for ids in submitted.sampling.bad_words_token_ids),
     ):
         if token_ids and not (min(token_ids) >= 0 and max(token_ids) < limits.vocab_size):
             wrong = next(token_id for token_id in token_ids if not 0 <= token_id < limits.vocab_size)

@@ -82,6 +82,7 @@ class OfflineWork:
         prefill_limit: int | None,
         online_in_flight: bool,
         online: list[Sequence],
+        place_count: int,
         at_s: float,
     ) -> int:
         """Adds to a batch of online work, which may be empty. Returns its safepoints (see `Batch`).
@@ -95,6 +96,7 @@ class OfflineWork:
             prefill_limit: Tokens of prompts in a batch that has decodes; None: any number.
             online_in_flight: Some of these have online sequences.
             online: All that run.
+            place_count: Online sequences that may run.
             at_s: Now.
         """
         cost, alone = self._harvest.cost(), not (decodes or chunks)
@@ -115,7 +117,9 @@ class OfflineWork:
             limit_s = NO_LIMIT_S
             if not alone or online_in_flight:
                 most, views = self._limits.max_batch_tokens, [_online_view(s, at_s) for s in online]
-                limit_s = allowance_s(self._harvest, self._online_s, stage_count, in_flight_count + 1, views, most)
+                limit_s = allowance_s(
+                    self._harvest, self._online_s, stage_count, in_flight_count + 1, views, place_count, most
+                )
         prompt_tokens = self.efficient_tokens
         if prefill_limit is not None and not alone:
             prompt_tokens = max(0, min(prompt_tokens, prefill_limit - sum(count for _, count in chunks)))

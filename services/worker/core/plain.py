@@ -43,7 +43,7 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
     if scheduler.has_limit:  # a target limits running sequences, and the limit changes with each step
         return None
     block_tokens = scheduler.block_tokens
-    limit = scheduler.ceiling_tokens
+    limit = ceiling_tokens = scheduler.ceiling_tokens
     growth, early = [0] * block_tokens, list[int]()
     for sequence in scheduler.running:
         token_count = sequence.token_count
@@ -59,11 +59,10 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
         growth[first % block_tokens] += 1
         if first >= block_tokens:
             early.append(first - block_tokens)
-        limit = min(
-            limit,
-            sequence.stop.watched_from - 1 - len(sequence.output_token_ids),
-            scheduler.ceiling_tokens - token_count + 1,
-        )
+        unwatched = sequence.stop.watched_from - 1 - len(sequence.output_token_ids)
+        room = ceiling_tokens - token_count + 1
+        limit = unwatched if unwatched < limit else limit
+        limit = room if room < limit else limit
     if limit < 1:
         return None
     return PlainSteps(tuple(scheduler.running), limit, block_tokens, growth, early)
@@ -80,7 +79,8 @@ def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, grou
         sequence.token_count = before + count
         sequence.computed_tokens = sequence.dispatched_tokens = before + count - 1
         sequence.step_id = step_id
-        scheduler.reserve_for(sequence, before + count - 1)
+        if sequence.computed_tokens > sequence.reserved_tokens:
+            scheduler.reserve_for(sequence, sequence.computed_tokens)
         first = len(book.table(sequence.sequence_id)) * block_tokens - before + 1
         if first < count:
             taken += [(step, place, sequence) for step in range(first, count, block_tokens)]

@@ -75,7 +75,7 @@ def load_of(
         block_count, token_count = one.wanted_by_waiting
         waiting_block_count += block_count
         waiting_tokens = token_count  # of the last group, which is the one in force
-        if len(one.swap):
+        if one.swap.entries:
             away = one.swap.away
             waiting_count += len(away) + one.swap.leaving_count
             waiting_block_count += sum(one.need(s) for s in away)

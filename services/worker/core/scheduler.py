@@ -54,7 +54,7 @@ class Scheduler(GroupCounts):
         """True if the next plan admits and defers nothing, provided that no block is lacking."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
-        if self.line.offline_count or self.line.overtakes or len(self.swap) or self.offline or self._keeps_on_host:
+        if self.line.offline_count or self.line.overtakes or self.swap.entries or self.offline or self._keeps_on_host:
             return False
         head = self._head()
         if head is None:
@@ -84,7 +84,7 @@ class Scheduler(GroupCounts):
         admitted.
         """
         yielded: list[Sequence] = []
-        if not self.line.count and not self.line.offline_count and not len(self.swap):
+        if not self.line.count and not self.line.offline_count and not self.swap.entries:
             return yielded
         self.line.lift(at_s)
         while (sequence := self._head()) is not None:
@@ -179,7 +179,7 @@ class Scheduler(GroupCounts):
             yielding = self._claim(sequence, yielding, completed_step_id)
             if not yielding:
                 return None
-        coming = [*self.online, *self.swap.returning] if len(self.swap) else self.online
+        coming = [*self.online, *self.swap.returning] if self.swap.entries else self.online
         return None if begins and self.prefixes.is_being_computed(sequence, coming) else yielding
 
     def _claim(self, sequence: Sequence, offline: list[Sequence], completed_step_id: int) -> list[Sequence]:
@@ -229,7 +229,7 @@ class Scheduler(GroupCounts):
         waiting = self.line.online
         if waiting is not None and len(self.line.callers) > 1:
             waiting = self._lightest(waiting)
-        away = min(self.swap.away, key=order, default=None) if len(self.swap) else None
+        away = min(self.swap.away, key=order, default=None) if self.swap.entries else None
         if waiting is None or away is None:
             return waiting or away
         return min(waiting, away, key=order)
@@ -244,7 +244,7 @@ class Scheduler(GroupCounts):
     def _offline_head(self) -> Sequence | None:
         """The offline sequence to be admitted next."""
         waiting, away = self.line.offline, None
-        if len(self.swap):
+        if self.swap.entries:
             away = min(self.swap.offline_away, key=order, default=None)
         if waiting is None or away is None:
             return waiting or away
@@ -300,7 +300,7 @@ class Scheduler(GroupCounts):
     def plan(self, at_s: float, completed_step_id: int, in_flight_count: int) -> BatchPlan:
         """Plan the next step, without the sequences in a batch after `completed_step_id`."""
         preempted: list[Sequence] = []
-        left = self._settle_swaps(at_s) if len(self.swap) else ()
+        left = self._settle_swaps(at_s) if self.swap.entries else ()
         self._awaited_block_count = 0
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
             if sequence.state is SequenceState.RUNNING:  # not preempted for an earlier one
@@ -320,7 +320,7 @@ class Scheduler(GroupCounts):
                 lacks_room=self._lacks_room(),
             )
         else:
-            all_ready = not (in_flight_count or len(self.swap))
+            all_ready = not (in_flight_count or self.swap.entries)
             decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready)
         plan, online_busy = BatchPlan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
@@ -329,7 +329,7 @@ class Scheduler(GroupCounts):
             plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
-        if len(self.swap) and (busy or not in_flight_count):  # without a batch, copies would delay those in flight
+        if self.swap.entries and (busy or not in_flight_count):  # without a batch, copies would delay those in flight
             swaps = self.swap.order(left, busy=online_busy)
         if offline and busy:
             swaps = self.swap.mirror(swaps, [s for s in reversed(offline) if s.state is SequenceState.RUNNING])
@@ -361,6 +361,7 @@ class Scheduler(GroupCounts):
             prefill_limit=self.former.prefill_limit,
             online_in_flight=in_flight_count > 0 and any(s.step_id > completed_step_id for s in self.online),
             online=self.online,
+            place_count=self.place_count,
             at_s=at_s,
         )
 

@@ -78,13 +78,10 @@ class SwapSpace:
         self._fixed_blocks = fixed_blocks
         self._host = BlockBook(block_count, block_tokens)
         self.prefixes = HostPrefixes(self._host, block_tokens)
-        self._entries: dict[SequenceId, _SwapEntry] = {}
+        self.entries: dict[SequenceId, _SwapEntry] = {}  # others read whether there are any
         self._mirrors: dict[SequenceId, int] = {}  # offline running sequence -> its full blocks on the host
         self._pace = CopyPace()
         self.swapped_total = 0
-
-    def __len__(self) -> int:
-        return len(self._entries)
 
     @property
     def enabled(self) -> bool:
@@ -99,7 +96,7 @@ class SwapSpace:
 
     @property
     def sequences(self) -> list[Sequence]:
-        return [entry.sequence for entry in self._entries.values()]
+        return [entry.sequence for entry in self.entries.values()]
 
     @property
     def used_block_count(self) -> int:
@@ -116,7 +113,7 @@ class SwapSpace:
 
     @property
     def has_copies(self) -> bool:
-        return any(entry.phase is not SwapPhase.AWAY for entry in self._entries.values())
+        return any(entry.phase is not SwapPhase.AWAY for entry in self.entries.values())
 
     @property
     def leaving_block_count(self) -> int:
@@ -147,7 +144,7 @@ class SwapSpace:
         return [s for s in self._in(SwapPhase.AWAY) if s.rank == OFFLINE_RANK]
 
     def _in(self, phase: SwapPhase) -> list[Sequence]:
-        return [entry.sequence for entry in self._entries.values() if entry.phase is phase]
+        return [entry.sequence for entry in self.entries.values() if entry.phase is phase]
 
     # ---------------------------------------------------------------- swap out and in
 
@@ -156,7 +153,7 @@ class SwapSpace:
         if not self._online or sequence.snapshot is not None:
             return False
         room = self._limit - self._host.used_count + sum(self._mirrors.values())
-        room += sum(self._entries[s.sequence_id].block_count for s in self.offline_away)
+        room += sum(self.entries[s.sequence_id].block_count for s in self.offline_away)
         room += self.prefixes.removable_count
         return 0 < blocks_for(sequence.computed_tokens, self._block_tokens) <= room
 
@@ -164,7 +161,7 @@ class SwapSpace:
         """Swap out a sequence. Returns offline sequences that have lost their KV to it."""
         lost = self._free(blocks_for(sequence.computed_tokens, self._block_tokens))
         table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)
-        self._entries[sequence.sequence_id] = _SwapEntry(sequence, len(table))
+        self.entries[sequence.sequence_id] = _SwapEntry(sequence, len(table))
         self.swapped_total += 1
         return lost
 
@@ -186,7 +183,7 @@ class SwapSpace:
         return lost
 
     def come_back(self, sequence: Sequence) -> None:
-        entry = self._entries[sequence.sequence_id]
+        entry = self.entries[sequence.sequence_id]
         if entry.phase is not SwapPhase.AWAY:
             raise InvariantViolation(f"{sequence.name} comes back while it is {entry.phase.value}", sequence.story())
         entry.phase, entry.copied_count = SwapPhase.RETURNING, 0
@@ -195,28 +192,28 @@ class SwapSpace:
         """It has ended, or lost its KV. A copy under way is harmless: its blocks are not reused
         before the next step.
         """
-        entry = self._entries.pop(sequence.sequence_id)
+        entry = self.entries.pop(sequence.sequence_id)
         self._host.release(sequence.sequence_id)
         if entry.keys:
             self.prefixes.done(entry.keys)
 
     def stay_away(self, sequence: Sequence) -> None:
         """It was being copied back: cancel that. Its KV on the host is complete."""
-        entry = self._entries[sequence.sequence_id]
+        entry = self.entries[sequence.sequence_id]
         entry.phase, entry.copied_count = SwapPhase.AWAY, 0
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
         """Before a step: the sequences that are out now, and those that are back. All copies ordered so far complete
         before it.
         """
-        complete = [entry for entry in self._entries.values() if entry.copied_count == entry.block_count]
+        complete = [entry for entry in self.entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is SwapPhase.LEAVING]
         back = [entry.sequence for entry in complete if entry.phase is SwapPhase.RETURNING]
         for entry in left:
             entry.phase, entry.copied_count = SwapPhase.AWAY, 0
         for sequence in back:
             if sequence.rank == OFFLINE_RANK:  # the copy on the host stays valid as its mirror
-                entry = self._entries.pop(sequence.sequence_id)
+                entry = self.entries.pop(sequence.sequence_id)
                 self._mirrors[sequence.sequence_id] = entry.block_count
             else:
                 if self.brings(sequence):
@@ -233,7 +230,7 @@ class SwapSpace:
         budget = self.budget_blocks
         copies: list[SwapCopy] = []
         back: list[Sequence] = []
-        entries = sorted(self._entries.items(), key=lambda item: item[1].sequence.rank == OFFLINE_RANK)
+        entries = sorted(self.entries.items(), key=lambda item: item[1].sequence.rank == OFFLINE_RANK)
         for phase in (SwapPhase.LEAVING, SwapPhase.RETURNING):
             for sequence_id, entry in entries:
                 first, limited = entry.copied_count, busy or entry.sequence.rank == OFFLINE_RANK
@@ -265,14 +262,14 @@ class SwapSpace:
 
     def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
         """Order copies of these blocks into its table, from block `first` on."""
-        entry = self._entries[sequence.sequence_id] = _SwapEntry(sequence, len(keys), first, keys)
+        entry = self.entries[sequence.sequence_id] = _SwapEntry(sequence, len(keys), first, keys)
         entry.phase = SwapPhase.RETURNING
         sequence.dispatched_tokens = (first + len(keys)) * self._block_tokens  # counted as computed from now on
         self.prefixes.read(keys)
 
     def brings(self, sequence: Sequence) -> bool:
         """True if it waits for such copies."""
-        return bool(self._entries[sequence.sequence_id].keys)
+        return bool(self.entries[sequence.sequence_id].keys)
 
     def keep(self, orders: SwapOrders, index: PrefixIndex) -> SwapOrders:
         """Add copies of retained blocks to a computing step, as many as overlap with it."""
@@ -354,7 +351,7 @@ class SwapSpace:
         """
         mirrored = self._mirrors.pop(sequence.sequence_id, 0)
         if mirrored:
-            entry = self._entries[sequence.sequence_id] = _SwapEntry(sequence, mirrored)
+            entry = self.entries[sequence.sequence_id] = _SwapEntry(sequence, mirrored)
             entry.phase = SwapPhase.AWAY
         return mirrored * self._block_tokens
 
@@ -382,7 +379,7 @@ class SwapSpace:
         """
         self._host.check()
         self.prefixes.check()
-        own = [i for i, entry in self._entries.items() if not entry.keys]
+        own = [i for i, entry in self.entries.items() if not entry.keys]
         if sorted(self._host.sequence_ids) != sorted(swapped := [*own, *self._mirrors, *self.prefixes.book_ids]):
             raise InvariantViolation(f"host blocks of {self._host.sequence_ids}, swapped or mirrored are {swapped}")
         mirrored = {s.sequence_id: s for s in offline if s.sequence_id in self._mirrors}
@@ -393,7 +390,7 @@ class SwapSpace:
             if not 0 < block_count == len(self._host.table(sequence_id)) <= full:
                 story = mirrored[sequence_id].story()
                 raise InvariantViolation(f"{mirrored[sequence_id].name} miscounts its mirror, {block_count}", story)
-        for sequence_id, entry in self._entries.items():
+        for sequence_id, entry in self.entries.items():
             sequence = entry.sequence
             if sequence.state is not SequenceState.SWAPPED:
                 raise InvariantViolation(f"{sequence.name} is in the swap space", sequence.story())

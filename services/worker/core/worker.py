@@ -488,8 +488,8 @@ class WorkerCore:
         in_flight_batch = group_scheduler.complete(result, len(texts))
         self._count_step(event.at_s)
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
-        plain: dict[int, tuple[list[int], list[int]]] = {}  # stream -> handles and tokens, aligned
-        errors, index, offline_count = dict(result.errors), 0, 0
+        plain: dict[int, list[tuple[int, int]]] = {}  # stream -> handles and tokens
+        errors, index, offline_count, last_id, news = dict(result.errors), 0, 0, -1, list[tuple[int, int]]()
         for sequence, computed_tokens, samples in in_flight_batch.shares:
             if sequence.state is not ended:
                 sequence.computed_tokens = computed_tokens
@@ -506,15 +506,15 @@ class WorkerCore:
                         sequence.token_count += 1
                         offline_count += sequence.rank == OFFLINE_RANK
                         stream_id, handle = sequence.key
-                        news = plain.get(stream_id) or plain.setdefault(stream_id, ([], []))
-                        news[0].append(handle)
-                        news[1].append(token_ids[index])
+                        if stream_id != last_id:
+                            last_id, news = stream_id, plain.setdefault(stream_id, [])
+                        news.append((handle, token_ids[index]))
                     else:
                         self._token(sequence, at_s, token_ids[index], texts[index], logprobs[index])
             index += samples
-        for stream_id, (handles, ids) in plain.items():
-            self._generation_tokens_total += len(ids)
-            self._outbox.tokens(stream_id, handles, ids)
+        for stream_id, news in plain.items():
+            self._generation_tokens_total += len(news)
+            self._outbox.tokens(stream_id, [handle for handle, _ in news], [token_id for _, token_id in news])
         self._generation_tokens_total -= offline_count
         self._offline_tokens_total += offline_count
         if in_flight_batch.chunked:

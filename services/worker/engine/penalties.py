@@ -1,6 +1,5 @@
 """Logit changes that depend on a sequence's tokens so far."""
 
-import math
 from collections.abc import Mapping
 
 import torch
@@ -47,8 +46,3 @@ class Bias:
     def apply(self, logits_V: torch.Tensor) -> None:
         """Add in place."""
         logits_V.index_add_(0, self._token_ids, self._values.to(logits_V.dtype))
-
-
-def forbid(logits_V: torch.Tensor, token_ids: tuple[int, ...]) -> None:
-    """Mask these tokens, in place."""
-    logits_V.index_fill_(0, torch.tensor(token_ids, device=logits_V.device), -math.inf)

@@ -1,8 +1,8 @@
 """Samples the next tokens. A row's token depends only on its logits, parameters, seed and position.
 
-Order, as in vLLM: forbidden tokens, grammar, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random
-is computed in float64 and row by row, so that neither the other rows nor their number can change a token. Tokens with
-the same probability as the last one kept by a filter are also kept: otherwise the cut would depend on sorting.
+Order, as in vLLM: constraints, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random is computed
+in float64 and row by row, so that neither the other rows nor their number can change a token. Tokens with the same
+probability as the last one kept by a filter are also kept: otherwise the cut would depend on sorting.
 
 Shapes: R rows that sample, V vocabulary.
 """
@@ -19,9 +19,9 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
 from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
-from services.worker.engine.grammar import GrammarState
+from services.worker.engine.constraint import Constraint, constraint_of
 from services.worker.engine.native.library import Kernels, RowParameters
-from services.worker.engine.penalties import Bias, TokenHistory, forbid
+from services.worker.engine.penalties import Bias, TokenHistory
 from services.worker.engine.random_numbers import uniforms
 
 
@@ -37,16 +37,14 @@ class SampleRow:
 class Sampled:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]
-    errors: tuple[tuple[int, str], ...] = ()  # (row, reason) for rows whose grammar has failed
+    errors: tuple[tuple[int, str], ...] = ()  # (row, reason) for rows whose constraint has failed
 
 
 @dataclass(frozen=True, slots=True)
 class _SampledSequence:
     sampling: SamplingParams
     seed: int
-    forbidden: tuple[int, ...]  # until min_tokens have been generated
-    forbidden_until: int  # first position at which they are allowed
-    grammar: GrammarState | None
+    constraint: Constraint | None
     bias: Bias | None
     history: TokenHistory | None
     plain: bool  # greedy, without any option
@@ -58,14 +56,6 @@ def require_new(new: NewSequence, known: Container[SequenceId]) -> None:
         raise InvariantViolation(f"sequence {new.sequence_id} is sampled and came without a seed")
     if new.sequence_id in known:
         raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
-
-
-def forbidden_ends(sampling: SamplingParams, eos_token_ids: tuple[int, ...], vocab_size: int) -> tuple[int, ...]:
-    """Tokens that would end the sequence before `min_tokens`."""
-    if not sampling.min_tokens:
-        return ()
-    ends = sampling.stop_token_ids + (() if sampling.ignore_eos else eos_token_ids)
-    return tuple(token for token in dict.fromkeys(ends) if token < vocab_size)
 
 
 class _Ranked(NamedTuple):
@@ -163,18 +153,16 @@ class Sampler:
     def add(self, new: NewSequence) -> None:
         require_new(new, self._sequences)
         sampling = new.sampling
-        forbidden = forbidden_ends(sampling, self._eos_token_ids, self._vocab_size)
+        constraint = constraint_of(new, self._grammars, self._eos_token_ids, self._vocab_size)
         penalised = sampling.penalised
         sequence = _SampledSequence(
             sampling=sampling,
             seed=sampling.seed or 0,
-            forbidden=forbidden,
-            forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
-            grammar=GrammarState(self._grammars, new) if sampling.grammar is not None else None,
+            constraint=constraint,
             bias=Bias(sampling.logit_bias, self._device) if sampling.logit_bias else None,
             history=TokenHistory(new, self._device) if penalised else None,
             plain=sampling.greedy
-            and not (penalised or forbidden or sampling.logit_bias or sampling.grammar)
+            and not (penalised or constraint is not None or sampling.logit_bias)
             and sampling.logprobs is None,
         )
         self._sequences[new.sequence_id] = sequence
@@ -198,11 +186,9 @@ class Sampler:
             for i, sequence in enumerate(sequences)
             if sequence.sampling.logprobs is not None
         }
-        for row, sequence, logits_V in zip(rows, sequences, logits_RV, strict=True):
-            if row.position < sequence.forbidden_until and sequence.forbidden:
-                forbid(logits_V, sequence.forbidden)
-            if sequence.grammar is not None:
-                sequence.grammar.restrict(logits_V)
+        for sequence, logits_V in zip(sequences, logits_RV, strict=True):
+            if sequence.constraint is not None:
+                sequence.constraint.restrict(logits_V)
             if sequence.bias is not None:
                 sequence.bias.apply(logits_V)
             if sequence.history is not None:
@@ -212,10 +198,10 @@ class Sampler:
         for i, (sequence, token_id) in enumerate(zip(sequences, token_ids, strict=True)):
             if sequence.history is not None:
                 sequence.history.add(token_id)
-            if sequence.grammar is not None:
-                sequence.grammar.add(token_id)
-                if sequence.grammar.error:
-                    errors.append((i, sequence.grammar.error))
+            if sequence.constraint is not None:
+                sequence.constraint.add(token_id)
+                if sequence.constraint.error:
+                    errors.append((i, sequence.constraint.error))
         logprobs = [raw_logprobs[i].of(token) if i in raw_logprobs else None for i, token in enumerate(token_ids)]
         return Sampled(tuple(token_ids), tuple(logprobs), tuple(errors))
 

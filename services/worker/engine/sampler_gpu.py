@@ -17,9 +17,9 @@ from ballast.common.extras import lacking
 from ballast.common.sampling import SamplingParams
 from ballast.service.grammar import Grammars
 from services.worker.core.batch import NewSequence, SequenceId, TokenLogprobs
-from services.worker.engine.grammar import GrammarState
+from services.worker.engine.constraint import Constraint, constraint_of
 from services.worker.engine.random_numbers import uniforms
-from services.worker.engine.sampler import Sampled, SampleRow, forbidden_ends, require_new
+from services.worker.engine.sampler import Sampled, SampleRow, require_new
 from services.worker.engine.upload import upload
 
 _TILE, _WARPS = 4096, 16  # logits that a program reads per iteration
@@ -36,17 +36,14 @@ _FIRST_HISTORIES, _FIRST_PLACES = 8, 256
 class _GpuSequence:
     place: int  # row in the sampler's tables
     sampling: SamplingParams
-    forbidden: tuple[int, ...]
-    forbidden_until: int  # first position at which they are allowed
-    grammar: GrammarState | None
+    constraint: Constraint | None
     history: int  # row of the counts; -1: not penalised
 
     @property
     def special(self) -> bool:
         """Whether a step has to process it individually."""
         sampling = self.sampling
-        known = sampling.logprobs is not None or self.grammar is not None
-        return known or bool(self.forbidden) or bool(sampling.logit_bias)
+        return sampling.logprobs is not None or self.constraint is not None or bool(sampling.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +81,10 @@ class GpuChoosing:
         tokens, *ranked = (copy.tolist() for copy in self.copies)
         errors: list[tuple[int, str]] = []
         for i, sequence in enumerate(self.sequences):
-            if sequence.grammar is not None:
-                sequence.grammar.add(tokens[i])
-                if sequence.grammar.error:
-                    errors.append((i, sequence.grammar.error))
+            if sequence.constraint is not None:
+                sequence.constraint.add(tokens[i])
+                if sequence.constraint.error:
+                    errors.append((i, sequence.constraint.error))
         logprobs: list[TokenLogprobs | None] = [None] * len(tokens)
         if ranked:
             for at, (i, logprob, values, top, found) in enumerate(zip(self.ranked, *ranked, strict=True)):
@@ -147,9 +144,7 @@ class GpuSampler:
         self._sequences[new.sequence_id] = sequence = _GpuSequence(
             place=self._place(),
             sampling=sampling,
-            forbidden=forbidden_ends(sampling, self._eos_token_ids, self._vocab_size),
-            forbidden_until=len(new.prompt_token_ids) + sampling.min_tokens,
-            grammar=GrammarState(self._grammars, new) if sampling.grammar is not None else None,
+            constraint=constraint_of(new, self._grammars, self._eos_token_ids, self._vocab_size),
             history=self._begin_history(new) if sampling.penalised else -1,
         )
         place = sequence.place
@@ -224,15 +219,15 @@ class GpuSampler:
         values: list[float] = []
         ranked: list[int] = []
         for i in np.flatnonzero(self._special[places_R]).tolist():
-            row, sequence = rows[i], sequences[i]
+            sequence = sequences[i]
             if sequence.sampling.logprobs is not None:
                 ranked.append(i)
-            if sequence.grammar is not None and (bits := sequence.grammar.allowed()) is not None:
+            bits, excluded = (None, ()) if sequence.constraint is None else sequence.constraint.next()
+            if bits is not None:
                 wholes[i, 2] = len(masks)
                 masks.append(_words(bits, self._vocab_size))
-            forbidden = sequence.forbidden if row.position < sequence.forbidden_until else ()
-            if forbidden or sequence.sampling.logit_bias:
-                edits = dict(sequence.sampling.logit_bias) | dict.fromkeys(forbidden, -math.inf)
+            if excluded or sequence.sampling.logit_bias:
+                edits = dict(sequence.sampling.logit_bias) | dict.fromkeys(excluded, -math.inf)
                 places.extend((i, token) for token in edits)
                 values.extend(edits.values())
         arrays: list[np.ndarray] = [numbers, wholes]

@@ -1,4 +1,6 @@
-"""Sends a link's bulk transfers chunk by chunk, in the order of the schedule, after urgent traffic."""
+"""Sends a link's bulk transfers chunk by chunk, in the order of the schedule, and only when no
+urgent message is due.
+"""
 
 import time
 from collections import deque
@@ -23,12 +25,12 @@ from services.worker.links.ports import Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
 from services.worker.links.transfer import Transfer, TransferOutcome, TransferReport
 
-_LEAST_ON_WIRE_BYTES = 16 * 1024  # on an emulated wire, where a chunk has no fixed cost
+_LEAST_ON_WIRE_BYTES = 16 * 1024  # on an emulated wire, where chunks have no fixed cost
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """A transfer until its future completes: queued, opened, completely sent, acknowledged."""
+    """An outgoing transfer: queued, opened, sent completely, acknowledged. It exists until its future completes."""
 
     peer: str
     epoch: int
@@ -40,10 +42,10 @@ class _Outgoing:
     pieces: Pieces
     queued_at_s: float
     done: Future[TransferReport]
-    computed: Mark | None = None  # to wait for before the pieces are read
+    computed: Mark | None = None  # wait for it before reading the pieces
     opened: bool = False
     sent_bytes: int = 0
-    in_flight: int = 0  # frames that may still be read from memory
+    in_flight: int = 0  # number of posted frames that may still be read from memory
     verdict: TransferOutcome | None = None
     why: str = ""
 
@@ -66,12 +68,12 @@ class _SenderState:
     in_flight: deque[_Posted] = field(default_factory=deque[_Posted])
     last_number: int = 0
     promised: bool = False  # the last frame announced another one
-    refusal: str | None = None  # why new transfers are refused
+    refusal: str | None = None  # reason for refusing new transfers
     broken: bool = False
 
 
 class BulkSender:
-    """`run` is the body of the one thread that posts and waits for completions."""
+    """Sends bulk transfers. `run` is the body of the only thread that posts and waits for completions."""
 
     def __init__(
         self,
@@ -96,17 +98,17 @@ class BulkSender:
         self._least_bytes = min(least_bytes, config.chunk_bytes)
         self._chunks = ChunkSize(
             config.chunk_bytes,
-            config.window_chunks if wire is None else 1,  # one at a time is on an emulated wire
+            config.window_chunks if wire is None else 1,  # on an emulated wire one at a time is sent
             self._least_bytes,
             min(config.most_chunk_bytes, config.max_message_bytes),
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
         )
-        self._free_since_s = 0.0  # since when only the link's speed limits bulk
-        self._last_end_s = 0.0  # of a chunk
-        self._share = 1.0  # fraction of time for chunks like the last one: see `_share_of`
+        self._free_since_s = 0.0  # time since which only the link's speed limits bulk
+        self._last_end_s = 0.0  # of the last chunk
+        self._share = 1.0  # fraction of time for chunks of the last chunk's class: see `_share_of`
         self._in_background = False  # the last chunk was of parameters
         self._changed = Condition()
-        self._reading = Lock()  # held while the callers' memory is read outside of _changed
+        self._reading = Lock()  # held while the callers' memory is read without _changed
         self._state = _SenderState()
         self._schedule = BulkSchedule(
             chunk_bytes=config.chunk_bytes, hold_s=config.hold_s, patience_chunks=config.patience_chunks
@@ -127,7 +129,7 @@ class BulkSender:
         source = Pieces(pieces, "pieces")
         self._refuse_bad(traffic, meta, source.total_bytes)
         done: Future[TransferReport] = Future()
-        done.set_running_or_notify_cancel()  # cancelled by Transfer.cancel only
+        done.set_running_or_notify_cancel()  # only Transfer.cancel cancels it
         with self._changed:
             if self._state.refusal is not None:
                 raise Unavailable(self._peer, self._state.refusal)
@@ -170,7 +172,7 @@ class BulkSender:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Maximum beside activations, at the present chunk size."""
+        """Maximum bulk bytes in flight beside activations, at the current chunk size."""
         window = self._chunks.window_for(activations_flow=True)
         return self._chunks.bytes_for(self._pace.stage_s) * window
 
@@ -184,7 +186,7 @@ class BulkSender:
             outgoing = self._state.transfers.get(number)
             if outgoing is None or outgoing.verdict is not None:
                 return
-            if self._schedule.remove(number):  # refused with chunks left: send where the transfer ends
+            if self._schedule.remove(number):  # refused early: tell the receiver where the transfer ends
                 finished = self._withdraw(outgoing, outcome, why)
             else:
                 outgoing.verdict, outgoing.why = outcome, why
@@ -192,7 +194,7 @@ class BulkSender:
         _settle(finished)
 
     def end(self, epoch: int, why: str) -> None:
-        """Fail the unfinished transfers of that epoch, and tell the peer."""
+        """Fail the unfinished transfers of an epoch and notify the peer."""
         finished = list[_Outgoing | None]()
         with self._changed:
             for outgoing in list(self._state.transfers.values()):
@@ -219,7 +221,7 @@ class BulkSender:
             _settle(finished)
 
     def fail(self, why: str) -> None:
-        """The channel is aborted: nothing reads the callers' memory any more; fail all unfinished transfers."""
+        """The channel was aborted and no longer reads the callers' memory: fail all unfinished transfers."""
         with self._changed:
             self._state.refusal, self._state.broken = why, True
             failed = list(self._state.transfers.values())
@@ -227,7 +229,7 @@ class BulkSender:
             self._changed.notify_all()
         if self._wire is not None:
             self._wire.end()
-        with self._reading:  # a chunk that is being gathered
+        with self._reading:  # wait for a chunk that is being gathered
             pass
         for outgoing in failed:
             outgoing.verdict, outgoing.why = TransferOutcome.BROKEN, why
@@ -266,9 +268,9 @@ class BulkSender:
                     pass
 
     def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
-        """Fraction of link time for this class; parameters are throttled, as moving them takes time from batches,
-        unless requests are queued for the memory that the restore holds. No throttling on an emulated slow link, which
-        leaves the processor idle anyway.
+        """Fraction of link time for this class. Parameters are throttled, as moving them takes processor time from
+        batches, unless requests wait for the memory that the restore holds. No throttling on an emulated slow link,
+        which leaves the processor idle anyway.
         """
         if self._wire is not None or traffic is not TrafficClass.PARAMETERS or self._pace.memory_is_awaited:
             return 1.0
@@ -276,9 +278,9 @@ class BulkSender:
 
     def _rest(self, began_s: float) -> bool:
         """Pause until the last chunk's class has used no more than its fraction of time, or until traffic of a higher
-        class.
+        class arrives.
 
-        True if the lane has ended.
+        Returns True if the lane has ended.
         """
         while self._state.in_flight:
             if self._complete_oldest():
@@ -317,7 +319,7 @@ class BulkSender:
         if self._wire is not None and not self._wire.cross(size, self._free_since_s, self._config.keepalive_s):
             return
         with self._changed:
-            if grant.transfer not in self._schedule:  # cancelled while it crossed
+            if grant.transfer not in self._schedule:  # cancelled while it was sent
                 return
             if not outgoing.opened:
                 outgoing.opened = True
@@ -341,7 +343,7 @@ class BulkSender:
             self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK, size, posted_at_s))
 
     def _post_chunk(self, outgoing: _Outgoing, offset: int, size: int, *, more: bool) -> list[Pending] | None:
-        """Without _changed, as copying and writing to a socket take time; no other thread posts on this lane."""
+        """Runs without _changed, as copying and writing to a socket take time; no other thread posts on this lane."""
         with self._reading:
             if self._state.broken:  # its owner has been notified and may have unmapped the memory
                 return None
@@ -360,7 +362,7 @@ class BulkSender:
             return self._writer.post(header, b"", payload)
 
     def _complete_oldest(self) -> bool:
-        """Wait for one posted frame; True when it was the last this lane ever sends."""
+        """Wait for the oldest posted frame. Returns True if it was the last of this lane."""
         posted = self._state.in_flight.popleft()
         for pending in posted.pending:
             pending.wait(self._config.send_timeout_s)
@@ -382,7 +384,7 @@ class BulkSender:
     # ------------------------------------------------------------ below: called with _changed held
 
     def _decide(self, now_s: float) -> Grant | Hold | None:
-        """The next chunk, small enough to end before the activation that the stage is computing."""
+        """The next chunk, small enough to end before the running batch's activation is due."""
         size, rate = self._chunks.bytes_for(self._pace.stage_s), self._chunks.rate_bytes_per_s
         if rate is not None and self._pace.due_at_s is not None and not self._pace.is_late(now_s):
             room_bytes = int((self._pace.due_at_s - now_s) * rate)
@@ -397,7 +399,7 @@ class BulkSender:
         return decision
 
     def _post_notice(self) -> bool | None:
-        """True if a frame was posted; None if there is none, so that the schedule is consulted."""
+        """Post a notification. Returns False if there is none, so that the schedule is consulted."""
         if not self._state.notices:
             return None
         kind, outgoing = self._state.notices.popleft()
@@ -424,14 +426,14 @@ class BulkSender:
         self._state.promised = more
 
     def _wait_for_work(self) -> None:
-        """Nothing to send and nothing in flight."""
+        """Wait while there is nothing to send and nothing in flight."""
         if not self._state.promised and self._changed.wait(self._config.keepalive_s):
             return
         if not self._state.notices and not len(self._schedule):
             self._state.notices.append((FrameKind.KEEPALIVE, None))
 
     def _withdraw(self, outgoing: _Outgoing, outcome: TransferOutcome, why: str) -> _Outgoing | None:
-        """It left the schedule early; the receiver is told if it has been opened."""
+        """The transfer left the schedule early; notify the receiver if it was opened."""
         outgoing.verdict, outgoing.why = outcome, why
         if not outgoing.opened:
             return self._finish_if_quiet(outgoing)
@@ -446,7 +448,7 @@ class BulkSender:
         return outgoing
 
     def _end(self, outgoing: _Outgoing) -> _Outgoing | None:
-        """The link is closing: send no further chunk of it."""
+        """The link is closing: send no further chunk of this transfer."""
         self._schedule.remove(outgoing.number)
         outgoing.verdict = outgoing.verdict or TransferOutcome.BROKEN
         outgoing.why = outgoing.why or "the link is closed"
@@ -470,7 +472,7 @@ class BulkSender:
 
 
 def _settle(outgoing: _Outgoing | None) -> None:
-    """Complete the caller's future, after which the source may be modified or unmapped. Without the lock, as callbacks
+    """Complete the caller's future; the source may then be modified or unmapped. Called without the lock, as callbacks
     run here.
     """
     if outgoing is None or outgoing.verdict is None or outgoing.done.done():

@@ -1,4 +1,4 @@
-"""A connection over two channels: an urgent and a bulk lane, each with a thread that sends and one that receives."""
+"""A connection over two channels, an urgent and a bulk lane, each with a sending and a receiving thread."""
 
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
@@ -29,7 +29,7 @@ PACKED_BELOW_BYTES = 4 << 20
 
 
 class ChannelConnection(Connection):
-    """See `Connection`."""
+    """A `Connection` over real channels."""
 
     def __init__(
         self,
@@ -190,7 +190,7 @@ class ChannelConnection(Connection):
     def _run(self, body: Callable[[], None]) -> None:
         try:
             body()
-        except Exception as error:  # noqa: BLE001 any error, a receiver's included, ends only this connection
+        except Exception as error:  # noqa: BLE001 any error, including a receiver's, ends this connection only
             self._break(f"{type(error).__name__}: {error}")
         finally:
             with self._changed:
@@ -200,7 +200,7 @@ class ChannelConnection(Connection):
                 self._finish()
 
     def _break(self, why: str) -> None:
-        """End both lanes at once. While closing, the slower side notices the faster one's end here."""
+        """End both lanes at once. While closing, the slower side notices here that the faster one has ended."""
         with self._changed:
             if self._state not in (LinkState.UP, LinkState.CLOSING) or self._channels is None:
                 return
@@ -209,7 +209,7 @@ class ChannelConnection(Connection):
             links = self._take_links() if was_up else []
             self._changed.notify_all()
             channels = self._channels
-        channels.urgent.abort()  # before any callback: until then the channels may touch the callers' memory
+        channels.urgent.abort()  # before any callback: until then the channels may access the callers' memory
         channels.bulk.abort()
         self._urgent.fail(why)
         self._bulk.fail(why)
@@ -231,7 +231,7 @@ class ChannelConnection(Connection):
         finally:
             if channels is not None:
                 self._dispose(partial(self._destroy, channels))
-            self._ended.set()  # waiters may end the thread that disposes
+            self._ended.set()  # waiters may end the thread that cleans up
 
     def _destroy(self, channels: Channels) -> None:
         with self._changed:

@@ -1,8 +1,7 @@
-"""A connection between two incarnations of workers, with the epochs that both take part in. Subclasses transport the
-bytes.
+"""A connection between two incarnations of workers, with the epochs joined by both. Subclasses transport the bytes.
 
-A connection is made when the first epoch needs it and reused by later ones: the same two workers share groups
-repeatedly. An epoch begins with a `join` of each side, in either order, and ends with a `leave`. Messages carry their
+A connection is opened for the first epoch that needs it and reused by later ones, as the same two workers share groups
+repeatedly. An epoch begins with a `join` by each side, in either order, and ends with a `leave`. Messages carry their
 epoch; those of an epoch that this side has not joined are refused.
 """
 
@@ -39,25 +38,25 @@ class Receiver(Protocol):
     """
 
     def device_of(self, topic: int) -> torch.device | str:
-        """Where messages of that topic are delivered: on the host if they are read there."""
+        """Device to which messages of that topic are delivered: the host if they are read there."""
         ...
 
     def on_message(self, link: Link, message: Message) -> None: ...
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
-        """Returns the destination: contiguous tensors of exactly `total_bytes` together.
+        """Accept a transfer and return its destination: contiguous tensors of exactly `total_bytes` in total.
 
         They are written to until `on_transfer_end`, and must not be freed or unmapped before.
         """
         ...
 
     def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None:
-        """Once for every opening that was accepted."""
+        """Called once for every accepted transfer."""
         ...
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
-        """Once. A broken link is reported at once, followed by the ends of its transfers. A link retired by this side
-        is reported on the retiring thread.
+        """Called once. A broken link is reported at once, followed by the ends of its transfers. A link retired by this
+        side is reported on the retiring thread.
         """
         ...
 
@@ -69,9 +68,9 @@ class Link:
         self.connection = connection
         self.peer_id = connection.peer_id
         self.epoch = epoch
-        self.retired = False  # by this side: nothing is sent, arriving messages are refused and counted
+        self.retired = False  # by this side: nothing is sent, and arriving messages are refused and counted
         self.met = False  # the peer has joined the epoch at some time
-        self.ended: LinkState | None = None  # set by the connection, before the receiver is told
+        self.ended: LinkState | None = None  # set by the connection, before the receiver is notified
 
     @property
     def state(self) -> LinkState:
@@ -79,17 +78,17 @@ class Link:
 
     @property
     def is_up(self) -> bool:
-        """True if both sides take part in the epoch, as far as this side knows."""
+        """True if both sides have joined the epoch, as far as this side knows."""
         return self.ended is None and self.connection.is_shared(self)
 
     @property
     def counts(self) -> TrafficCounts:
-        """Traffic of the whole connection."""
+        """Traffic counters of the whole connection."""
         return self.connection.counts
 
     @property
     def packed_below_bytes(self) -> int:
-        """Smaller transfers that somebody waits for are sent within a message, which is faster."""
+        """Size limit below which awaited transfers are sent within a message, which is faster."""
         return self.connection.packed_below_bytes
 
     def send(
@@ -126,7 +125,8 @@ class Link:
         stream: int = 0,
         rank: int = 0,
     ) -> Transfer:
-        """Send bulk bytes in place. Within a class smaller `rank` goes first; equal ranks share the link.
+        """Send bulk bytes in place. Within a class, transfers with a smaller `rank` are sent first; those of equal rank
+        share the link.
 
         Raises: as `send`.
         """
@@ -134,7 +134,7 @@ class Link:
         return self.connection.transfer(self.epoch, traffic, pieces, topic, meta, stream, rank)
 
     def as_tensor(self, data: bytes) -> torch.Tensor:
-        """Bytes too long for meta, as a tensor."""
+        """Bytes that are too long for a frame's meta, as a tensor."""
         return self.connection.as_tensor(data)
 
     def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -146,7 +146,7 @@ class Link:
         self.connection.unpack(packed, pieces)
 
     def urgent(self) -> AbstractContextManager[None]:
-        """Context manager: an activation is due, bulk is held back, for at most `hold_s` between two chunks."""
+        """Context manager: an activation is due, so bulk is held back, for at most `hold_s` between two chunks."""
         return self.connection.urgent()
 
     def retire(self) -> None:
@@ -154,7 +154,7 @@ class Link:
         self.connection.leave(self)
 
     def give_up(self, why: str) -> None:
-        """A required message cannot be sent: break the connection, here and at the peer; no effect if it has ended."""
+        """Break the connection because a required message cannot be sent; no effect if it has ended."""
         self.connection.give_up(why)
 
     def _refuse_ended(self) -> None:
@@ -174,7 +174,7 @@ class Connection(ABC):
         self._receiver = receiver
         self._changed = Condition()  # notified when the state changes, or an epoch's
         self._state = LinkState.UP
-        self._links: dict[int, Link] = {}  # by epoch, joined by this side
+        self._links: dict[int, Link] = {}  # joined by this side, by epoch
         self._peer_epochs: set[int] = set()  # joined by the peer
         self._idle_since_s = time.monotonic()
 
@@ -202,9 +202,9 @@ class Connection(ABC):
     # ------------------------------------------------------------ epochs
 
     def join(self, epoch: int, deadline_s: float, is_given_up: Callable[[], bool]) -> Link | None:
-        """Join an epoch, and wait until the peer has joined.
+        """Join an epoch, and wait until the peer has joined it.
 
-        None: it has not, or the connection has ended; or the peer makes a new one.
+        None: the peer has not joined, the connection has ended, or the peer opens a new one.
         """
         link = self.begin_join(epoch)
         if link is None:
@@ -230,7 +230,7 @@ class Connection(ABC):
         return link
 
     def _await_peer(self, link: Link, deadline_s: float) -> bool:
-        """Wait briefly for the peer, or until the end. Returns True if it has joined."""
+        """Wait briefly until the peer has joined or the connection has ended. Returns True if it has joined."""
         with self._changed:
             self._changed.wait_for(
                 lambda: link.met or self._state in (LinkState.CLOSED, LinkState.BROKEN),
@@ -239,7 +239,7 @@ class Connection(ABC):
             return link.met
 
     def leave(self, link: Link) -> None:
-        """See `Link.retire`."""
+        """End an epoch; see `Link.retire`."""
         with self._changed:
             if link.retired or self._links.get(link.epoch) is not link:
                 link.retired = True
@@ -253,7 +253,7 @@ class Connection(ABC):
         self._end(link, LinkEnding(LinkState.CLOSED, "its epoch is over"), tell=was_shared)
 
     def link_of(self, epoch: int) -> Link | None:
-        """The link of that epoch; None, and counted: there is none."""
+        """The link of an epoch. None: there is none, which is counted."""
         with self._changed:
             link = self._links.get(epoch)
         self.counts.stale_frames += link is None
@@ -278,7 +278,7 @@ class Connection(ABC):
             self._end(link, LinkEnding(LinkState.CLOSED, "the peer takes part in its epoch no more"))
 
     def close_if_idle(self) -> None:
-        """Called periodically, by both sides. A side that joins meanwhile makes a new connection."""
+        """Called periodically by both sides. A side that joins an epoch meanwhile opens a new connection."""
         with self._changed:
             is_idle = not self._links and time.monotonic() - self._idle_since_s > _IDLE_S
         if is_idle:
@@ -311,7 +311,7 @@ class Connection(ABC):
 
     @abstractmethod
     def tell(self, kind: FrameKind, epoch: int) -> None:
-        """Send that this side joins or leaves an epoch: before, or after, all its messages."""
+        """Notify the peer that this side joins an epoch, before all its messages, or leaves it, after all of them."""
 
     @abstractmethod
     def send(
@@ -351,7 +351,7 @@ class Connection(ABC):
         yield
 
     def bulk_bytes(self) -> tuple[int, int]:
-        """Queued; maximum in flight."""
+        """(queued bytes, maximum bytes in flight)."""
         return 0, 0
 
     @abstractmethod
@@ -369,11 +369,13 @@ class Connection(ABC):
 
     @abstractmethod
     def begin_close(self) -> None:
-        """Refuse new messages, send queued urgent ones, end transfers. Reception goes on."""
+        """Refuse new messages, send queued urgent ones, end transfers. Receiving continues."""
 
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
-        """`begin_close`, then wait for the peer to close, too. Not from one of its own threads."""
+        """`begin_close`, then wait for the peer to close as well. Not to be called from one of the connection's own
+        threads.
+        """
 
     @abstractmethod
     def wait_ended(self, timeout_s: float) -> bool:

@@ -1,7 +1,7 @@
 """Copies between a device and the host, concurrent with computation.
 
-On the host they are trivial: memory is as the last instruction left it, and a copy has ended when it returns. On a GPU
-data is valid once the computing stream has reached it, and a copy has ended once its own stream has.
+On the host they are synchronous. On a GPU, data is valid once the computing stream has reached it, and a copy is
+complete once its own stream has.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ HOST = torch.device("cpu")
 
 
 def carried_on(payload: torch.device, channel: torch.device) -> torch.device:
-    """Where a payload must be for a channel to send it: in place, if the channel reaches that memory, otherwise the
-    host.
+    """Where a payload must be for a channel to send it: in place if the channel can access that memory, otherwise on
+    the host.
     """
     return payload if payload == channel else HOST
 
@@ -28,34 +28,36 @@ class Copies(Protocol):
     """Safe for use from any thread."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Flat bytes to receive into or send from. On the host they are pinned if the device needs that."""
+        """Flat bytes to receive into or send from; pinned host memory if the device needs that."""
         ...
 
     def warm(self) -> None:
-        """Allocate the pinned slots of a link and compile the copy kernels: doing so later would stall the GPU."""
+        """Allocate the pinned slots of a link and compile the copy kernels, which would stall the GPU later."""
         ...
 
     def mark(self) -> Mark | None:
-        """What the calling thread has launched so far. None: there is nothing to wait for."""
+        """The position of the calling thread's launches. None: there is nothing to wait for."""
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Context manager: copies inside wait for no computation, and have ended at the end of the block.
+        """Context manager: copies inside do not wait for computation, and are complete at the end of the block.
 
-        It blocks, without the GIL.
+        Blocks without the GIL.
         """
         ...
 
     def gather(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
-        """Copy the bytes of `pieces` from `offset` on into all of `slot`, as inside of `copying`."""
+        """Copy the bytes of `pieces` from `offset` on into all of `slot`, like within `copying`."""
         ...
 
     def scatter(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
-        """Copy all of `slot` into `pieces` from `offset` on, as inside of `copying`."""
+        """Copy all of `slot` into `pieces` from `offset` on, like within `copying`."""
         ...
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
-        """Copy there what the calling thread's device computes, and call back from another thread. None: it failed."""
+        """Copy data to the host after the calling thread's launches, and call back from another thread. None: it
+        failed.
+        """
         ...
 
     def close(self) -> None:
@@ -72,13 +74,13 @@ class Mark(Protocol):
 
 
 class HostCopies:
-    """For a worker in host memory."""
+    """Copies of a worker in host memory."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def warm(self) -> None:
-        """Nothing to pin or compile."""
+        """No-op."""
 
     def mark(self) -> None:
         return None
@@ -96,4 +98,4 @@ class HostCopies:
         then(payload.to(device))
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""

@@ -2,9 +2,9 @@
 
 Many pieces are gathered by one kernel and cross the bus in one copy, and vice versa.
 
-The engine's stream is the current one of the calling thread (see `memory.streams`). Each copying thread has a stream of
-its own, so a copy waits only for the kernels it needs. One thread waits for all fetches of a worker; it sleeps in the
-driver, without the GIL, until the event.
+The engine's stream is the calling thread's current one (see `memory.streams`). Each copying thread has its own stream,
+so a copy waits only for the kernels it needs. One thread waits for all fetches of a worker; it sleeps in the driver,
+without the GIL, until the event.
 """
 
 from __future__ import annotations
@@ -38,13 +38,10 @@ class CudaMark:
 
 
 class CudaCopies:
-    """For a worker on one GPU."""
+    """Copies of a worker on one GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Raises:
-            ConfigError: triton is not installed.
-        """
+        """Raises ConfigError if triton is not installed."""
         self._device = device
         self._kernel: Gatherer = RunKernel(device)
         self._of_thread = threading.local()
@@ -53,7 +50,7 @@ class CudaCopies:
         self._teller: threading.Thread | None = None
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Large buffers consist of whole slots that torch caches: pinning a new one stalls the device."""
+        """Large buffers consist of whole slots cached by torch: pinning a new one stalls the device."""
         whole_bytes = size_bytes if size_bytes < _LARGE_BYTES else -(-size_bytes // SLOT_BYTES) * SLOT_BYTES
         whole = torch.empty(whole_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
         return whole[:size_bytes]
@@ -79,7 +76,7 @@ class CudaCopies:
             try:
                 yield
             finally:
-                self.mark().wait()  # a copy that failed half way may still write
+                self.mark().wait()  # a copy that failed may still be writing
 
     def gather(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
         with self.copying():
@@ -98,7 +95,7 @@ class CudaCopies:
 
     def _parts(self, slot: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
         """A device slot as a whole; a host slot in parts, each with a staging buffer on the device. All parts may share
-        it, as one stream copies them in order.
+        the buffer, as one stream copies them in order.
         """
         if slot.device != HOST:
             yield 0, slot, None
@@ -141,12 +138,12 @@ class CudaCopies:
             mark, there, then = fetched
             try:
                 mark.wait()
-            except RuntimeError as error:  # the device's error, which every later call raises, too
+            except RuntimeError as error:  # a device error, which every later call raises as well
                 get_logger().error("what was to be sent could not be computed or copied", why=str(error))
                 then(None)
             else:
                 then(there)
-            del fetched, mark, there, then  # not kept while waiting for the next
+            del fetched, mark, there, then  # release them before waiting for the next
 
 
 def copies_for(device: torch.device) -> Copies:

@@ -51,7 +51,7 @@ class Header:
     sequence: int = 0  # incremented per frame of a lane and direction, modulo 2**32
     stream: int = 0  # chosen by the caller
     topic: int = 0  # chosen by the caller
-    transfer: int = 0  # number given by the sender
+    transfer: int = 0  # assigned by the sender
     meta_bytes: int = 0
     payload_bytes: int = 0
     total_bytes: int = 0  # OPENING
@@ -59,7 +59,7 @@ class Header:
     dtype: torch.dtype = torch.uint8  # MESSAGE
     shape: tuple[int, ...] = ()  # MESSAGE
     inline: bool = False  # the payload follows the meta within the frame
-    more: bool = False  # another frame follows in any case
+    more: bool = False  # another frame follows
     on_device: bool = False  # the payload goes from device memory to the peer's device memory, not from host to host
 
     def pack(self) -> bytes:
@@ -123,7 +123,7 @@ def unpack(data: bytes, peer: str) -> Header:
 
 
 def _check_shape(header: Header, peer: str) -> None:
-    """The payload of a message is a tensor of the announced shape, or empty."""
+    """A message's payload is a tensor of the announced shape, or empty."""
     if header.kind is not FrameKind.MESSAGE:
         return
     elements = 1

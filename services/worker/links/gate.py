@@ -7,7 +7,7 @@ from services.worker.links.pacing import Wire
 
 
 class UrgentGate:
-    """Counts the reasons to hold back bulk: urgent messages not yet sent, and callers that announce one."""
+    """Counts the reasons for holding back bulk: urgent messages not yet sent, and callers that announce one."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -29,7 +29,7 @@ class UrgentGate:
                 self._changed.notify_all()
 
     def wait_clear(self, until_s: float) -> None:
-        """Return when no urgent message is due, at `until_s` at the latest."""
+        """Return when no urgent message is due, at the latest at `until_s`."""
         with self._changed:
             self._changed.wait_for(lambda: not self._reasons, timeout=max(until_s - time.monotonic(), 0))
 
@@ -51,7 +51,7 @@ class SharedWire:
             self._wire.urgent_comes()
 
     def urgent_goes(self) -> None:
-        """An announced urgent message is cancelled."""
+        """An announced urgent message was cancelled."""
         with self._changed:
             self._wire.urgent_goes()
             self._changed.notify_all()
@@ -64,8 +64,8 @@ class SharedWire:
             return crossed_at_s
 
     def cross(self, size_bytes: int, since_s: float, timeout_s: float) -> bool:
-        """Wait for bulk's turn, then until it has crossed. False: the link has ended, or urgent
-        traffic never paused.
+        """Wait until bulk may use the wire, and until it has crossed it. False: the link has ended, or urgent traffic
+        never paused.
         """
         give_up_at_s = time.monotonic() + timeout_s
         with self._changed:

@@ -28,11 +28,11 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What each side must know of the other before the first frame."""
+    """Properties that each side must know of the other before the first frame."""
 
     version: int
     transport: str  # how the following frames are transported
-    urgent_frame_bytes: int  # the largest frame for which that side posts receives
+    urgent_frame_bytes: int  # size of the receives that this side posts
     bulk_frame_bytes: int
     max_message_bytes: int
     max_transfer_bytes: int
@@ -75,13 +75,15 @@ def proof_of(secret: bytes | None, role: str, *said: bytes) -> str:
 
 
 def is_proof(given: str, secret: bytes | None, role: str, *said: bytes) -> bool:
-    """True without a secret."""
+    """Whether the proof is valid; always True without a secret."""
     return secret is None or hmac.compare_digest(given.encode(), proof_of(secret, role, *said).encode())
 
 
 def parse_line(line: bytes) -> Mapping[str, object]:
-    """Raises:
-    ValueError: not a line of this protocol.
+    """Parse a line of the protocol.
+
+    Raises:
+        ValueError: it is not one.
     """
     try:
         said = json.loads(line)
@@ -93,8 +95,10 @@ def parse_line(line: bytes) -> Mapping[str, object]:
 
 
 def parse_hello(line: bytes) -> Hello:
-    """Raises:
-    ValueError: not a hello.
+    """Parse a hello.
+
+    Raises:
+        ValueError: it is not one.
     """
     said = parse_line(line)
     terms = said.get("terms")
@@ -112,8 +116,10 @@ def parse_hello(line: bytes) -> Hello:
 
 
 def parse_proof(line: bytes) -> str:
-    """Raises:
-    ValueError: not a proof.
+    """Parse a proof.
+
+    Raises:
+        ValueError: it is not one.
     """
     proof = parse_line(line).get("proof")
     if not isinstance(proof, str):
@@ -136,7 +142,7 @@ def _line(said: Mapping[str, object]) -> bytes:
 
 def _int(said: Mapping[str, object], name: str, *, least: int) -> int:
     value = said.get(name)
-    if type(value) is not int or not least <= value < 1 << 63:  # a bool is an int to isinstance
+    if type(value) is not int or not least <= value < 1 << 63:  # isinstance accepts a bool as an int
         raise ValueError(f"{name} must be a whole number of at least {least}")
     return value
 
@@ -152,12 +158,12 @@ def _str(said: Mapping[str, object], name: str) -> str:
 
 
 def read_line(connection: socket.socket, deadline_s: float) -> bytes:
-    """Read exactly one line. Not byte by byte: each call needs the GIL, which the engine holds."""
+    """Read exactly one line. Not byte by byte, as each call needs the GIL, which the engine holds."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(left_s(deadline_s))
         there = connection.recv(MAX_LINE_BYTES - len(line), socket.MSG_PEEK)
-        if not there:  # or it sends too much
+        if not there:  # or if it sends too much
             raise ConnectionResetError("it hung up")
         line += connection.recv(there.find(b"\n") + 1 or len(there))
     return line
@@ -175,5 +181,5 @@ def read_exactly(connection: socket.socket, size: int, deadline_s: float) -> byt
 
 
 def left_s(deadline_s: float) -> float:
-    """Seconds left, never zero, which would make a socket non-blocking."""
+    """Seconds left, never zero, as this would make a socket non-blocking."""
     return max(deadline_s - time.monotonic(), 0.001)

@@ -14,8 +14,8 @@ from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Channel, Pending
 
 _SEQUENCE_MODULUS = 1 << 32
-_LEAST_DIRECT_BYTES = 256 << 10  # copying less costs a processor less than a message
-_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # a kernel gathers faster than messages are sent
+_LEAST_DIRECT_BYTES = 256 << 10  # copying less costs less processor time than a message
+_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # a kernel gathers less faster than separate messages are sent
 
 
 class FrameWriter:
@@ -33,7 +33,7 @@ class FrameWriter:
     def post(self, header: Header, meta: bytes = b"", payload: torch.Tensor | None = None) -> list[Pending]:
         """Post a frame and its payload (flat bytes), which is copied into the frame if the peer's receive has room.
 
-        The payload is where `fetch` or `gathered` have put it.
+        The payload must be where `fetch` or `gathered` put it.
         """
         payload_bytes = 0 if payload is None else payload.numel()
         inline = 0 < payload_bytes <= self._max_frame_bytes - HEADER_BYTES - len(meta)
@@ -58,21 +58,21 @@ class FrameWriter:
         return [self._channel.send_frame(frame), self._channel.send_payload(payload)]
 
     def is_ready(self, payload: torch.Tensor) -> bool:
-        """True if it can be posted in place, from any thread."""
+        """True if the payload can be posted in place, from any thread."""
         return payload.device == HOST
 
     def fetch(self, payload: torch.Tensor, then: Callable[[torch.Tensor | None], None]) -> None:
-        """Copy it to where it can be posted, once it is computed. `then` is called from another thread, or at once;
-        None: it failed.
+        """Copy the payload to where it can be posted, once it is computed. `then` is called at once or from another
+        thread; with None if it failed.
         """
         self._copies.fetch(payload, self._carried(payload.device, payload.numel()), then)
 
     def mark(self, pieces: Pieces) -> Mark | None:
-        """What must have completed before the pieces have the contents seen by the calling thread."""
+        """Mark that must be reached before the pieces have the contents seen by the calling thread."""
         return None if pieces.device == HOST else self._copies.mark()
 
     def gathered(self, pieces: Pieces, offset: int, size: int) -> tuple[torch.Tensor, bool]:
-        """That range of the pieces, ready to be posted, and whether it is a copy. Blocks while it is copied."""
+        """A range of the pieces, ready to be posted, and whether it is a copy. Blocks while copying."""
         carried = self._carried(pieces.device, size)
         view = pieces.view(offset, size)
         if view is not None and view.device == carried:
@@ -82,7 +82,7 @@ class FrameWriter:
         return payload, True
 
     def chunk_bytes(self, pieces: Pieces, offset: int, limit: int) -> int:
-        """How many of the next `limit` bytes to send at once. A large contiguous piece is sent without a copy, as a
+        """How many of the next `limit` bytes to send together. A large contiguous piece is sent without a copy, as a
         message of its own.
         """
         carried = self._carried(pieces.device, limit)
@@ -99,11 +99,11 @@ class FrameWriter:
 class Frame:
     header: Header
     meta: bytes
-    inline: torch.Tensor | None  # flat bytes inside of the receive buffer, valid until the next `FrameReader.next`
+    inline: torch.Tensor | None  # flat bytes in the receive buffer, valid until the next `FrameReader.next`
 
 
 class FrameReader:
-    """Keeps receives posted and hands out one frame at a time. Used by one thread."""
+    """Keeps receives posted and returns one frame at a time. Used by one thread."""
 
     def __init__(self, channel: Channel, peer: str, frame_bytes: int, posted_frames: int) -> None:
         self._channel = channel

@@ -1,5 +1,5 @@
-"""The interface of a worker's links for its member. Free of threads and sockets, as there are
-several implementations.
+"""The interface between a worker's links and its member. Free of threads and sockets, as it has several
+implementations.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,7 @@ from services.worker.links.pace import StagePace
 
 
 class Plane(Protocol):
-    """All links of a worker, for its member."""
+    """All links of a worker, as used by its member."""
 
     @property
     def pace(self) -> StagePace:
@@ -29,7 +29,7 @@ class Plane(Protocol):
         ...
 
     def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:
-        """Links of older epochs (to these peers, or all) refuse what still arrives; the peers are notified."""
+        """Make links of older epochs (to these peers, or all) refuse further messages, and notify the peers."""
         ...
 
     def close(self, timeout_s: float | None = None) -> None:

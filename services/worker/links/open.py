@@ -32,10 +32,10 @@ def open_plane(
     secret: bytes | None = None,
     device: torch.device = HOST,
 ) -> DataPlane:
-    """See `DataPlane`. `transport`: an object or a name. `device`: of the tensors that links move.
+    """Open the data plane; see `DataPlane`. `transport`: an object or a name. `device`: of the tensors to transfer.
 
     Raises:
-        ConfigError: unknown transport or host.
+        ConfigError: the transport is unknown, or the host is invalid.
     """
     host, pace, copies = resolve_host(advertise_host), StagePace(), copies_for(device)
     if device != HOST:
@@ -49,7 +49,7 @@ def open_plane(
 
 
 def carrier_of(name: str, device_type: str) -> str:
-    """The only place that chooses the transport: by the memory's device, unless configured."""
+    """Choose the transport by the memory's device, unless configured. The only place that does."""
     if name != "auto":
         return name
     return "nccl" if device_type == "cuda" and torch.distributed.is_nccl_available() else "tcp"
@@ -57,7 +57,7 @@ def carrier_of(name: str, device_type: str) -> str:
 
 def device_bytes(name: str, device: str) -> int:
     """Estimated maximum of device memory used by links, to be reserved beside parameters and KV. `device`: as in the
-    setting: cpu, cuda, cuda:1, cuda:auto.
+    setting (cpu, cuda, cuda:1, cuda:auto).
     """
     device_type = device.partition(":")[0]
     carrier = carrier_of(name, device_type)

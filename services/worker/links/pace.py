@@ -3,8 +3,8 @@
 from collections import deque
 from dataclasses import dataclass
 
-_STAGE_SHARE = 1 / 8  # weight of a new measurement in the mean: some ten steps are remembered
-_LATE_SHARE = 0.25  # of a stage's time
+_STAGE_SHARE = 1 / 8  # weight of a new measurement in the mean: covers some ten steps
+_LATE_SHARE = 0.25  # fraction of a stage's time
 _BESIDE_ACTIVATIONS = 2  # chunks in flight
 _MEASURED_CHUNKS = 16
 _MEASUREMENTS = 8
@@ -12,14 +12,14 @@ _MEASUREMENTS = 8
 
 @dataclass(slots=True)
 class StagePace:
-    """What links need to know about the stage that sends activations over them. One per worker.
+    """State of the stage that sends activations over the links. One per worker.
 
     Written by the engine thread, read by link threads, which may see an intermediate state.
     """
 
-    stage_s: float | None = None  # recent duration; None: no stage, or nothing executed yet
-    due_at_s: float | None = None  # when the activation of the running batch is expected; None: none is
-    memory_is_awaited: bool = False  # requests wait for memory: loading parameters ends that
+    stage_s: float | None = None  # recent duration; None: no stage, or nothing was executed yet
+    due_at_s: float | None = None  # when the running batch's activation is expected; None: no batch runs
+    memory_is_awaited: bool = False  # requests wait for memory, which is available once parameters are loaded
 
     def is_late(self, at_s: float) -> bool:
         """True if the expected activation is so late that its time is unknown."""
@@ -37,15 +37,15 @@ class StagePace:
 class ChunkSize:
     """Chunk size of one link: two chunks take about as long as the stage executes (EuroSys '26, section 4.2).
 
-    Two are in flight while activations flow, as one would leave the link idle in between. So an activation waits for at
-    most a stage's time of bulk. Otherwise more are in flight. The minimum size avoids a feedback: small chunks cost
-    wake-ups, the link then seems slow and would get smaller chunks still.
+    Two are in flight while activations are sent, as a single one would leave the link idle in between. So an activation
+    waits for bulk for at most a stage's time. Otherwise more are in flight. The minimum size prevents a feedback loop:
+    small chunks cost wake-ups, which make the link seem slow, which would make chunks even smaller.
     """
 
     def __init__(
         self, start_bytes: int, window_chunks: int, least_bytes: int, most_bytes: int, rate_bytes_per_s: float | None
     ) -> None:
-        """`start_bytes` until speed and stage are known; `rate_bytes_per_s`: the link's profile."""
+        """`start_bytes`: size until speed and stage are known; `rate_bytes_per_s`: the link's profile."""
         self._start_bytes = start_bytes
         self._window_chunks = window_chunks
         self._beside_activations = min(_BESIDE_ACTIVATIONS, window_chunks)
@@ -56,20 +56,22 @@ class ChunkSize:
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """Rate of bulk that is not held back: the best of some measurements, as other load only adds time."""
+        """Rate of bulk that is not held back: the maximum over several measurements, as other load
+        only slows it down.
+        """
         return max(self._rates, default=None)
 
     def moved(self, size_bytes: int, took_s: float) -> None:
-        """A chunk has left, `seconds` after the previous one or after it was posted, without a hold between."""
+        """A chunk was sent `seconds` after the previous one, or after it was posted, without a hold in between."""
         self._chunks += 1
         self._bytes += size_bytes
         self._seconds += took_s
-        if self._chunks >= _MEASURED_CHUNKS and self._seconds > 0:  # completions come in bursts
+        if self._chunks >= _MEASURED_CHUNKS and self._seconds > 0:  # completions arrive in bursts
             self._rates.append(self._bytes / self._seconds)
             self._chunks, self._bytes, self._seconds = 0, 0, 0.0
 
     def bytes_for(self, stage_s: float | None) -> int:
-        """Bytes of one chunk."""
+        """Size of one chunk."""
         rate = self.rate_bytes_per_s
         if stage_s is None or rate is None:
             return self._start_bytes
@@ -77,5 +79,5 @@ class ChunkSize:
         return min(max(wanted_bytes, self._least_bytes), self._most_bytes)
 
     def window_for(self, *, activations_flow: bool) -> int:
-        """Chunks in flight."""
+        """Number of chunks in flight."""
         return self._beside_activations if activations_flow else self._window_chunks

@@ -1,6 +1,6 @@
-"""Decides which chunk of which transfer goes next, or how long bulk is held back. No threads, clock or tensors.
+"""Decides which chunk of which transfer is sent next, or how long bulk is held back. No threads, clock or tensors.
 
-Order: class; inside a class smaller rank; among equals the transfer with the fewest bytes sent. Two bounds exclude
+Order: by class; within a class by rank; among equals the transfer with the fewest bytes sent. Two limits exclude
 starvation: a waiting class gets one chunk after `patience_chunks` chunks of higher classes, and bulk as a whole gets
 one after being held back for `hold_s`.
 """
@@ -15,7 +15,7 @@ CATCH_UP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Send at most `limit_bytes` from `offset_bytes` on, and report with `sent`."""
+    """Permission to send at most `limit_bytes` from `offset_bytes` on, to be reported with `sent`."""
 
     transfer: int
     offset_bytes: int
@@ -24,13 +24,13 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Ask again at `until_s`, or when urgent traffic has been sent."""
+    """Nothing may be sent before `until_s`, or until urgent traffic has been sent."""
 
     until_s: float
 
 
 class Wire:
-    """An emulated link of `rate_bytes_per_s`: one message crosses at a time, urgent ones before bulk.
+    """An emulated link of `rate_bytes_per_s`, which transmits one message at a time, urgent ones first.
 
     No threads and no clock: `gate.SharedWire` is for the two lanes of a link.
     """
@@ -42,7 +42,7 @@ class Wire:
         self._urgent_waiting = 0
 
     def urgent_comes(self) -> None:
-        """An urgent message waits, until it has taken the wire or `urgent_goes`."""
+        """An urgent message waits, until `take` or `urgent_goes`."""
         self._urgent_waiting += 1
 
     def urgent_goes(self) -> None:
@@ -51,10 +51,12 @@ class Wire:
             raise InvariantViolation("more urgent messages left a wire than came")
 
     def take(self, size_bytes: int, *, urgent: bool, since_s: float, at_s: float) -> float | None:
-        """When it will have crossed; None: another message is first. Ends the waiting of an urgent one.
+        """Time at which the message will have crossed; None: another one is first. An urgent message no longer counts
+        as waiting.
 
-        A message that has been ready `since_s` follows without a gap, however late its thread asks: a link with a queue
-        does not pause. For at most `CATCH_UP_S`, as the machine's pauses are not the link's.
+        A message that has been ready since `since_s` follows without a gap, however late its thread calls this, as a
+        link with a queue does not pause. The gap closed is at most `CATCH_UP_S`, so that pauses of the machine do not
+        count as the link's.
         """
         if at_s < self.free_at_s or (self._urgent_first and self._urgent_waiting and not urgent):
             return None
@@ -72,7 +74,7 @@ class _BulkEntry:
     rank: int
     total_bytes: int
     sent_bytes: int
-    served_bytes: int  # sent bytes plus the head start at joining, so that a new transfer does not take the whole link
+    served_bytes: int  # sent bytes plus a head start at joining, so that a new transfer does not take the whole link
 
 
 class BulkSchedule:
@@ -107,14 +109,14 @@ class BulkSchedule:
         self._passed_over.setdefault(traffic, 0)
 
     def remove(self, transfer: int) -> bool:
-        """False if it has no bytes left to send or is unknown."""
+        """Remove a transfer. Returns False if it has no bytes left to send or is unknown."""
         entry = self._entries.pop(transfer, None)
         if entry is not None:
             self._forget_empty_class(entry.traffic)
         return entry is not None
 
     def reprioritise(self, transfer: int, traffic: TrafficClass, rank: int = 0) -> bool:
-        """Change the class; what was sent stays sent. False if it is not here any more."""
+        """Change the class; bytes sent stay sent. Returns False if the transfer is unknown."""
         entry = self._entries.pop(transfer, None)
         if entry is None:
             return False
@@ -125,7 +127,7 @@ class BulkSchedule:
         return True
 
     def next(self, at_s: float, *, urgent: bool) -> Grant | Hold | None:
-        """None: nothing to send. The only side effect is the start time of a hold."""
+        """The next chunk or hold; None: nothing to send. The only side effect is to record the start of a hold."""
         if not self._entries:
             self._holding_since_s = None
             return None
@@ -144,7 +146,7 @@ class BulkSchedule:
         return Grant(entry.transfer, entry.sent_bytes, min(self.chunk_bytes, entry.total_bytes - entry.sent_bytes))
 
     def sent(self, transfer: int, size_bytes: int) -> bool:
-        """A grant was used, in whole or in part. True: it was the last byte, the transfer is removed."""
+        """A grant was used, in whole or in part. Returns True if it was the last one: the transfer is removed."""
         entry = self._entries[transfer]
         if not 0 < size_bytes <= entry.total_bytes - entry.sent_bytes:
             raise InvariantViolation(f"transfer {transfer}: sent {size_bytes} bytes after {entry.sent_bytes}")

@@ -1,4 +1,4 @@
-"""A transfer's bytes in memory: a list of contiguous tensors, read or written as one run of bytes."""
+"""A transfer's bytes in memory: a list of contiguous tensors, read or written like one contiguous range of bytes."""
 
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
@@ -38,7 +38,7 @@ class Pieces:
         return self._pieces[0].device if self._pieces else torch.device("cpu")
 
     def chunk_bytes(self, offset: int, limit: int, least_bytes: int) -> int:
-        """How many of the next `limit` bytes to send at once: up to the end of a piece if that is at least
+        """How many of the next `limit` bytes to send together: up to the end of a piece, if that is at least
         `least_bytes`.
         """
         run = min(self._ends[bisect_right(self._ends, offset)] - offset, limit)
@@ -47,7 +47,7 @@ class Pieces:
         return limit // _WHOLE_BYTES * _WHOLE_BYTES or limit
 
     def view(self, offset: int, size: int) -> torch.Tensor | None:
-        """These bytes in place, or None when they lie in more than one piece."""
+        """These bytes in place, or None if they span several pieces."""
         index = bisect_right(self._ends, offset)
         if self._ends[index] < offset + size:
             return None
@@ -61,14 +61,14 @@ class Pieces:
             at += piece.numel()
 
     def scatter(self, offset: int, source: torch.Tensor) -> None:
-        """Copy all of `source` to the bytes from `offset` on, as `gather`."""
+        """Copy all of `source` to the bytes from `offset` on, like `gather`."""
         at = 0
         for piece in self.runs(offset, source.numel()):
             piece.copy_(source[at : at + piece.numel()], non_blocking=True)
             at += piece.numel()
 
     def runs(self, offset: int, size: int) -> Iterator[torch.Tensor]:
-        """The contiguous runs of a range, as flat bytes."""
+        """The contiguous parts of a range, as flat bytes."""
         index = bisect_right(self._ends, offset)
         while size:
             run = min(self._ends[index] - offset, size)
@@ -76,7 +76,7 @@ class Pieces:
             offset, size, index = offset + run, size - run, index + 1
 
     def lies(self, offset: int, size: int) -> Runs:
-        """The memory of a range."""
+        """Addresses and sizes of a range's memory."""
         first, last = bisect_right(self._ends, offset), bisect_right(self._ends, offset + size - 1)
         runs = Runs.of(self._pieces[first : last + 1])
         ahead = offset - self._start(first)

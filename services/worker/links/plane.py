@@ -15,36 +15,36 @@ from services.worker.links.pace import StagePace
 from services.worker.links.ports import ChannelBroken, ConnectionFacts
 from services.worker.links.rendezvous import Meeting, Rendezvous, call
 
-_WARMING_THREADS = 16  # threads waiting for absent peers must not block the others
+_WARMING_THREADS = 16  # so that threads waiting for absent peers do not block others
 _CLOSE_TIMEOUT_S = 4.0
 
 
 class Opener(Protocol):
-    """Makes connections of the sockets of a rendezvous."""
+    """Makes a connection from the sockets of a rendezvous."""
 
     @property
     def lanes(self) -> tuple[str, ...]:
-        """One socket is needed for each."""
+        """Names of the lanes, each of which needs a socket."""
         ...
 
     @property
     def terms(self) -> Terms: ...
 
     def open(self, peer: Hello, sockets: Sequence[socket.socket], *, is_host: bool, name: str) -> Connection:
-        """Blocks until both sides have opened it. Takes over the sockets.
+        """Blocks until both sides have opened the connection. Takes ownership of the sockets.
 
         Raises:
-            ChannelBroken: the peer did not come, or came too late.
+            ChannelBroken: the peer did not open it in time.
         """
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse to open connections. False: a part has not ended in time."""
+        """Refuse to open connections. Returns False if a part has not ended in time."""
         ...
 
 
 class DataPlane:
-    """Hosts the rendezvous where peers find this worker, connects when a link needs it, ends links of old epochs.
+    """Runs this worker's rendezvous, opens connections when a link needs them, and ends links of old epochs.
 
     Safe for use from any thread. `connect` and `close` block; keep them off the asyncio loop.
     """
@@ -60,18 +60,18 @@ class DataPlane:
         timeout_s: float = 10.0,
         port: int = 0,
     ) -> None:
-        """Peers connect to `host` and `port`; 0: any free one. `secret`: only peers that prove that they have it are
-        accepted; None: any peer. `timeout_s`: default wait for a peer.
+        """`host`, `port`: address for peers; port 0: any free one. `secret`: only peers that prove to know it are
+        accepted; None: all are. `timeout_s`: default wait for a peer.
         """
         self.worker_id = worker_id
-        self.incarnation = 0  # of this process, once it is known
+        self.incarnation = 0  # of this process, once known
         self.pace = pace  # updated by the engine thread
         self._opener = opener
         self._secret = secret
         self._timeout_s = timeout_s
         self._rendezvous = Rendezvous(host, worker_id, secret, port)
         self.store_address = self._rendezvous.address
-        self._changed = Condition()  # notified when a connection has been made, or has failed
+        self._changed = Condition()  # notified when a connection was opened, or failed
         self._connections: dict[str, Connection] = {}  # by peer; ended ones until they are replaced
         self._making: set[str] = set()
         self._connecting: dict[tuple[str, int], Future[Link]] = {}
@@ -81,7 +81,7 @@ class DataPlane:
 
     @property
     def refused(self) -> Mapping[str, int]:
-        """Refused callers, by reason."""
+        """Number of refused callers by reason."""
         return dict(self._rendezvous.refused)
 
     def link(self, peer_id: str, epoch: int) -> Link | None:
@@ -145,7 +145,7 @@ class DataPlane:
         return self._warmers.submit(self.connect, peer_id, address, epoch, timeout_s, incarnation)
 
     def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:
-        """Links of older epochs (to these peers, or all) refuse what still arrives; the peers are notified."""
+        """Make links of older epochs (to these peers, or all) refuse further messages, and notify the peers."""
         with self._changed:
             if peers is None:
                 self._oldest_epoch = max(self._oldest_epoch, before_epoch)
@@ -156,7 +156,7 @@ class DataPlane:
                     link.retire()
 
     def facts(self) -> list[ConnectionFacts]:
-        """Facts of every connection, ended ones included until they are replaced."""
+        """Facts of every connection, including ended ones until they are replaced."""
         with self._changed:
             connections = sorted(self._connections.items())
         return [connection.facts() for _, connection in connections]
@@ -185,7 +185,7 @@ class DataPlane:
     # ------------------------------------------------------------ connecting
 
     def _join(self, peer_id: str, address: str, incarnation: int, epoch: int, deadline_s: float) -> Link:
-        """Over the existing connection, or a new one; once more if it ends meanwhile."""
+        """Join over the existing connection or a new one; retried once if it ends meanwhile."""
         while True:
             connection = self._connection(peer_id, address, incarnation, epoch, deadline_s)
             link = connection.join(epoch, deadline_s, lambda: self._rendezvous.has_called(peer_id))
@@ -213,7 +213,7 @@ class DataPlane:
         return connection
 
     def _one_that_is_up(self, peer_id: str, epoch: int, deadline_s: float) -> Connection | None:
-        """None: the caller has to make one."""
+        """An existing connection that is up. None: the caller has to open one."""
         with self._changed:
             while True:
                 self._refuse_retired(epoch)

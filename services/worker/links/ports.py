@@ -63,14 +63,14 @@ class Message:
 
 
 class ChannelBroken(Exception):
-    """The connection is lost, or a wait has timed out, which breaks it, too."""
+    """The connection was lost, or a wait has timed out, which breaks it as well."""
 
 
 class Pending(Protocol):
     """A posted send or receive. Keep it until `wait` has returned: dropping an unfinished send loses the message."""
 
     def wait(self, timeout_s: float) -> None:
-        """Once per Pending.
+        """Wait for completion, once per Pending.
 
         Raises:
             ChannelBroken: it will never complete.
@@ -79,28 +79,28 @@ class Pending(Protocol):
 
 
 class Broken:
-    """A message that could not even be posted."""
+    """A message that could not be posted."""
 
     def __init__(self, why: str) -> None:
-        self._why = why  # not an exception, which would keep the frames that reference it
+        self._why = why  # not an exception, which would keep the frames that it references alive
 
     def wait(self, timeout_s: float) -> None:
         raise ChannelBroken(self._why)
 
 
 class Channel(Protocol):
-    """Ordered messages between two processes in each direction: a frame, then the payload that it announces, if any.
+    """Ordered messages in both directions between two processes: a frame, then the payload that it announces, if any.
 
     Posting is thread-safe and does not wait for the peer. One thread waits for receives. A frame may be shorter than
     the receive posted for it, a payload may not.
 
-    A payload goes from device memory to device memory, or from host to host, as its frame says. Frames are always on
-    the host.
+    A payload is sent from device memory to device memory, or from host to host, as stated in its frame. Frames are
+    always on the host.
     """
 
     @property
     def device(self) -> torch.device:
-        """The device whose memory it moves beside the host's; the host: no other."""
+        """The device whose memory it can transfer besides the host's; the host if none."""
         ...
 
     def send_frame(self, frame: torch.Tensor) -> Pending: ...
@@ -112,14 +112,14 @@ class Channel(Protocol):
     def post_payload(self, buffer: torch.Tensor) -> Pending: ...
 
     def abort(self) -> None:
-        """Ends every wait, present and future, on both sides with ChannelBroken. Safe from any thread.
+        """End every current and future wait on both sides with ChannelBroken. Safe from any thread.
 
-        Afterwards nothing touches memory that was posted.
+        Afterwards nothing accesses posted memory.
         """
         ...
 
     def destroy(self) -> None:
-        """Release all resources, after `abort` and after the last Pending is dropped. Takes up to 0.2 s."""
+        """Release all resources, after `abort` and after the last Pending was dropped. Takes up to 0.2 s."""
         ...
 
 
@@ -127,7 +127,7 @@ class Channel(Protocol):
 class Channels:
     urgent: Channel
     bulk: Channel
-    close: Callable[[], None]  # of what both share, when both are destroyed
+    close: Callable[[], None]  # releases the shared resources when both are destroyed
 
 
 class Transport(Protocol):
@@ -140,10 +140,10 @@ class Transport(Protocol):
     def lanes(self) -> tuple[str, ...]: ...
 
     def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
-        """Blocks until the peer has called it with the same name and the other rank. Takes over the sockets.
+        """Blocks until the peer has called it with the same name and the other rank. Takes ownership of the sockets.
 
         Raises:
-            ChannelBroken: the peer did not come.
+            ChannelBroken: the peer did not call it in time.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A thread for slow clean-up: destroying process groups, closing links of old epochs."""
+"""A thread for slow clean-up: destroying process groups and closing links of old epochs."""
 
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -16,7 +16,9 @@ class Reaper:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Once the reaper is closed, the caller executes it itself: a link of an old epoch may end last of all."""
+        """Execute `work` on the thread, or by the caller if the reaper is closed, as a link of an old epoch may end
+        last.
+        """
         with self._lock:
             if not self._closed:
                 self._work.put(work)
@@ -24,7 +26,7 @@ class Reaper:
         _do(work)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish the queue and end. False: not done in time."""
+        """Finish the queue and end. Returns False if it was not done in time."""
         with self._lock:
             self._closed = True
             self._work.put(None)
@@ -34,11 +36,11 @@ class Reaper:
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             _do(work)
-            del work  # a reference would keep the last link alive
+            del work  # the reference would keep the last link alive
 
 
 def _do(work: Callable[[], None]) -> None:
-    """An error with one link must not keep the others from being closed."""
+    """Run `work`. An error with one link must not keep the others from being closed."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - as above

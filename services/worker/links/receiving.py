@@ -22,17 +22,17 @@ from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 @dataclass(frozen=True, slots=True)
 class UrgentHandlers:
-    link_of: Callable[[Header], Link | None]  # None: this worker takes no part in that epoch
+    link_of: Callable[[Header], Link | None]  # None: this worker has not joined that epoch
     device_of: Callable[[int], torch.device | str]  # where tensors of a topic are delivered
     on_message: Callable[[Link, Message], None]
-    on_answer: Callable[[int, TransferOutcome, str], None]  # to one of this side's transfers
+    on_answer: Callable[[int, TransferOutcome, str], None]  # called with answers to this side's transfers
     on_join: Callable[[int], None]
     on_leave: Callable[[int], None]
     on_close: Callable[[], None]
 
 
 class UrgentReceiver:
-    """`run` is the body of one thread. It ends with the peer's CLOSE or an exception."""
+    """Receives urgent messages. `run` is the body of one thread, which ends with the peer's CLOSE or an exception."""
 
     def __init__(
         self,
@@ -150,7 +150,7 @@ class BulkHandlers:
 
 
 class BulkReceiver:
-    """`run` is the body of one thread; `abandon` ends what it left unfinished."""
+    """Receives bulk transfers. `run` is the body of one thread; `abandon` ends unfinished transfers."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class BulkReceiver:
         self._arriving: deque[_Arriving] = deque()
 
     def run(self) -> None:
-        promised = False  # another frame follows, so completions can wait until the window is full
+        promised = False  # another frame follows, so completions may wait until the window is full
         while True:
             while self._arriving and (not promised or len(self._arriving) >= self._config.window_chunks):
                 self._complete(self._arriving.popleft())
@@ -196,7 +196,7 @@ class BulkReceiver:
                     raise PeerViolation(self._peer, f"{frame.header.kind.name} on the bulk lane")
 
     def abandon(self) -> None:
-        """The lane has ended and nothing writes to the destinations any more."""
+        """The lane has ended, and nothing writes to the destinations any more."""
         self._arriving.clear()
         unfinished = list(self._incoming.values())
         self._incoming.clear()

@@ -1,6 +1,6 @@
 """How two workers connect: the one with the higher id connects to the other one's rendezvous, once per lane.
 
-Unauthenticated callers may reach this port: each costs one of a bounded number of places for a bounded time, and delays
+Unauthenticated callers may reach this port: each takes one of a limited number of places for a limited time, and delays
 no other.
 """
 
@@ -32,11 +32,11 @@ from services.worker.links.handshake import (
     refusal_line,
 )
 
-_HELLO_TIMEOUT_S = 5.0  # from accepting to the end of its proof
-_ANSWER_TIMEOUT_S = 5.0  # for a caller to confirm that it still waits
+_HELLO_TIMEOUT_S = 5.0  # from accepting the connection to the end of its proof
+_ANSWER_TIMEOUT_S = 5.0  # for a caller to confirm that it is still waiting
 _MAX_STRANGERS = 64  # unauthenticated connections; a new one replaces the oldest
-_MAX_PARKED = 256  # authenticated callers without a request here; a new one replaces the oldest
-_PAUSE_S = 0.05  # when no connection can be accepted
+_MAX_PARKED = 256  # authenticated callers not awaited here yet; a new one replaces the oldest
+_PAUSE_S = 0.05  # pause if no connection can be accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,9 +64,9 @@ class _RendezvousCaller:
 
 
 class Rendezvous:
-    """Accepts peers with higher ids. A caller that is not expected yet is parked.
+    """Accepts peers with higher ids. A caller that is not awaited yet is parked.
 
-    One thread serves all unauthenticated connections, without blocking on any.
+    One thread serves all unauthenticated connections, without blocking on any of them.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class Rendezvous:
         self._thread.start()
 
     def meet(self, mine: Hello, deadline_s: float) -> Meeting:
-        """Wait for the peer that `mine` is addressed to, on the same lane.
+        """Wait for the peer to which `mine` is addressed, on the same lane.
 
         Raises:
-            DeadlineExceeded: it did not come.
+            DeadlineExceeded: it did not call in time.
             PeerViolation: it has another version or transport.
         """
         while (caller := self._take((mine.to, mine.lane), deadline_s)) is not None:
@@ -112,7 +112,7 @@ class Rendezvous:
                     check_terms(mine, caller.hello)
                     return Meeting(caller.hello, caller.connection)
             except OSError:
-                pass  # it had timed out before; it may call again
+                pass  # the caller had timed out before; it may call again
             except PeerViolation:
                 caller.connection.close()
                 raise
@@ -172,7 +172,7 @@ class Rendezvous:
         try:
             connection, _ = self._listener.accept()
         except OSError:
-            if not self._closed:  # it has disconnected, or there are no file descriptors left
+            if not self._closed:  # the caller disconnected, or there are no file descriptors left
                 self._refuse_oldest()
                 time.sleep(_PAUSE_S)
             return
@@ -183,7 +183,7 @@ class Rendezvous:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _listen_to(self, stranger: _Stranger) -> None:
-        """A caller sends one line, and no more before it is answered."""
+        """Read from a caller, which sends one line, and no more before it is answered."""
         try:
             part = stranger.connection.recv(MAX_LINE_BYTES - len(stranger.line))
         except BlockingIOError:
@@ -194,7 +194,7 @@ class Rendezvous:
         if stranger.line.endswith(b"\n"):
             try:
                 self._take_line(stranger)
-            except (ValueError, OSError):  # a port scanner, or disconnected
+            except (ValueError, OSError):  # a port scanner, or a disconnect
                 self._refuse(stranger, "no handshake")
         elif not part or len(stranger.line) >= MAX_LINE_BYTES:
             self._refuse(stranger, "no handshake")
@@ -237,7 +237,7 @@ class Rendezvous:
             self._refuse(next(iter(self._strangers.values())), "too many at once")
 
     def _refuse(self, stranger: _Stranger, why: str) -> None:
-        """Counted by reason; each reason is logged once."""
+        """Refuse a caller: counted by reason, and each reason is logged once."""
         self.refused[why] += 1
         if self.refused[why] == 1:
             said_by = None if stranger.hello is None else stranger.hello.worker_id[:64]
@@ -253,12 +253,12 @@ class Rendezvous:
 
 
 def call(mine: Hello, address: str, deadline_s: float, secret: bytes | None = None) -> Meeting:
-    """Connect to the rendezvous of the peer, with a lower id, that `mine` is addressed to.
+    """Connect to the rendezvous of the peer with a lower id to which `mine` is addressed.
 
     Raises:
-        Unavailable: nobody listens there, or it hung up.
-        DeadlineExceeded: it does not want a link in time.
-        PeerViolation: it has another version, refuses this caller, or is not of this cluster.
+        Unavailable: nothing listens there, or it hung up.
+        DeadlineExceeded: the peer did not want the link in time.
+        PeerViolation: it has another version, refuses this caller, or does not belong to this cluster.
     """
     peer_id = mine.to
     host, _, port = address.rpartition(":")

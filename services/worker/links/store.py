@@ -1,6 +1,6 @@
-"""Key-value store that two processes share while they open channels, for each other's addresses.
+"""Key-value store shared by two processes while they open channels, for each other's addresses.
 
-torch's own TCPStore resolves the name of its address in every client, which takes five seconds whenever an answer is
+torch's own TCPStore resolves the name of its address in every client, which takes five seconds whenever a response is
 lost.
 """
 
@@ -16,17 +16,17 @@ from torch.distributed import Store
 
 from services.worker.links.handshake import read_exactly
 
-_TIMEOUT_S = 5.0  # for keys requested after the link has been opened
+_TIMEOUT_S = 5.0  # for keys requested after the link was opened
 _MAX_BYTES = 1 << 20  # of all entries of the other side
 _ENTRY = struct.Struct("<II")  # bytes of key, bytes of value
 
 
 class PairStore(Store):
-    """A store of two: what one sets, the other gets. `set` never waits for `get`."""
+    """A store for two processes: what one sets, the other gets. `set` never waits for `get`."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small entries, alternating
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # many small entries in alternation
         self._connection = connection
         self._deadline_s: float | None = None
         self._values: dict[str, bytes] = {}

@@ -25,7 +25,7 @@ class ClassCounts:
     """Totals of one class in one direction since the link came up."""
 
     messages: int = 0
-    total_bytes: int = 0  # of payload
+    total_bytes: int = 0  # payload bytes
     waited_s: float = 0.0  # between queueing and posting; 0 for received traffic
 
 
@@ -38,7 +38,7 @@ class TrafficCounts:
         default_factory=lambda: {c: ClassCounts() for c in TrafficClass}
     )
     stale_frames: int = 0  # refused: of another epoch, or the link is retired
-    discarded_bytes: int = 0  # received for a transfer that was refused
-    copied_bytes: int = 0  # through a staging buffer because of piece borders
+    discarded_bytes: int = 0  # received for a refused transfer
+    copied_bytes: int = 0  # through a staging buffer, because they span several pieces
     holds: int = 0  # times bulk was held back for urgent traffic
     held_s: float = 0.0

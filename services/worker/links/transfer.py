@@ -11,10 +11,10 @@ from services.worker.links.traffic import TrafficClass
 
 
 class TransferOutcome(Enum):
-    DELIVERED = "delivered"  # every byte is in its place at the receiver
+    DELIVERED = "delivered"  # every byte is in place at the receiver
     CANCELLED = "cancelled"  # by the sender, before the last chunk
     REFUSED = "refused"  # by the receiver
-    BROKEN = "broken"  # the link ended first; reported to the receiver only, a sender gets an exception
+    BROKEN = "broken"  # the link ended first; only reported to the receiver, a sender gets an exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Transfer:
         self._sender = sender
 
     def cancel(self) -> bool:
-        """Send no further chunk. False: all chunks have been posted; `done` has the result."""
+        """Send no further chunks. Returns False if all chunks are posted; `done` has the result."""
         return self._sender.cancel(self.number)
 
     def reprioritise(self, traffic: TrafficClass, rank: int = 0) -> bool:
-        """Go on as another bulk class. False: no chunk is left to send."""
+        """Continue as another bulk class. Returns False if no chunk is left to send."""
         return self._sender.reprioritise(self.number, traffic, rank)

@@ -1,4 +1,4 @@
-"""Urgent messages: control before activations, each posted at once if the window allows."""
+"""Sends urgent messages, control before activations, each posted at once if the window permits."""
 
 import heapq
 import time
@@ -21,7 +21,7 @@ from services.worker.links.pieces import as_bytes
 from services.worker.links.ports import Broken, ChannelBroken, Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
 
-_LAST = max(TrafficClass) + 1  # sorts behind every class
+_LAST = max(TrafficClass) + 1  # sorts after every class
 
 
 @dataclass(slots=True, order=True)
@@ -39,7 +39,9 @@ class _UrgentMessage:
 
 
 class UrgentSender:
-    """`run` is the body of the thread that waits for completions; posting happens there or in the caller's thread."""
+    """Sends urgent messages. `run` is the body of the thread that waits for completions; posting happens there or in
+    the caller's thread.
+    """
 
     def __init__(
         self,
@@ -63,11 +65,11 @@ class UrgentSender:
         self._wire = wire
         self._changed = Condition()
         self._queue: list[_UrgentMessage] = []  # heap
-        self._crossing: tuple[_UrgentMessage, float] | None = None  # on the emulated wire, and until when
+        self._crossing: tuple[_UrgentMessage, float] | None = None  # message on the emulated wire, and until when
         self._in_flight: deque[_UrgentMessage] = deque()
         self._unsent_bytes = 0  # queued and in flight
         self._arrivals = 0
-        self._refusal: str | None = None  # why new messages are refused
+        self._refusal: str | None = None  # reason for refusing new messages
         self._broken = False
 
     def send(
@@ -97,15 +99,15 @@ class UrgentSender:
             return self._accept(header, meta, payload, size_bytes)
 
     def tell(self, header: Header, meta: bytes = b"") -> None:
-        """Send a frame of the link itself, outside of the bounds: there are no more of these than
-        of what they answer.
+        """Send a frame of the link itself, not subject to the limits: there are no more of them than of the frames they
+        answer.
         """
         with self._changed:
             if self._refusal is None:
                 self._accept(header, meta, None, len(meta))
 
     def close(self) -> None:
-        """Send what is queued, then CLOSE; refuse new messages."""
+        """Send the queued messages, then CLOSE; refuse new messages."""
         with self._changed:
             if self._refusal is not None:
                 return
@@ -114,7 +116,7 @@ class UrgentSender:
             self._accept(closing, b"", None, 0, order_class=_LAST)
 
     def fail(self, why: str) -> None:
-        """The channel is lost: fail everything unfinished."""
+        """The channel was lost: fail everything unfinished."""
         with self._changed:
             self._refusal, self._broken = why, True
             failed = [*self._in_flight, *([self._crossing[0]] if self._crossing else []), *self._queue]
@@ -180,7 +182,7 @@ class UrgentSender:
                 self._gate.activation_at_s = outgoing.queued_at_s
             if self._wire is None:
                 self._gate.enter()
-        if self._wire is not None:  # which lets no bulk pass before it
+        if self._wire is not None:  # it lets no bulk pass before this message
             self._wire.urgent_comes()
         self._unsent_bytes += size_bytes
         if payload is not None and not self._writer.is_ready(payload):
@@ -191,7 +193,7 @@ class UrgentSender:
         return done
 
     def _fetched(self, outgoing: _UrgentMessage, payload: torch.Tensor | None) -> None:
-        """Any thread. It keeps its place in its class."""
+        """Called on any thread. The message keeps its place in its class."""
         with self._changed:
             outgoing.payload, outgoing.is_ready = payload, True
             outgoing.failure = "" if payload is not None else "its tensor could not be read from the device"
@@ -209,7 +211,7 @@ class UrgentSender:
                     raise ChannelBroken(outgoing.failure)
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
-                outgoing.pending = [Broken(str(error))]  # for the thread to find; the caller gets it from the future
+                outgoing.pending = [Broken(str(error))]  # found by the thread; the caller gets it from the future
             if outgoing.header.kind is FrameKind.MESSAGE:
                 counted = self._counts.sent[outgoing.header.traffic]
                 counted.messages += 1
@@ -217,7 +219,7 @@ class UrgentSender:
                 counted.waited_s += time.monotonic() - outgoing.queued_at_s
 
     def _next_to_post(self) -> _UrgentMessage | None:
-        """The next in the queue; on an emulated wire once it has crossed it."""
+        """The next message of the queue; on an emulated wire once it has crossed it."""
         if self._wire is None:
             return heapq.heappop(self._queue) if self._has_ready else None
         if self._crossing is None:
@@ -240,11 +242,11 @@ class UrgentSender:
 
     @property
     def _waiting_count(self) -> int:
-        """Queued, not posted."""
+        """Number of queued messages, not posted."""
         return len(self._queue) + (self._crossing is not None)
 
     def _until_next_s(self) -> float:
-        """How long to wait for something to do, if nothing is queued meanwhile."""
+        """How long to wait if nothing is queued meanwhile."""
         if self._wire is None or not (self._crossing or self._has_ready):
             return self._config.keepalive_s
         at_s = self._wire.free_at_s if self._crossing is None else self._crossing[1]

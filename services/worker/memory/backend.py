@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-SLOT_BYTES = 8 << 20  # of device memory, gathered: the size of one copy over the bus, or of one message
+SLOT_BYTES = 8 << 20  # bytes of gathered device memory per copy over the bus, or per message
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 SUPPORTED_DTYPES = (*FLOAT_DTYPES, "int64", "int32", "int8", "uint8")
 
@@ -26,7 +26,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExtentRun:
-    """The physical extents `[first, first + count)`: contiguous, so one call can map them all on the host."""
+    """The physical extents `[first, first + count)`: contiguous, so that a single call can map them on the host."""
 
     first: int
     count: int
@@ -44,7 +44,7 @@ class Algorithm(Enum):
 
 
 class MemoryBackend(Protocol):
-    """One device's virtual memory. One thread at a time."""
+    """Virtual memory of one device. Used by one thread at a time."""
 
     @property
     def device(self) -> torch.device: ...
@@ -58,7 +58,7 @@ class MemoryBackend(Protocol):
         """Create the physical extents `0 .. count - 1`, once. Fresh extents read as zeros.
 
         Raises:
-            ConfigError: the device has not that much memory.
+            ConfigError: the device lacks the memory.
         """
         ...
 
@@ -67,10 +67,10 @@ class MemoryBackend(Protocol):
         ...
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
-        """Allocate memory again for extents that were given up; they read as zeros.
+        """Allocate memory for given-up extents again; they read as zeros.
 
         Raises:
-            ConfigError: the device has not that much; then none of them has memory.
+            ConfigError: the device lacks the memory; then no extent is allocated.
         """
         ...
 
@@ -84,8 +84,8 @@ class MemoryBackend(Protocol):
         ...
 
     def beside(self, files: Iterable[int]) -> MemoryBackend:
-        """A backend of the same device, over the extents of another process whose `export` has made these files. Takes
-        over the files. Its `create` allocates nothing.
+        """A backend of the same device over the extents of another process, which has created these files with
+        `export`. Takes ownership of the files. Its `create` allocates nothing.
 
         Raises:
             ConfigError: this device cannot access that memory.
@@ -110,7 +110,7 @@ class MemoryBackend(Protocol):
     def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
         """Unmap `runs`, which are mapped consecutively from `address` on; the range stays reserved.
 
-        Waits for this device's kernels first, as the driver does not.
+        Waits for this device's kernels first, because the driver does not.
         """
         ...
 
@@ -119,7 +119,7 @@ class MemoryBackend(Protocol):
         ...
 
     def raw(self, address: int, size_bytes: int) -> torch.Tensor:
-        """As `tensor`, of bytes."""
+        """Like `tensor`, as bytes."""
         ...
 
     def scratch(self, size_bytes: int) -> torch.Tensor:
@@ -129,7 +129,7 @@ class MemoryBackend(Protocol):
     def copy_rows(
         self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, rows: Sequence[int] | None = None
     ) -> None:
-        """Copy `source[rows]` (None: all, in order) to `target[to]`. All are read before one is written."""
+        """Copy `source[rows]` (None: all, in order) to `target[to]`. All rows are read before any is written."""
         ...
 
     @property

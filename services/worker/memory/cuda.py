@@ -1,9 +1,9 @@
 """Device memory of a GPU, by the driver's virtual memory management. Can be imported without a GPU.
 
-`CudaBackend` has the logic, `VmmDriver` the dozen driver calls that it needs, `BindingsDriver` those calls by the
-`cuda-bindings` package. Requirements of the driver: every extent is a mapping of its own and is unmapped as a whole; a
-mapping needs access rights, which one call sets for a whole run; unmapping does not wait for kernels, so a
-synchronisation precedes it.
+`CudaBackend` contains the logic, `VmmDriver` declares the dozen driver calls that it needs, and `BindingsDriver`
+implements them with the `cuda-bindings` package. Requirements of the driver: every extent is a separate mapping and is
+unmapped as a whole; a mapping needs access rights, which one call sets for a whole run; unmapping does not wait for
+kernels, so a synchronisation precedes it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Handle = Any  # an opaque object of the driver bindings
 
 
 class VmmDriver(Protocol):
-    """The driver's calls, already bound to one device."""
+    """Driver calls, bound to one device."""
 
     @property
     def device(self) -> torch.device: ...
@@ -46,7 +46,7 @@ class VmmDriver(Protocol):
         ...
 
     def take(self, file: int) -> Handle:
-        """Import memory that another process has exported and this device can access. The file is not closed."""
+        """Import memory that another process has exported. The file is not closed."""
         ...
 
     def reserve_address(self, size_bytes: int) -> int: ...
@@ -79,13 +79,13 @@ class CudaError(RuntimeError):
 
 
 class CudaBackend(TensorOperations):
-    """`MemoryBackend` of a GPU. Does not wait for peers that still read an extent when it is unmapped."""
+    """`MemoryBackend` of a GPU. Unmapping does not wait for peers that still read an extent."""
 
     def __init__(self, driver: VmmDriver) -> None:
         self._driver = driver
         self._handles: list[Handle] = []  # by extent; None: given up
         self._extent_bytes = 0
-        self._taken = False  # the extents are another process's
+        self._taken = False  # whether the extents are another process's
 
     @property
     def device(self) -> torch.device:
@@ -193,8 +193,8 @@ class CudaBackend(TensorOperations):
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         size_bytes = torch.Size(shape).numel() * dtype.itemsize
         storage = torch._C._construct_storage_from_data_pointer(address, self.device, size_bytes)
-        # The public routes (DLPack, __cuda_array_interface__) ask the driver about the pointer, which fails while
-        # nothing is mapped there.
+        # The public interfaces (DLPack, __cuda_array_interface__) look up the pointer in the driver, which fails while
+        # nothing is mapped.
         return torch.empty(0, dtype=torch.uint8, device=self.device).set_(storage).view(dtype).view(tuple(shape))
 
     def synchronise(self) -> None:
@@ -206,7 +206,7 @@ class CudaBackend(TensorOperations):
                 self._driver.release(handle)
 
     def _clear(self, run: ExtentRun) -> None:
-        """Fresh GPU memory contains old data; the contract says zeros."""
+        """Clear fresh memory: it contains old data, but must read as zeros."""
         size_bytes = run.count * self._extent_bytes
         address = self.reserve(size_bytes)
         try:
@@ -236,8 +236,8 @@ class BindingsDriver:
     """`VmmDriver` through `cuda.bindings.driver`.
 
     The calls need the device's context on the calling thread. Access is granted to this device only, even for memory of
-    another device: further grants are for this process's kernels on other devices, of which there are none, and cost
-    time for each.
+    another device: further grants would serve kernels of this process on other devices, of which there are none, and
+    each costs time.
     """
 
     def __init__(self, cuda: ModuleType, index: int) -> None:
@@ -245,7 +245,7 @@ class BindingsDriver:
         self._device = torch.device("cuda", index)
         self._reached = {index}  # devices whose memory this one can map
         self._thread = threading.local()  # `entered`: the context is current on that thread
-        # torch has created the context and keeps it for the life of the process.
+        # torch has created the context and keeps it for the process's life.
         self._context = self._checked("cuDevicePrimaryCtxRetain", self._checked("cuDeviceGet", index))
         if not self._attribute(index, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise ConfigError(f"device cuda:{index}", "has no virtual memory management, which remapping needs")
@@ -260,7 +260,8 @@ class BindingsDriver:
         """Bind to the GPU with this ordinal.
 
         Raises:
-            ConfigError: no such GPU, no driver, no bindings, or a GPU without virtual memory management.
+            ConfigError: there is no such GPU, driver or bindings, or the GPU does not support virtual memory
+                management.
         """
         where = f"device cuda:{index}"
         if not torch.cuda.is_available():
@@ -353,7 +354,7 @@ class BindingsDriver:
         return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
 
     def _allow_sharing(self, index: int) -> None:
-        """Extents that a network card may read, and that other processes (rank 0, UCX) may open: both must be requested
+        """Extents that a network card can read and that other processes (rank 0, UCX) can open; both must be requested
         at creation. If the driver refuses, extents are created without.
         """
         kinds = self._cuda.CUmemAllocationHandleType
@@ -387,5 +388,5 @@ class BindingsDriver:
 
 
 def open_cuda(index: int) -> CudaBackend:
-    """The backend of one GPU. Raises ConfigError that names what is missing."""
+    """The backend of one GPU. Raises ConfigError with what is missing."""
     return CudaBackend(BindingsDriver.open(index))

@@ -16,7 +16,7 @@ from services.worker.memory.parameters import ParameterStore, PartLayout, PartSp
 from services.worker.memory.pool import PhysicalPool, Purpose
 
 _Layers = tuple[int, ...]
-# The draining window, the one in force, held layers of parameters, and each window's layers.
+# The draining window, the current one, held layers of parameters, and each window's layers.
 _Books = tuple[KvWindow | None, KvWindow, _Layers, tuple[tuple[_Layers, _Layers], ...]]
 
 _LEAST_SHARE = 8  # the other window has at least this fraction of a layer's KV when all layers are held
@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def all_or_nothing(change: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Undoes a change that fails half way, for example when the driver refuses a call."""
+    """Context manager that reverts a change that fails half way, for example because the driver refuses a call."""
 
     @functools.wraps(change)
     def whole(memory: M, *args: P.args, **named: P.kwargs) -> R:
@@ -49,7 +49,7 @@ class DeviceMemory:
         self.pool = pool
         self.parameters = parameters
         self.kv = kv
-        self.leaving: KvWindow | None = None  # the other window, while it holds the KV of a draining group
+        self.leaving: KvWindow | None = None  # the other window, while it holds a draining group's KV
         self._before = self._books()
         self._clears = parameters.dtypes != {kv.shape.dtype}
         self._home_extents = 0  # of each layer's KV, with all layers held and a single window
@@ -67,10 +67,10 @@ class DeviceMemory:
     ) -> Self:
         """Map all parameters and split the rest evenly over the layers' KV; the remainder stays free.
 
-        Without `extent_bytes` a size that suits the model is chosen. Takes over the backend.
+        Without `extent_bytes` a size that suits the model is chosen. Takes ownership of the backend.
 
         Raises:
-            ConfigError: the budget does not hold the parameters and one KV block per layer, or cannot be allocated.
+            ConfigError: the budget is too small for the parameters and one KV block per layer, or cannot be allocated.
         """
         with contextlib.ExitStack() as undo:
             undo.callback(backend.close)
@@ -93,12 +93,12 @@ class DeviceMemory:
             return memory
 
     def begin(self) -> None:
-        """Start a change that `undo` can take back."""
+        """Start recording a change for `undo`."""
         self.pool.begin()
         self._before = self._books()
 
     def undo(self) -> None:
-        """Take the last change back. Idempotent. Copied blocks stay copied: their targets were unused."""
+        """Revert the last change. Idempotent. Copied blocks stay copied, as their targets were unused."""
         self.pool.undo()
         self.leaving, self.kv.window, held_layers, layers = self._before
         self.parameters.reset(held_layers)
@@ -110,14 +110,14 @@ class DeviceMemory:
         return self.leaving, self.kv.window, self.parameters.held_layers, layers
 
     # ------------------------------------------------------------ dropping and restoring layers
-    # Extents that change owner need no clearing where parameters and KV have the same dtype and finite values.
+    # Extents that change their purpose need no clearing if parameters and KV have the same dtype and finite values.
 
     @all_or_nothing
     def drop_layers(self, layers: Sequence[int]) -> int:
-        """Give up layers that another member executes: the KV of the remaining layers gets their parameters' memory.
+        """Drop layers that another member executes: the KV of the remaining layers gets their memory.
 
-        The KV of the layers given up stays readable until `shrink_retired` or `release_retired`. Returns the new number
-        of blocks.
+        The KV of dropped layers stays readable until `shrink_retired` or `release_retired`. Returns the new number of
+        blocks.
         """
         self.parameters.drop(layers)
         self.kv.window.retire([layer for layer in layers if layer in self.kv.held_layers])
@@ -125,8 +125,8 @@ class DeviceMemory:
 
     @all_or_nothing
     def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
-        """Layers given up keep only `block_count` blocks, after those in `moves` (from, to) have been copied down;
-        nothing reads them meanwhile. Returns the number of blocks of the remaining layers.
+        """Keep only `block_count` blocks of the dropped layers' KV, after copying those in `moves` (from, to) down;
+        nothing may read them meanwhile. Returns the number of blocks of the remaining layers.
         """
         self.kv.window.move_retired(moves)
         self.pool.backend.synchronise()
@@ -135,9 +135,7 @@ class DeviceMemory:
 
     @all_or_nothing
     def release_retired(self) -> int:
-        """The KV of layers given up is not needed any more: give its memory to the others. Returns the number of
-        blocks.
-        """
+        """Give the KV memory of dropped layers to the others. Returns the number of blocks."""
         for layer in self.kv.retired_layers:
             self.kv.window.drop(layer)
         return self._grow_kv()
@@ -147,7 +145,7 @@ class DeviceMemory:
         return self.kv.window.grow(extents_per_layer, clear=self._clears)
 
     def blocks_after_drop(self, layers: Sequence[int]) -> int:
-        """Number of blocks after giving up these layers and their KV."""
+        """Number of blocks after dropping these layers and their KV."""
         kept = [layer for layer in self.kv.held_layers if layer not in layers]
         freed = sum(self.parameters.extents_of(layer) for layer in layers)
         freed += len([layer for layer in layers if layer in self.kv.held_layers]) * self.kv.extents_per_layer
@@ -164,8 +162,8 @@ class DeviceMemory:
 
     @property
     def leaving_block_count(self) -> int:
-        """Maximum blocks of the window in force such that all parameters can be loaded and every layer gets a minimum
-        in the other window. 0: too small a memory for both.
+        """Maximum blocks of the current window such that all parameters can be loaded and every layer gets a minimum in
+        the other window. 0: too little memory for both.
         """
         layer_count, held_count = self.kv.shape.layer_count, max(1, len(self.kv.held_layers))
         own, one_block = self.kv.extents_per_layer, self.kv.extents_for_blocks(1)
@@ -181,7 +179,7 @@ class DeviceMemory:
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
         """Shrink the KV to `block_count` blocks and map the parameters of these layers, to be loaded.
 
-        Higher blocks have been copied down before. Returns the number of blocks.
+        Higher blocks must have been copied down before. Returns the number of blocks.
         """
         self.pool.backend.synchronise()
         self.kv.window.keep(block_count)
@@ -195,12 +193,12 @@ class DeviceMemory:
 
     @property
     def is_parked(self) -> bool:
-        """True if the memory of layers and KV has been returned to the device."""
+        """True if the memory of layers and KV was returned to the device."""
         return self.pool.has_given_up
 
     def park(self) -> None:
-        """Release layers and KV, and return their memory to the device. There are no requests, and all layers are kept
-        elsewhere. Other parts stay.
+        """Release layers and KV, and return their memory to the device. There must be no requests, and all layers must
+        be stored elsewhere. Other parts stay.
         """
         self._empty()
         self.pool.give_up_free()
@@ -215,21 +213,21 @@ class DeviceMemory:
         """Allocate the device's memory again, for `make_room_for_layers`.
 
         Raises:
-            ConfigError: the device has not that much now; nothing has changed.
+            ConfigError: the device lacks the memory now; nothing has changed.
         """
         self.pool.take_back()
 
     @all_or_nothing
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks (from, to) in every layer of the window in force."""
+        """Copy blocks (from, to) in every layer of the current window."""
         self.kv.window.move(moves)
 
     # ------------------------------------------------------------ two groups at a time
 
     @all_or_nothing
     def open_window(self) -> int:
-        """The window in force becomes the draining one. The other window, with all layers, is in force from now on,
-        using the free extents. Returns its number of blocks.
+        """The current window becomes the draining one. The other window, with all layers, becomes current, using the
+        free extents. Returns its number of blocks.
         """
         least = self.kv.extents_for_blocks(1) * self.kv.shape.layer_count
         if self.leaving is not None:
@@ -252,8 +250,8 @@ class DeviceMemory:
 
     @all_or_nothing
     def shrink_leaving(self, block_count: int) -> int:
-        """Shrink the draining window to `block_count` blocks, the only ones in use; the window in force gets the
-        memory. Returns the number of blocks in force.
+        """Shrink the draining window to `block_count` blocks, the only ones in use; the current window gets the memory.
+        Returns the current window's number of blocks.
         """
         leaving = self._require_leaving()
         self.pool.backend.synchronise()
@@ -262,7 +260,7 @@ class DeviceMemory:
 
     @all_or_nothing
     def close_leaving(self) -> int:
-        """Give all memory of the draining window to the one in force. Returns its number of blocks."""
+        """Give all memory of the draining window to the current one. Returns its number of blocks."""
         leaving = self._require_leaving()
         self.pool.backend.synchronise()
         leaving.drop_all()
@@ -299,7 +297,7 @@ class DeviceMemory:
             raise InvariantViolation("a window holds layers and is neither in force nor leaving")
 
     def close(self) -> None:
-        """Return all memory to the system. No tensor of it may be used afterwards. Idempotent."""
+        """Return all memory to the system. None of its tensors may be used afterwards. Idempotent."""
         self.pool.close()
 
     def __enter__(self) -> Self:

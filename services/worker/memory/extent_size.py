@@ -3,17 +3,17 @@
 from collections.abc import Sequence
 
 _EXTENTS_PER_LAYER = 16  # granularity of a dropped layer, and of a layer's KV with all layers held
-_MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers: a GPU's driver takes some 60 us to map one
-_MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even without any adjacent extents
+_MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers: a GPU's driver takes some 60 us per mapped extent
+_MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no extents are adjacent
 _MIN_EXTENT_BYTES = 16 << 10
-_LARGE_EXTENT_BYTES = 2 << 20  # from here on multiples of it, for which the host moves whole page tables
+_LARGE_EXTENT_BYTES = 2 << 20  # larger extents are multiples of it, for which the host moves whole page tables
 
 
 def choose_extent_bytes(
     granularity_bytes: int, budget_bytes: int, layer_bytes: Sequence[int], other_bytes: int = 0
 ) -> int:
-    """A sixteenth of the largest layer's parameters, or of a layer's KV with all layers held, if that is less; down to
-    half of it, if less is then lost to rounding. Large enough that a drop, or mapping the whole budget, is fast.
+    """A sixteenth of the largest layer's parameters, or of a layer's KV with all layers held if that is less; down to
+    half of it if less is then lost to rounding. Large enough for fast drops, and fast mapping of the whole budget.
     """
     kv_bytes = max(0, budget_bytes - sum(layer_bytes) - other_bytes) // max(1, len(layer_bytes))
     fine_bytes = -(-min(max(layer_bytes, default=0), kv_bytes) // _EXTENTS_PER_LAYER)

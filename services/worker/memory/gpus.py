@@ -1,4 +1,4 @@
-"""The GPUs that torch finds."""
+"""The GPUs found by torch."""
 
 import re
 

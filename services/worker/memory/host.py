@@ -1,11 +1,11 @@
 """Device memory on the CPU: extents are slices of one memfd, mapped with MAP_FIXED into PROT_NONE ranges.
 
-Adjacent extents are adjacent in the file, so a run costs one call and one kernel mapping, however long it is.
+Adjacent extents are adjacent in the file, so a run takes one call and one kernel mapping, however long it is.
 
-Unmapping and mapping anew would cost as much as copying the bytes, as the kernel removes and makes one page table entry
-per 4 KiB. So page tables are moved: an unmapped extent is moved by mremap to its place in a mapping of the whole file
-(the parking), and from there to its next mapping. Kernels before 5.13 cannot do that for shared memory: there an extent
-is unmapped plainly and faulted in again, all at once.
+Unmapping and mapping again would take as long as copying the bytes, as the kernel removes and creates one page table
+entry per 4 KiB. So page tables are moved: an unmapped extent is moved by mremap to its place in a mapping of the whole
+file (the parking), and from there to its next mapping. Kernels before 5.13 cannot do that for shared memory: there, an
+extent is unmapped normally and faulted in again, all at once.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ _MAP_POPULATE = 0x8000
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
 _MADV_REMOVE = 9
-_MREMAP_DONTUNMAP = 4  # leaves a mapping without pages behind, not a hole that another thread's mmap might fill
+_MREMAP_DONTUNMAP = 4  # leaves a mapping without pages, instead of a hole that another thread's mmap might fill
 
 _RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_PAGE_TABLE_BYTES = 2 << 20  # what one page table maps; between addresses aligned to it, whole tables are moved
+_PAGE_TABLE_BYTES = 2 << 20  # range mapped by one page table; whole tables are moved between addresses aligned to it
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -54,10 +54,10 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
 
 class HostBackend(TensorOperations):
-    """`MemoryBackend` of the CPU's own memory."""
+    """`MemoryBackend` of host memory."""
 
     def __init__(self, fd: int | None = None) -> None:
-        """`fd`: the file with another backend's extents, instead of a new one. Takes it over."""
+        """`fd`: the file with another backend's extents, instead of a new one. Takes ownership of it."""
         if not hasattr(os, "memfd_create"):
             raise ConfigError("device", "the cpu backend needs memfd_create, which only Linux has")
         self._fd = fd
@@ -116,7 +116,7 @@ class HostBackend(TensorOperations):
         return HostBackend(fd)
 
     def reserve(self, size_bytes: int) -> int:
-        """Aligned so that page tables can be moved as a whole."""
+        """Aligned so that whole page tables can be moved."""
         raw = _mmap(None, size_bytes + _PAGE_TABLE_BYTES, _PROT_NONE, _RESERVED, -1, 0)
         address = -(-raw // _PAGE_TABLE_BYTES) * _PAGE_TABLE_BYTES
         if address > raw:
@@ -160,7 +160,7 @@ class HostBackend(TensorOperations):
         return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
     def synchronise(self) -> None:
-        """Nothing to wait for: operations on the CPU are synchronous."""
+        """No-op: operations on the CPU are synchronous."""
 
     def close(self) -> None:
         if self._fd is not None:

@@ -23,15 +23,15 @@ from services.worker.memory.runs import Gatherer, RunKernel, Runs
 
 
 class HostBlocks:
-    """Per step: `start`, execute, `finish`, on the engine thread. Allocates at once for a GPU, otherwise on first use
-    of a block.
+    """KV blocks in host memory. Per step: `start`, execute, `finish`, on the engine thread. For a GPU memory is
+    allocated at once, otherwise on first use of a block.
     """
 
     def __init__(self, kv: KvCache, block_count: int, kernel: Gatherer | None = None) -> None:
         """`kernel`: for a GPU's memory, `RunKernel` except in tests.
 
         Raises:
-            ConfigError: this machine has not that much memory.
+            ConfigError: this machine lacks the memory.
         """
         self.block_count = block_count
         self._kv = kv
@@ -108,14 +108,14 @@ class HostBlocks:
                     self._kernel.scatter(self._lie(there, layers), slot)
 
     def _lie(self, blocks: Sequence[int], layers: Sequence[int]) -> Runs:
-        """The memory of these blocks on the device, block by block, in all layers and ranks."""
+        """Memory of these blocks on the device, block by block, in all layers and ranks."""
         bases = [rank_B2TKH.data_ptr() for layer in layers for rank_B2TKH in self._kv.of_ranks(layer)]
         size = self._kv.shape.block_bytes
         addresses = np.add.outer(np.array(blocks, np.int64) * size, np.array(bases, np.int64)).ravel()
         return Runs(addresses, np.full(len(addresses), size, np.int64))
 
     def _parts(self, blocks: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
-        """The same on the host, in that order, as flat bytes: one tensor per run of adjacent blocks."""
+        """The same memory on the host, in that order, as flat bytes: one tensor per run of adjacent blocks."""
         whole = len(layers) == self._kv.shape.layer_count
         of_blocks = _spans(blocks) if whole else [slice(block, block + 1) for block in blocks]
         spans = _spans(layers)

@@ -1,4 +1,4 @@
-"""Parameters of layers in host memory, copied once, as they never change."""
+"""Parameters of layers in host memory. They are copied once, as they never change."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class HostCopy:
         copy: Callable[[torch.Tensor, torch.Tensor], None],
         shared: SharedCopy | None = None,
     ) -> None:
-        """`copied(tensor)` returns a copy in host memory, `copy(to, from)` copies back. `shared`: one copy for all
-        workers of this host; then no other is kept.
+        """`copied(tensor)` returns a copy in host memory, `copy(to, from)` copies back. `shared`: a copy for all
+        workers of this host, used instead of an own one.
         """
         self._shared = shared
         self._copied = copied
@@ -33,7 +33,7 @@ class HostCopy:
         self._lock = Lock()
 
     def keep(self, parameters: ParameterStore, layer: int) -> None:
-        """Copy a layer of all ranks. Does nothing if it is kept already."""
+        """Copy a layer of all ranks to the host, unless it was copied before."""
         with self._lock:
             kept = layer in self._layers or self._shared is not None
         if not kept:
@@ -42,7 +42,7 @@ class HostCopy:
                 self._layers[layer] = tensors
 
     def fill(self, parameters: ParameterStore, layer: int) -> bool:
-        """False: the layer is not kept."""
+        """Copy a layer back. Returns False if it is not in host memory."""
         if self._shared is not None:
             return self._shared.fill(layer_name(layer), parameters.pieces(layer))
         with self._lock:

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The Triton kernels behind `runs` and `mixing`. Importing it needs triton; nothing else may import it eagerly."""
+"""The Triton kernels of `runs` and `mixing`. Importing this module needs triton, so import it lazily."""
 
 import triton
 import triton.language as tl
@@ -7,13 +7,13 @@ import triton.language as tl
 
 @triton.jit
 def copy_runs(
-    parts_ptr,  # [P, 3] int64: address, offset in the slot, size; in units of 16 bytes, or of one
+    parts_ptr,  # [P, 3] int64: address, offset in the slot, size; in units of 16 bytes or of one byte
     slot_ptr,  # int32, or int8 unless WIDE
-    GATHERS: tl.constexpr,  # into the slot; otherwise out of it
+    GATHERS: tl.constexpr,  # copy into the slot; otherwise out of it
     SIZE: tl.constexpr,  # maximum elements of a part
     WIDE: tl.constexpr,
 ):
-    """Copies between scattered memory and a slot. One program per part."""
+    """Copy between scattered memory and a slot. One program per part."""
     part_ptr = parts_ptr + 3 * tl.program_id(0)
     address, place, size = tl.load(part_ptr), tl.load(part_ptr + 1), tl.load(part_ptr + 2).to(tl.int32)
     lanes = tl.arange(0, SIZE)
@@ -36,14 +36,14 @@ def mix_words(
     sums_ptr,  # [2] uint64, zeros
     words_ptr,  # [N] uint64
     count,  # N
-    ADDED: tl.constexpr,  # to a word's index, see `mixing`
+    ADDED: tl.constexpr,  # added to a word's index, see `mixing`
     FIRST: tl.constexpr,
     SECOND: tl.constexpr,
     THIRD: tl.constexpr,
     SIZE: tl.constexpr,  # words per iteration
     ROUNDS: tl.constexpr,
 ):
-    """Adds the terms of all words to two sums, modulo 2**64, in any order. A program handles `SIZE * ROUNDS` words."""
+    """Add the terms of all words to two sums, modulo 2**64, in any order. A program handles `SIZE * ROUNDS` words."""
     begin = tl.program_id(0).to(tl.int64) * (SIZE * ROUNDS)
     low = tl.zeros((SIZE,), tl.uint64)
     high = tl.zeros((SIZE,), tl.uint64)

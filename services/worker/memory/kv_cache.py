@@ -2,8 +2,8 @@
 
 Shapes: B blocks, T tokens of a block, K KV heads, H head dim. A layer's tensor is `kv_B2TKH`: `[:, 0]` are keys, `[:,
 1]` values. It covers both windows, each as large as the largest possible cache; blocks from a window's `block_count` on
-are not mapped. One window is in force. The other one is empty unless the worker is a stage of two groups: then it holds
-the draining group's KV.
+are not mapped. One window is the current one. The other is empty unless the worker is a stage of two groups: then it
+holds the draining group's KV.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class KvGeometry:
 
 
 class KvWindow:
-    """Blocks of some layers, with ids from `first_block` on. An id means the same slot in every layer, so the smallest
-    layer counts. Block counts are relative to the window, ids are not.
+    """Blocks of some layers, with ids from `first_block` on. An id denotes the same slot in every layer, so the
+    smallest layer limits the number of blocks. Block counts are relative to the window, ids are not.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class KvWindow:
 
     @property
     def held_layers(self) -> tuple[int, ...]:
-        """Layers whose KV is kept here. They alone determine the number of blocks."""
+        """Layers whose KV is kept here; only they determine the number of blocks."""
         return self._held_layers
 
     @property
     def retired_layers(self) -> tuple[int, ...]:
-        """Layers executed elsewhere, whose KV is still mapped here because it is being sent."""
+        """Layers executed elsewhere whose KV is still mapped here because it is being sent."""
         return tuple(self._retired)
 
     @property
@@ -101,7 +101,7 @@ class KvWindow:
         return self.blocks_of(self._held_layers)
 
     def blocks_of(self, layers: Iterable[int]) -> int:
-        """Blocks mapped in every one of these layers."""
+        """Number of blocks mapped in every one of these layers."""
         return self._blocks_in(min((self._ranges[layer].mapped_bytes for layer in layers), default=0))
 
     def extents_for_blocks(self, block_count: int) -> int:
@@ -114,7 +114,7 @@ class KvWindow:
         return self._held_layers, self.retired_layers
 
     def reset(self, held: tuple[int, ...], retired: tuple[int, ...]) -> None:
-        """Undo: these were the `layers`."""
+        """Undo a change: restore the previous `layers`."""
         self._held_layers, self._retired = held, list(retired)
 
     def hold_all(self) -> None:
@@ -142,7 +142,7 @@ class KvWindow:
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
         """Unmap and free that many extents at the tail of every held layer. Returns the new `block_count`.
 
-        No block from `used_blocks_end` on is in use: the caller has copied those down before.
+        No block from `used_blocks_end` on may be in use: the caller must have copied them down.
         """
         left = (self.extents_per_layer - extents_per_layer) * self._pool.extent_bytes
         if left < 0 or self._blocks_in(left) < used_blocks_end:
@@ -160,7 +160,9 @@ class KvWindow:
         return self.shrink(surplus, used_blocks_end=min(block_count, self.block_count))
 
     def retire(self, layers: Sequence[int]) -> None:
-        """Mark layers that are executed elsewhere now. They stay mapped until `drop`, and neither grow nor count."""
+        """Mark layers that are executed elsewhere now. They stay mapped until `drop`, do not grow, and do not limit the
+        number of blocks.
+        """
         for layer in layers:
             self._let_go(layer)
             self._retired.append(layer)
@@ -175,7 +177,7 @@ class KvWindow:
         return freed
 
     def drop(self, layer: int) -> int:
-        """Free the KV of a layer not executed here. Returns the number of extents freed."""
+        """Free the KV of a layer that is not executed here. Returns the number of extents freed."""
         if layer not in self._retired:
             self.retire([layer])
         freed = self._ranges[layer].extent_count
@@ -250,28 +252,28 @@ class KvCache:
 
     @property
     def other_window(self) -> KvWindow:
-        """The window that is not in force."""
+        """The window that is not the current one."""
         first, second = self.windows
         return second if self.window is first else first
 
     @property
     def held_layers(self) -> tuple[int, ...]:
-        """Of the window in force."""
+        """Held layers of the current window."""
         return self.window.held_layers
 
     @property
     def retired_layers(self) -> tuple[int, ...]:
-        """Of the window in force."""
+        """Retired layers of the current window."""
         return self.window.retired_layers
 
     @property
     def extents_per_layer(self) -> int:
-        """Of the window in force."""
+        """Extents per held layer of the current window."""
         return self.window.extents_per_layer
 
     @property
     def block_count(self) -> int:
-        """Of the window in force."""
+        """Number of blocks of the current window."""
         return self.window.block_count
 
     @property
@@ -305,9 +307,9 @@ class KvCache:
         return self.shape.block_bytes * (1 + len(self.mirrors))
 
     def guard(self, blocks_end: int, layers: Iterable[int]) -> None:
-        """Raise InvariantViolation unless all blocks below `blocks_end`, from their window's first one on, exist in
-        these layers. Called before a step with the highest block id of its tables plus one, as the alternative is a
-        SIGSEGV inside a kernel.
+        """Raise InvariantViolation unless all blocks below `blocks_end`, from the start of their window on, exist in
+        these layers. Called before a step with the highest block id of its tables plus one; otherwise a kernel would
+        crash with SIGSEGV.
         """
         window = self._window_of(blocks_end - 1)
         block_count = window.blocks_of(layers)

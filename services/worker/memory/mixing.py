@@ -1,7 +1,7 @@
 """A checksum of parameters that a GPU computes at memory bandwidth, equal to the CPU's result.
 
-128 bits: two sums, modulo 2**64, of a term for each word of 8 bytes and its index. It detects wrong, missing and
-misplaced bytes; it is not cryptographic.
+128 bits: two sums, modulo 2**64, over terms that depend on each 8-byte word and its index. Detects wrong, missing and
+misplaced bytes; not cryptographic.
 """
 
 import importlib
@@ -22,7 +22,7 @@ _ADDED, _FIRST, _SECOND, _THIRD = (
     0x94D049BB133111EB,
     0xD6E8FEB86659FD93,
 )
-_AT_ONCE = 1 << 15  # words, on the host: they fit the processor's cache
+_AT_ONCE = 1 << 15  # words per iteration on the host, to fit into the processor's cache
 
 
 def constants() -> dict[str, Any]:
@@ -31,7 +31,7 @@ def constants() -> dict[str, Any]:
 
 
 def mixed(data: torch.Tensor) -> bytes:
-    """16 bytes of checksum over aligned flat bytes; `beside`: context manager for GPU memory."""
+    """16-byte checksum of aligned flat bytes; `beside`: context manager for GPU memory."""
     with beside(data.device)():
         return _mixed(data)
 

@@ -1,7 +1,7 @@
 """Model parameters in extents: one range per layer, and one for each other part (embedding, head ...).
 
-A layer can be dropped (its extents go to the pool, and to the KV cache) and restored (extents return, a loader fills
-them, checksums verify it). Its tensors are made once and stay valid.
+A layer can be dropped (its extents return to the pool, for the KV cache) and restored (extents are mapped again, a
+loader fills them, and checksums verify them). Its tensors are created once and stay valid.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 CHECKSUM_BYTES = 16
 _LAYOUT_BYTES = 8
-_PIECE_BYTES = 4 << 20  # bytes read at once for a checksum: a few milliseconds
+_PIECE_BYTES = 4 << 20  # bytes read at a time for a checksum: a few milliseconds
 
 
 class TensorSpec(NamedTuple):
@@ -30,7 +30,7 @@ class TensorSpec(NamedTuple):
     dtype: torch.dtype
 
 
-PartSpec = Mapping[str, TensorSpec]  # name of the tensor inside its part -> its shape and dtype
+PartSpec = Mapping[str, TensorSpec]  # name of the tensor within its part -> its shape and dtype
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ def lay_out(part: str, specs: PartSpec) -> PartLayout:
 
 
 class ParameterStore:
-    """Named tensors per part, all mapped at first and zero; a loader fills them in place."""
+    """Named tensors per part, initially all mapped and zero; a loader fills them in place."""
 
     def __init__(self, pool: PhysicalPool, layers: Sequence[PartSpec], others: Mapping[str, PartSpec]) -> None:
         self._pool = pool
@@ -104,7 +104,7 @@ class ParameterStore:
 
     @property
     def other_bytes(self) -> int:
-        """Bytes of all parts that are no layer."""
+        """Bytes of all parts other than layers."""
         return sum(part.size_bytes for part in self._others.values())
 
     def extents_of(self, layer: int) -> int:
@@ -113,7 +113,7 @@ class ParameterStore:
 
     @property
     def of_ranks(self) -> tuple[ParameterStore, ...]:
-        """On all ranks of the instance, this one first."""
+        """Stores of all ranks of the instance, this one first."""
         return (self, *self.mirrors)
 
     def pieces(self, layer: int) -> list[torch.Tensor]:
@@ -126,16 +126,16 @@ class ParameterStore:
         return self._layers[layer].tensors
 
     def part(self, name: str) -> Mapping[str, torch.Tensor]:
-        """The tensors of a part that is no layer."""
+        """The tensors of a part other than a layer."""
         return self._others[name].tensors
 
     @property
     def other_names(self) -> tuple[str, ...]:
-        """Names of the parts that are no layer."""
+        """Names of the parts other than layers."""
         return tuple(self._others)
 
     def other_layout(self, name: str) -> bytes:
-        """`layout` of a part that is no layer."""
+        """`layout` of a part other than a layer."""
         return self._others[name].layout_digest
 
     def layout(self, layer: int) -> bytes:
@@ -159,7 +159,7 @@ class ParameterStore:
         return combined([store._layers[layer].checksum(chosen, between) for store in self.of_ranks])
 
     def part_checksum(self, name: str) -> bytes:
-        """`layer_checksum` of a part that is no layer."""
+        """`layer_checksum` of a part other than a layer."""
         return self._others[name].checksum(self.checksums_by)
 
     def drop(self, layers: Iterable[int]) -> int:
@@ -186,7 +186,7 @@ class ParameterStore:
         return self._layers[layer].tensors
 
     def reset(self, held_layers: Sequence[int]) -> None:
-        """Undo: these layers were held."""
+        """Undo a change: restore the previous set of held layers."""
         for layer in range(self.layer_count):
             self._set_held(layer, held=layer in held_layers)
 
@@ -200,7 +200,7 @@ class ParameterStore:
 
 
 def combined(checksums: Sequence[bytes]) -> bytes:
-    """A layer's checksum from those of all ranks' shards."""
+    """A layer's checksum, combined from those of all ranks' shards."""
     if len(checksums) == 1:
         return checksums[0]
     return hashlib.sha256(b"".join(checksums)).digest()[:CHECKSUM_BYTES]
@@ -211,7 +211,7 @@ def layer_name(layer: int) -> str:
 
 
 class _ParameterPart:
-    """One range and its tensors."""
+    """One address range and its tensors."""
 
     def __init__(self, pool: PhysicalPool, name: str, specs: PartSpec) -> None:
         layout = lay_out(name, specs)
@@ -230,7 +230,7 @@ class _ParameterPart:
         return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
 
     def checksum(self, by: Algorithm, between: Callable[[], None] | None = None) -> bytes:
-        digest = hashlib.sha256()  # processors have instructions for it: half the time of other algorithms
+        digest = hashlib.sha256()  # processors have instructions for it: takes half the time of other algorithms
         for placed in self._layout.placements:
             digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
             if by is Algorithm.MIX128:

@@ -1,4 +1,4 @@
-"""Account of one device's memory: a budget of equal extents, and the address ranges into which they are mapped.
+"""Accounting of one device's memory: a budget of equal extents, and the address ranges into which they are mapped.
 
 Every extent is free or has one purpose, and is then mapped in exactly one range of that purpose (I3). The pool and its
 ranges are used by the engine thread only.
@@ -45,9 +45,9 @@ class PhysicalPool:
         self._free: list[ExtentRun] = [ExtentRun(0, self.extent_count)]  # ascending, never adjacent
         self._taken = dict.fromkeys(Purpose, 0)  # purpose -> extents
         self._ranges: list[VirtualRange] = []
-        self._reserved: list[tuple[int, int]] = []  # address, size: released as a whole
+        self._reserved: list[tuple[int, int]] = []  # (address, size), each released as a whole
         self._closed = False
-        self._given_up: list[ExtentRun] = []  # free extents whose memory the device has
+        self._given_up: list[ExtentRun] = []  # free extents whose memory was returned to the device
         self._changes: list[_PoolChange] = []
         self._report: MemoryReport | None = None  # None: changed since the last report
 
@@ -59,7 +59,7 @@ class PhysicalPool:
         return self._taken[purpose]
 
     def extents_for(self, size_bytes: int) -> int:
-        """Extents that hold `size_bytes` bytes."""
+        """Number of extents needed for `size_bytes` bytes."""
         return -(-size_bytes // self.extent_bytes)
 
     def reserve(self, name: str, purpose: Purpose, extent_count: int) -> VirtualRange:
@@ -82,7 +82,7 @@ class PhysicalPool:
         """Take free extents in as few runs as possible, the lowest fitting one first.
 
         Raises:
-            InvariantViolation: fewer than `count` are free; callers look at `free_count` first.
+            InvariantViolation: fewer than `count` are free; callers check `free_count` first.
         """
         if count and self._given_up:
             raise InvariantViolation(f"{count} extents wanted for {purpose.name}, and the free ones were given up")
@@ -120,8 +120,10 @@ class PhysicalPool:
         return bool(self._given_up)
 
     def take_back(self) -> None:
-        """Raises:
-        ConfigError: the device has not that much memory now; nothing has changed.
+        """Allocate the returned memory again.
+
+        Raises:
+            ConfigError: the device lacks the memory now; nothing has changed.
         """
         self.backend.take_back(self._given_up)
         self._given_up = []
@@ -131,7 +133,7 @@ class PhysicalPool:
         self._changes.clear()
 
     def undo(self) -> None:
-        """Undo the growth and shrinkage of ranges since `begin`: they have the same extents, with the same bytes unless
+        """Undo the changes of ranges since `begin`: they have the same extents again, with the same bytes unless
         written to.
         """
         while self._changes:
@@ -147,7 +149,7 @@ class PhysicalPool:
         self._changes.append(_PoolChange(owner, runs, grown))
 
     def report(self) -> MemoryReport:
-        """The same object until something changes, as every step asks."""
+        """The same object until something changes, as every step calls this."""
         report = self._report
         if report is None:
             report = self._report = self._make_report()
@@ -167,7 +169,7 @@ class PhysicalPool:
     def check(self) -> None:
         """Raise InvariantViolation unless owners, ranges and free list agree (I3).
 
-        Holds between operations only: extents taken and not yet mapped count as leaked.
+        Holds between operations only: extents taken but not yet mapped count as leaked.
         """
         self.report().check()
         expected = bytearray(self.extent_count)
@@ -205,7 +207,7 @@ class PhysicalPool:
             self._own(purpose, next(free for free in self._free if free.first <= run.first < free.end), run)
 
     def _own(self, purpose: Purpose, source: ExtentRun, part: ExtentRun) -> None:
-        """Remove a part of a free run."""
+        """Mark a part of a free run as owned."""
         at = bisect_left(self._free, source)
         rest = (ExtentRun(source.first, part.first - source.first), ExtentRun(part.end, source.end - part.end))
         self._free[at : at + 1] = [run for run in rest if run.count]
@@ -247,10 +249,10 @@ class _PoolChange(NamedTuple):
 
 class VirtualRange:
     """An address range that the pool reserves once. Extents are added and removed at its tail; base address and tensor
-    stay.
+    do not change.
 
     Only the first `mapped_bytes` of the tensor may be accessed, by views, slices and index_select; reading beyond, as
-    `repr` or `clone` of the whole do, ends the process with SIGSEGV.
+    by `repr` or `clone` of the whole tensor, crashes the process with SIGSEGV.
     """
 
     def __init__(self, pool: PhysicalPool, name: str, purpose: Purpose, address: int, reserved_bytes: int) -> None:
@@ -292,7 +294,7 @@ class VirtualRange:
         self._pool.changed(self, runs, grown=False)
 
     def map_tail(self, runs: Sequence[ExtentRun]) -> None:
-        """Map runs that were taken for this range's purpose. All, or none and an error."""
+        """Map runs that were taken for this range's purpose. If it fails, none is mapped."""
         added = sum(run.count for run in runs)
         if self.mapped_bytes + added * self._pool.extent_bytes > self.reserved_bytes:
             raise InvariantViolation(

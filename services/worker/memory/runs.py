@@ -1,6 +1,6 @@
 """Copies scattered bytes to and from a contiguous slot with one kernel launch.
 
-Copied one by one, blocks of KV would be limited by the launches.
+Copying the pieces of KV blocks one by one would be limited by launches.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ import torch
 
 from ballast.common.extras import lacking
 
-_PART_BYTES = {True: 16 << 10, False: 4 << 10}  # copied by one program, in units of 16 bytes or of one
+_PART_BYTES = {True: 16 << 10, False: 4 << 10}  # copied by one program, in units of 16 bytes or of one byte
 _WIDE_BYTES = 16
 
 
 class Runs(NamedTuple):
-    """Contiguous pieces of memory: [n] int64 each."""
+    """Contiguous pieces of memory, as [n] int64 arrays."""
 
     addresses: np.ndarray
     sizes: np.ndarray
 
     @classmethod
     def of(cls, tensors: Iterable[torch.Tensor]) -> Runs:
-        """Of contiguous tensors."""
+        """The memory of contiguous tensors."""
         lies = [(tensor.data_ptr(), tensor.nbytes) for tensor in tensors]
         return cls(*np.array(lies, np.int64).reshape(-1, 2).T)
 
@@ -51,7 +51,7 @@ def constants(*, gathers: bool, wide: bool) -> dict[str, Any]:
 
 
 class Gatherer(Protocol):
-    """`RunKernel`, except in tests."""
+    """Interface of `RunKernel`, for tests."""
 
     def gather(self, runs: Runs, slot: torch.Tensor) -> None: ...
 
@@ -62,10 +62,7 @@ class RunKernel:
     """Copies between runs of a device's memory and a slot of flat bytes there, on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
-        """
-        Raises:
-            ConfigError: triton is not installed.
-        """
+        """Raises ConfigError if triton is not installed."""
         try:
             self._kernel: Any = importlib.import_module("services.worker.memory.kernels").copy_runs
         except ImportError as error:
@@ -73,11 +70,11 @@ class RunKernel:
         self._device = device
 
     def gather(self, runs: Runs, slot: torch.Tensor) -> None:
-        """Into the first bytes of the slot."""
+        """Copy into the first bytes of the slot."""
         self._launch(runs, slot, gathers=True)
 
     def scatter(self, runs: Runs, slot: torch.Tensor) -> None:
-        """Out of the first bytes of the slot."""
+        """Copy out of the first bytes of the slot."""
         self._launch(runs, slot, gathers=False)
 
     def _launch(self, runs: Runs, slot: torch.Tensor, *, gathers: bool) -> None:

@@ -5,11 +5,11 @@
     ROOT/<digest>/manifest.json    parts with offsets, sums and checksums; written last: it marks completeness
 
 An incomplete copy is never used: bytes are written under a temporary name and renamed when complete. If a worker is
-killed meanwhile, the kernel releases its lock and the next one removes the bytes. Users hold a shared lock on the
-bytes; the last one removes the copy.
+killed meanwhile, the kernel releases its lock and the next worker removes the bytes. Users hold a shared lock on the
+file; the last one removes the copy.
 
-Bytes copied out of it are summed on the way, which costs hardly more than the copy; the checksums, for comparison with
-other workers, are those of the worker that read the checkpoint (`ParameterStore.layer_checksum`).
+Sums are verified while copying, which costs hardly more than the copy; the checksums, for comparison with other
+workers, are those of the worker that read the checkpoint (`ParameterStore.layer_checksum`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
 
 ROOT = Path("/dev/shm/ballast")
-_PIECE_BYTES = 1 << 18  # fits a processor's cache between the copy and the sum
+_PIECE_BYTES = 1 << 18  # fits into a processor's cache between copying and summing
 _MASK = (1 << 64) - 1
 _LEFT_FRACTION = 0.1  # fraction of the host's memory left available
 _LOCK, _BYTES, _MANIFEST = "maker.lock", "parameters.bin", "manifest.json"
@@ -40,7 +40,7 @@ class SharedPart(NamedTuple):
     offset_bytes: int
     size_bytes: int
     fast_sum: int
-    checksum: str  # hex
+    checksum: str  # hexadecimal
 
 
 class Copied(NamedTuple):
@@ -74,7 +74,7 @@ class SharedCopy:
     """A complete copy, mapped for reading. Safe for use from several threads."""
 
     def __init__(self, folder: Path, parts: Mapping[str, SharedPart], fd: int) -> None:
-        """`fd`: of the bytes, with a shared lock on it."""
+        """`fd`: the file with the bytes, with a shared lock on it."""
         self._folder, self._fd = folder, fd
         self.parts = parts
         self._map: mmap.mmap | None = mmap.mmap(fd, 0, access=mmap.ACCESS_COPY)  # private: torch wants to write
@@ -82,7 +82,7 @@ class SharedCopy:
         self.size_bytes = len(self._bytes)
 
     def fill(self, name: str, pieces: Sequence[torch.Tensor]) -> bool:
-        """Copy a part to the device. False: it is missing, or has changed since the copy was made."""
+        """Copy a part to the device. Returns False if it is missing, or has changed since the copy was made."""
         part = self.parts.get(name)
         if part is None or part.size_bytes != sum(piece.nbytes for piece in pieces):
             return False
@@ -96,7 +96,7 @@ class SharedCopy:
         return True
 
     def close(self) -> None:
-        """The last user removes it. Idempotent."""
+        """Close the mapping; the last user removes the copy. Idempotent."""
         if self._map is None:
             return
         self._map = None
@@ -124,17 +124,17 @@ class Maker:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Releases the right, if this worker has not made it."""
+        """Release the right, unless this worker has made the copy."""
         self.give_up()
 
     def give_up(self) -> None:
-        """Stop the others' waiting. Idempotent."""
+        """Let the other workers stop waiting. Idempotent."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
         self._lock_fd = -1
 
     def make(self, parts: Sequence[Copied]) -> SharedCopy | None:
-        """None if the host has too little memory, which is no error."""
+        """Make the copy. None if the host has too little memory, which is not an error."""
         size_bytes = sum(piece.nbytes for part in parts for piece in part.pieces)
         under_way = self._folder / f"{_BYTES}.{os.getpid()}"
         fd = os.open(under_way, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -199,7 +199,7 @@ def open_copy(root: Path, digest: str) -> SharedCopy | Maker:
 
 def _mapped(folder: Path) -> SharedCopy | None:
     try:
-        told: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())  # Any: as JSON has it
+        told: dict[str, Any] = json.loads((folder / _MANIFEST).read_text())  # Any: JSON
         parts = {
             name: SharedPart(int(at), int(size), int(total), str(sha)) for name, (at, size, total, sha) in told.items()
         }
@@ -215,7 +215,7 @@ def _mapped(folder: Path) -> SharedCopy | None:
 
 
 def _is_still(path: Path, fd: int) -> bool:
-    """True if the open file is the one at that path."""
+    """True if the open file is still the one at that path."""
     try:
         there, here = path.stat(), os.fstat(fd)
     except OSError:
@@ -224,7 +224,7 @@ def _is_still(path: Path, fd: int) -> bool:
 
 
 def why_no_room(root: Path, size_bytes: int, budget_bytes: int | None) -> str:
-    """Why a copy of that size is not made; empty if it may be. `budget_bytes` None: what the host can spare."""
+    """Why a copy of that size is not made; empty if it can be. `budget_bytes` None: what the host can spare."""
     if budget_bytes is not None and size_bytes > budget_bytes:
         return f"it takes {size_bytes:,} bytes, more than --host-copy allows ({budget_bytes:,})"
     there = next((folder for folder in (root, *root.parents) if folder.exists()), Path("/"))
@@ -239,17 +239,17 @@ def why_no_room(root: Path, size_bytes: int, budget_bytes: int | None) -> str:
 
 
 def host_memory() -> tuple[int, int]:
-    """Total and available bytes of the host."""
+    """(total, available) bytes of the host's memory."""
     found = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
     total, available = (int(found[name].split()[0]) * 1024 for name in ("MemTotal", "MemAvailable"))
     return total, available
 
 
 def budget_of(setting: str) -> int | None:
-    """Bytes allowed by --host-copy, which is not off. None: auto.
+    """Byte limit from the value of --host-copy, other than off. None: auto.
 
     Raises:
-        ConfigError: it is neither auto, off, nor a number of bytes.
+        ConfigError: the value is not auto, off or a number of bytes.
     """
     if setting == "auto":
         return None

@@ -1,4 +1,4 @@
-"""Shared by backends whose memory torch can access."""
+"""Base class of backends whose memory torch can access."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -29,7 +29,7 @@ def beside(device: torch.device) -> Callable[[], AbstractContextManager[object]]
 
 
 class TensorOperations:
-    """The half of a `MemoryBackend` that follows from the other half."""
+    """The operations of a `MemoryBackend` that can be implemented with tensors."""
 
     @property
     def checksums_by(self: _Addressed) -> Algorithm:

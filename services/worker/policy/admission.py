@@ -1,5 +1,5 @@
-"""Admission: when a waiting sequence may start. Counts the KV need of its whole prompt, never that
-of its first chunk.
+"""Admission: when a waiting sequence may start. Counts the KV needed by its whole prompt, not only
+by its first chunk.
 """
 
 import math
@@ -31,12 +31,12 @@ def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) 
 
 
 def most_prompt_tokens(max_batch_tokens: int, stage_count: int) -> int:
-    """Maximum prompt tokens that are admitted and in no batch yet. Fewer would leave batches unfilled until the next
-    requests arrive; more would be computed much later, and might be placed elsewhere before.
+    """Maximum admitted prompt tokens that are in no batch yet. Fewer would leave batches unfilled until further
+    requests arrive; more would be computed much later, and might be placed on another worker before.
     """
     return PROMPT_STEPS * max_batch_tokens * stage_count
 
 
 def reserved(block_count: int, reserve_fraction: float) -> int:
-    """Blocks that no new sequence gets while anything runs. The dispatcher's placement counts with it, too."""
+    """Blocks that no new sequence gets while anything runs. The dispatcher's placement accounts for them as well."""
     return math.ceil(block_count * reserve_fraction)

@@ -1,7 +1,7 @@
 """Batch forming by token counts: decodes first, prefill chunks share the rest of the token budget.
 
 A policy takes and returns plain numbers. Alternatives (microbatches of equal cost, a budget from an SLO) are functions
-of the same form.
+with the same signature.
 """
 
 from collections import Counter
@@ -47,9 +47,7 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
 
 
 def _in_turn(prefills: Sequence[PrefillView]) -> list[int]:
-    """All but the first, by class, then by the tokens after which each would be done if its caller
-    were served alone.
-    """
+    """All but the first, by class, then in the order in which they would end if each caller were served alone."""
     done: Counter[int] = Counter()  # caller -> tokens
     turns: list[tuple[int, int, int, int]] = []
     for i in sorted(range(1, len(prefills)), key=lambda i: (prefills[i].rank, prefills[i].remaining_tokens, i)):

@@ -36,17 +36,17 @@ class Sample(NamedTuple):
 class CostForm(StrEnum):
     """Which terms the model has."""
 
-    EXTENDED = "extended"  # all of them
+    EXTENDED = "extended"  # with all terms
     PAPER = "paper"  # equations 1 to 3
     TOKEN_COUNT = "token_count"  # tokens and a constant, as in schedulers without a cost model
 
 
 @dataclass(frozen=True, slots=True)
 class StageCosts:
-    """The components of which the cost of any stage is composed."""
+    """Components from which the cost of any stage is composed."""
 
     layer: CostModel
-    step: CostModel  # of every stage, whatever its layers: preparing the batch
+    step: CostModel  # per batch on every stage, whatever its layers: preparing the batch
     first: CostModel
     last: CostModel
 
@@ -91,7 +91,7 @@ def with_knee(rows: Floats, knee_tokens: int) -> Floats:
 
 
 def fit_knee(rows: Floats, seconds: Floats) -> CostModel:
-    """The model with the least mean relative error over the knees in `KNEES`."""
+    """The model with the smallest mean relative error over the knees in `KNEES`."""
     found: list[tuple[float, CostModel]] = []
     for knee_tokens in KNEES:
         moved = with_knee(rows, knee_tokens)
@@ -124,8 +124,8 @@ def coefficients_of(cost: CostModel) -> Floats:
 
 
 def fit_stages(samples: Sequence[Sample], form: CostForm = CostForm.EXTENDED) -> StageCosts:
-    """Fit one set of coefficients for stages of all shapes; samples of several shapes separate the components. The knee
-    in `KNEES` with the least mean relative error is taken.
+    """Fit one set of coefficients to stages of all shapes; samples of several shapes separate the components. Uses the
+    knee in `KNEES` with the smallest mean relative error.
     """
     seconds = np.array([sample.seconds for sample in samples])
     fits: list[tuple[float, int, Floats]] = []
@@ -145,7 +145,7 @@ def fit_stages(samples: Sequence[Sample], form: CostForm = CostForm.EXTENDED) ->
 
 
 def relative_fit(rows: Floats, seconds: Floats) -> Floats:
-    """x >= 0 with the least sum of squared relative errors of rows @ x."""
+    """x >= 0 with the smallest sum of squared relative errors of rows @ x."""
     return non_negative_least_squares(rows / seconds[:, None], np.ones(len(seconds)))
 
 

@@ -1,4 +1,4 @@
-"""Which running sequence is migrated to another worker next."""
+"""Chooses the running sequence to migrate to another worker next."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -9,16 +9,16 @@ class Decoding:
     """A sequence that could be migrated."""
 
     sequence_id: int
-    rank: int  # of its class; a larger one is less urgent
+    rank: int  # of its class; larger is less urgent
     token_count: int
-    block_count: int  # that it holds
+    block_count: int  # blocks that it holds
 
 
 def choose_departure(
     candidates: Sequence[Decoding], block_budget: int, leaving: Collection[int] = ()
 ) -> Decoding | None:
-    """The shortest of the lowest class, as in Llumnix (OSDI '24): its migration is the fastest. Sequences above the
-    budget, or migrating already, are left out.
+    """The shortest sequence of the lowest class, as in Llumnix (OSDI '24): its migration is the fastest. Sequences
+    above the budget, or already migrating, are left out.
     """
     fitting = [c for c in candidates if c.block_count <= block_budget and c.sequence_id not in leaving]
     return min(fitting, key=lambda c: (-c.rank, c.token_count, c.sequence_id), default=None)

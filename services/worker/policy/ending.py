@@ -1,15 +1,15 @@
 """When a draining worker without requests may exit.
 
-Other members depend on the layers of a pipeline's stage: its exit would break the pipeline, all running sequences would
-be recomputed, and the other members would have to load the missing layers.
+Other members depend on the layers of a pipeline's stage: its exit would break the pipeline, so all running sequences
+would be recomputed, and the other members would have to load the missing layers.
 """
 
 _GIVEN_UP_S = 30.0  # the pipeline is not dissolved while the planner is away, or when a whole cluster is stopped
 
 
 def may_end(pipeline_request_count: int | None, idle_s: float) -> bool:
-    """`pipeline_request_count`: of the pipeline that this worker belongs to; None: there is none. `idle_s`: since it
-    had any.
+    """`pipeline_request_count`: requests of the pipeline to which this worker belongs; None: none. `idle_s`: time since
+    it had any.
     """
     if pipeline_request_count is None:
         return True

@@ -125,7 +125,13 @@ class OnlineView(NamedTuple):
 
 
 def allowance_s(
-    harvest: Harvest, base_s: float, stage_count: int, batch_count: int, online: Sequence[OnlineView], most: int
+    harvest: Harvest,
+    base_s: float,
+    stage_count: int,
+    batch_count: int,
+    online: Sequence[OnlineView],
+    place_count: int,
+    most: int,
 ) -> float:
     """Maximum duration of a batch (seconds) that takes `base_s` without offline work.
 
@@ -136,6 +142,8 @@ def allowance_s(
         batch_count: Batches in flight.
         online: All running ones; the strictest target counts. Without a target a sequence is slowed down by a fraction,
             and not at all while its prompt is computed.
+        place_count: Online sequences that may run. With a target they are few: answers may last longer only as far as
+            the places then still suffice.
         most: Maximum tokens of a batch.
     """
     if any(view.left_tokens > 1 and math.isinf(view.first_token_in_s) for view in online):
@@ -145,7 +153,7 @@ def allowance_s(
     if not targets or math.inf in targets:
         limit_s = base_s * (1.0 + harvest.slowdown)
     if (strictest_s := min(targets, default=math.inf)) < math.inf:
-        limit_s = min(limit_s, strictest_s * stage_count / max(1, batch_count))
+        limit_s = min(limit_s, strictest_s * stage_count / max(1, batch_count), base_s * place_count / len(online))
     for view in online:
         if view.first_token_in_s < math.inf:  # the time until it is due, divided among its remaining batches
             limit_s = min(limit_s, view.first_token_in_s / -(-view.left_tokens // most))

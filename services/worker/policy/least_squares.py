@@ -9,9 +9,10 @@ _ROUNDS_PER_COLUMN = 10
 
 
 def non_negative_least_squares(rows: Floats, targets: Floats) -> Floats:
-    """The x >= 0 with the least |rows @ x - targets|. Zero columns get 0.
+    """The x >= 0 with the smallest |rows @ x - targets|. Zero columns get 0.
 
-    The number of rounds is bounded; when it is reached, which only rounding can cause, the best x so far is returned.
+    The number of rounds is limited; if the limit is reached, which only rounding can cause, the best x so far is
+    returned.
     """
     scales = np.sqrt(np.square(rows).sum(axis=0))
     used = np.flatnonzero(scales > 0)
@@ -39,7 +40,7 @@ def _solve(gram: Floats, moments: Floats) -> Floats:
 
 
 def _descend(gram: Floats, moments: Floats, solution: Floats, passive: NDArray[np.bool_]) -> Floats:
-    """The optimum over the passive columns, after removing those that would become negative; changes `passive`."""
+    """The optimum over the passive columns, after removing those that would become negative; updates `passive`."""
     while passive.any():
         wanted = np.zeros_like(solution)
         wanted[passive] = np.linalg.lstsq(gram[np.ix_(passive, passive)], moments[passive], rcond=None)[0]
@@ -50,7 +51,7 @@ def _descend(gram: Floats, moments: Floats, solution: Floats, passive: NDArray[n
         step = float(steps.min())
         solution = np.maximum(solution + step * (wanted - solution), 0.0)
         leaving = blocking & (solution <= _TOLERANCE)
-        leaving[np.flatnonzero(blocking)[int(np.argmin(steps))]] = True  # even if rounding says otherwise
+        leaving[np.flatnonzero(blocking)[int(np.argmin(steps))]] = True  # despite rounding
         passive &= ~leaving
         solution[~passive] = 0.0
     return np.zeros_like(solution)

@@ -1,20 +1,20 @@
-"""How a draining group gives its memory to its members, and when its remaining sequences are handed over."""
+"""How a draining group releases its memory to its members, and when its remaining sequences are handed over."""
 
 from collections.abc import Sequence
 
-LEAVES_WITHIN_S = 10.0  # after the commit; sequences still running then go to a member with their KV
-# Times as long without any ending, if there is no room for the KV: then they are recomputed. Long, unless requests wait
-# for memory at the member that has led the group.
+LEAVES_WITHIN_S = 10.0  # after the commit; sequences still running then move to a member with their KV
+# Multiple of this time without any request ending, if there is no room for the KV, after which sequences are
+# recomputed. Long, unless requests wait for memory at the member that led the group.
 _PATIENCE, _PATIENCE_IF_SHORT = 60, 12
-ROOM_SHARE = 0.75  # of a member's memory: the rest is for its own new sequences
-STEPS = 8  # in which the group releases its blocks: each step makes every stage move some
-# Blocks kept for each running sequence to grow into, as one without is recomputed. A long sequence is likely to go on
-# for long, so a fraction of its length is kept if that is more.
+ROOM_SHARE = 0.75  # fraction of a member's memory: the rest is for its own new sequences
+STEPS = 8  # number of steps in which the group releases its blocks; in each step every stage moves some
+# Blocks reserved for the growth of each running sequence, as one without free blocks is recomputed. Long sequences tend
+# to continue for long, so a fraction of the length is reserved if that is more.
 _AHEAD_TOKENS, AHEAD_SHARE = 256, 0.5
 
 
 def tightened(limit_blocks: int, first_blocks: int, reserved_blocks: int, running_count: int, block_tokens: int) -> int:
-    """The blocks that the group keeps, given its `first_blocks` at the commit and its present `limit_blocks`."""
+    """The blocks that the group keeps, given its `first_blocks` at the commit and its current `limit_blocks`."""
     step_blocks = max(1, first_blocks // STEPS)
     ahead_blocks = max(-(-_AHEAD_TOKENS // block_tokens) * running_count, int(AHEAD_SHARE * reserved_blocks))
     needed_blocks = reserved_blocks + ahead_blocks
@@ -24,12 +24,13 @@ def tightened(limit_blocks: int, first_blocks: int, reserved_blocks: int, runnin
 def over_at_s(
     began_s: float, left_s: float, reserved_blocks: int, stages: Sequence[tuple[float, int]], *, is_short: bool
 ) -> float:
-    """When running sequences are handed over to the members. A stage then holds its layers of the KV of all of them
-    and, for those it gets, all layers; until there is room for both, the group goes on while requests keep ending.
+    """Time at which running sequences are handed over to the members. A stage then holds its layers of the KV of all of
+    them and, for those it receives, all layers; until there is room for both, the group continues as long as requests
+    keep ending.
 
     Args:
-        began_s: The commit.
-        left_s: When the last request ended.
+        began_s: Time of the commit.
+        left_s: Time at which the last request ended.
         reserved_blocks: Of the group, in the layers of any stage.
         stages: For each: its fraction of the layers, and its member's blocks with all layers.
         is_short: Requests wait for memory beside the group.

@@ -1,11 +1,11 @@
 """Microbatches of equal cost, formed one at a time from the whole backlog (KunServe, EuroSys '26, section 4.3).
 
-The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So it is evaluated anew
-each time, and only the next microbatch is formed, by filling. For a constant backlog that comes as close to the bound
+The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So it is evaluated each
+time, and only the next microbatch is formed, by filling it. For a constant backlog this comes as close to the optimum
 as the recursive halving of figure 11 (benchmarks/results: microbatching).
 
 Unlike with token counts, successive chunks of a prompt may be in flight at once: a stage executes batches in order, so
-the KV of a chunk is there when the next one runs, and a single prompt keeps all stages busy.
+the KV of a chunk is available when the next one runs, and a single prompt keeps all stages busy.
 """
 
 import math
@@ -15,27 +15,27 @@ from ballast.common.cost import CostModel
 from services.worker.policy.microbatching import MicrobatchCandidate, Microbatching, PipelineView, Share, by_token_count
 from services.worker.policy.splitting import SequenceWork, added_s, cut
 
-MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the balance that it brings
-_PREFILL = 0.25  # fraction of a full microbatch that is for prefill, however many decodes there are
-# Rounds of the pipeline over which running prompts are spread while others wait for room. Where requests are admitted
-# as others end, 8 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four compared with 1, and the
-# mean TTFT from 6.2 to 5.8 s (a model in virtual time; 4 is between, 16 no better).
+MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the better balance saves
+_PREFILL = 0.25  # minimum fraction of a full microbatch for prefill, however many decodes there are
+# Rounds of the pipeline over which running prompts are spread while others wait for memory. If requests are admitted as
+# others end, 8 instead of 1 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four, and the mean
+# TTFT from 6.2 to 5.8 s (a model in virtual time; 4 is in between, 16 no better).
 _RESERVE = 8
-# Of the average. Less makes microbatches more equal in cost, and more of them: with 0.4 two stages had as few bubbles,
-# and 2 % more to execute (benchmarks/results: pipeline bubbles).
+# Relative to the average. A smaller value makes microbatches more equal in cost, and more of them: with 0.4 two stages
+# had as few bubbles, and 2 % more to execute (benchmarks/results: pipeline bubbles).
 _ATTENTION = 0.8
 _AHEAD = 1  # microbatches in flight beyond one per stage, while others wait and
 _LEAST = 0.2  # the fixed cost is at most this fraction of a microbatch
-_CRUMB = 0.1  # fraction of a prompt's part by which it may be exceeded to finish the prompt
-# Token counts between n and 2n that a batch has where a prompt is split anyway: a CPU pads its matrix products to these
-# (`engine.kernels.padded_rows`), and a GPU to tiles. Rows in between are wasted, 2 % of them.
+_CRUMB = 0.1  # fraction by which a prompt's part may be exceeded to finish the prompt
+# Number of token counts between n and 2n for batches in which a prompt is split anyway: a CPU pads its matrix products
+# to these (`engine.kernels.padded_rows`), and a GPU to tiles. Rows in between are wasted, 2 % of them.
 _COUNTS_PER_OCTAVE = 16
-_OVERHEAD = 0.1  # a microbatch without decodes is long enough that its fixed cost is at most this fraction
+_OVERHEAD = 0.1  # maximum fraction of the fixed cost in a microbatch without decodes
 
 
 def lookahead(model: Callable[[], CostModel | None]) -> Microbatching:
-    """Cost-equal microbatching. `cost` is called each time, as the model is refitted while the worker runs; without a
-    model, by token count.
+    """Microbatching by equal cost. `cost` is called each time, as the model is refitted while the worker runs; without
+    a model, by token count.
     """
 
     def form(view: PipelineView) -> Share:
@@ -57,7 +57,7 @@ class _Former:
         self._decode_count = 0
         self._all_decodes_s = 0.0  # of one round of the pipeline
         self._left_s, self._left_tokens = 0.0, 0  # of prompts
-        self._prefill_s = 0.0  # of what is left and in flight
+        self._prefill_s = 0.0  # of the remaining tokens and those in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
         self._count = view.stage_count + _AHEAD  # microbatches in flight
@@ -65,8 +65,9 @@ class _Former:
             self._count = view.stage_count
 
     def _ahead_pays(self) -> bool:
-        """True if one microbatch more than stages pays: the next one is then ready at each stage when one ends, which
-        hides its way back to the leader and out again, but every round has the fixed cost of one batch more.
+        """True if one more microbatch than stages is worthwhile: the next one is then ready at each stage when one
+        ends, which hides its way back to the leader and out again, but every round has the fixed cost of one more
+        batch.
         """
         if not (self._view.waiting_count and self._prefills):
             return False
@@ -124,9 +125,9 @@ class _Former:
         return chunks
 
     def _prefill_part_s(self) -> float:
-        """Prefill cost added to a stage's share of the decodes. While others wait for room, running prompts are spread
-        over more microbatches than are in flight: admissions follow single ends of requests, and without a reserve some
-        microbatches would have much prefill and some none.
+        """Prefill cost added to a stage's share of the decodes. While others wait for memory, running prompts are
+        spread over more microbatches than are in flight: admissions follow the ends of single requests, and without a
+        reserve some microbatches would have much prefill and some none.
         """
         view, full_s = self._view, self._full_s()
         batch_count = self._count * (_RESERVE if view.lacks_room else 1)
@@ -139,7 +140,7 @@ class _Former:
         return min(most_s, max(self._prefill_s / batch_count, least_s))
 
     def _full_s(self) -> float:
-        """Cost of a full batch whose tokens attend to less than the backlog's average. Above that, microbatches of
+        """Cost of a full batch whose tokens attend to fewer than the backlog's average. Beyond that, microbatches of
         short prompts would reach their token limit before they cost as much as others.
         """
         token_s = self._cost.token_s + self._cost.beyond_s
@@ -160,8 +161,8 @@ class _Former:
         return share, taken_s
 
     def _take_chunks(self, room_s: float, room_tokens: int) -> Share:
-        """Half of the room is for the first prompt, so that a long one always progresses; then, within a class, the one
-        closest to its first token, so that short prompts do not wait for a long one.
+        """Half of the budget is for the first prompt, so that a long one always progresses; then, within a class, the
+        one closest to its first token, so that short prompts do not wait for a long one.
         """
         candidates = self._view.candidates
         (head, head_s), others = self._prefills[0], self._prefills[1:]

@@ -1,7 +1,8 @@
-"""Forming the next microbatch of a pipeline, so that as many as there are stages, or one more, circulate and are alike.
+"""Forms the next microbatch of a pipeline, such that as many microbatches as stages, or one more, circulate and have
+similar cost.
 
-A function of this form sees all running sequences and picks from those that are ready. By token count, below, is what
-other engines do; `policy.lookahead` goes by cost.
+A policy sees all running sequences and picks from those that are ready. The one below, by token count, is that of other
+engines; `policy.lookahead` forms them by cost.
 """
 
 import sys
@@ -18,7 +19,7 @@ class MicrobatchCandidate(NamedTuple):
     rank: int  # of its priority class; 0 is served first
     computed_tokens: int  # with KV
     dispatched_tokens: int  # with KV once the batches in flight have completed
-    token_count: int  # known tokens; if equal to dispatched_tokens, it waits for its next token
+    token_count: int  # known tokens; if equal to dispatched_tokens, its next token is awaited
     step_id: int  # last batch that it was in
     has_room: bool  # False: it needs another block, and none is free
 
@@ -29,9 +30,9 @@ class PipelineView(NamedTuple):
     max_batch_tokens: int
     waiting_count: int  # admitted sequences that have been in no microbatch yet
     candidates: Sequence[MicrobatchCandidate]  # in order of service
-    in_flight_count: int = 0  # microbatches; at least as many as stages: an additional one is asked for
+    in_flight_count: int = 0  # microbatches; at least as many as stages: an additional one is requested
     max_prompt_tokens: int = sys.maxsize  # of all chunks together
-    lacks_room: bool = False  # waiting sequences lack blocks or places; otherwise they wait only for earlier prompts
+    lacks_room: bool = False  # waiting sequences lack blocks or places; otherwise they wait for earlier prompts only
 
 
 Share = list[tuple[int, int]]  # (index of the candidate, tokens >= 1)
@@ -39,8 +40,8 @@ Share = list[tuple[int, int]]  # (index of the candidate, tokens >= 1)
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """How microbatches are formed. While sequences wait, `form` is called for `ahead` more than there are stages; for
-    those it may return an empty share.
+    """How microbatches are formed. While sequences wait, `form` is called for `ahead` more than there are stages, and
+    may return an empty share for those.
     """
 
     form: Callable[[PipelineView], Share]
@@ -51,7 +52,7 @@ class Microbatching:
 
 
 def _by_token_count(view: PipelineView) -> Share:
-    """Equal shares of the tokens for each stage: the longest wait for a place is one round of the pipeline.
+    """Equal shares of the tokens for each stage: a sequence waits at most one round of the pipeline.
 
     A sequence is in one microbatch at a time, so prompts are spread as well: a chunk of each in one microbatch would
     leave nothing for the next. A single prompt is not split finer than a full batch divided by the stages, as its

@@ -1,7 +1,7 @@
 """Keeps a stage's cost model up to date while it executes, by refitting it to recent steps.
 
-The last steps of each batch size (powers of two of its tokens) are kept, so data on prefills survives a long time of
-decodes only.
+The last steps of each batch size (powers of two of its tokens) are kept, so that data on prefills survives long periods
+with decodes only.
 """
 
 import math
@@ -27,10 +27,10 @@ from services.worker.policy.least_squares import Floats
 STEPS_PER_SIZE = 32
 _SIZES = 16  # the last one has all batches from 2 ** 15 tokens on
 _REFIT_STEPS = 16
-# What a first fit without a profile needs, so that it covers unlike batches.
+# Minimum for a first fit without a profile, so that it covers different batches.
 _LEAST_STEPS, _LEAST_SIZES = 32, 3
 _KNEE_REFITS = 8  # refits between two searches for the knee, which takes as long as six
-# A fit is regularised towards its initial model; each of these pseudo-samples counts as one step.
+# Fits are regularised towards the initial model; each of these pseudo-samples counts as one step.
 _ANCHORS = [
     *[(Chunk(prefix, count),) for prefix in (0, 512) for count in (1, 16, 128, 512)],
     (Chunk(256, 1),) * 16,
@@ -47,14 +47,14 @@ class OnlineCost:
     def __init__(self, profile: StageCosts | None = None) -> None:
         self._profile = profile
         self._shape: StageShape | None = None
-        self._start: CostModel | None = None  # of this shape: the profile's, or the last one fitted to this shape
+        self._start: CostModel | None = None  # of this shape: the profile's, or the last one fitted to it
         self._model: CostModel | None = None
         self._recent: list[deque[tuple[tuple[float, ...], float]]] = []
         self._new_steps = 0
         self.refits_total = 0
 
     def current(self) -> CostModel | None:
-        """None: there is no profile, and too little has been executed."""
+        """The current model. None: there is no profile, and too little has been executed."""
         return self._model
 
     def of_layers(self, layer_count: int) -> CostModel | None:
@@ -81,7 +81,7 @@ class OnlineCost:
         self._new_steps = 0
 
     def record(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        """Record a step, after `enter`. Every sixteenth refits, which takes about 0.3 ms."""
+        """Record a step; call `enter` first. Every sixteenth step refits, which takes about 0.3 ms."""
         terms = terms_of(chunks)
         tokens = int(terms[1])
         if not tokens or not 0.0 < seconds < math.inf:

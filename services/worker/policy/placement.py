@@ -1,4 +1,4 @@
-"""Which member takes which sequence when a group dissolves."""
+"""Assigns sequences to members when a group dissolves."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,13 +13,13 @@ class PlacementView:
 
     sequence_id: int
     block_count: int  # blocks that it holds, or would need
-    running: bool  # takes a running place
+    running: bool  # takes one of the running places
 
 
 @dataclass(frozen=True, slots=True)
 class MemberView:
     worker_id: WorkerId
-    block_count: int  # free blocks, once the group has dissolved
+    block_count: int  # free blocks after the group has dissolved
     running_count: int  # free running places
 
 
@@ -28,11 +28,11 @@ def place(
     members: Sequence[MemberView],
     chosen: Mapping[int, WorkerId] = MappingProxyType({}),
 ) -> dict[int, WorkerId]:
-    """The member of every sequence. The largest is placed first, always where most blocks are left.
+    """The member for every sequence. The largest is placed first, always where most blocks are left.
 
-    The fullest member then exceeds the emptiest by at most one sequence. A running sequence for which no member has a
-    place goes to the one with most room, and is recomputed later. `chosen`: members that have some of their KV already:
-    sequences go there first, as long as there is room.
+    The fullest member then exceeds the emptiest by at most one sequence. A running sequence that fits on no member is
+    assigned to the one with most room, and recomputed later. `chosen`: members that already have some of their KV,
+    which are preferred as long as there is room.
     """
     left_blocks = [member.block_count for member in members]
     left_places = [member.running_count for member in members]

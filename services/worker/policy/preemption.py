@@ -4,24 +4,24 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_OUTWEIGHS = 2  # a caller loses blocks to another one if it holds at least so many times as many
+_OUTWEIGHS = 2  # factor by which a caller must hold more blocks than another to lose some to it
 
 
 @dataclass(frozen=True, slots=True)
 class VictimView:
     """A running sequence that could be preempted."""
 
-    rank: int  # of its priority class; a higher rank matters less
-    arrival: tuple[float, int]  # instant of submission, then id
+    rank: int  # of its priority class; higher is less important
+    arrival: tuple[float, int]  # (time of submission, id)
     reserved_block_count: int
     computed_tokens: int  # lost by a preemption
     caller: int = 0
 
 
 def outweighs(held_block_count: int, other_block_count: int) -> bool:
-    """True if a caller with `held_block_count` blocks yields to one that has, or is about to have, `other_block_count`.
+    """True if a caller with `held_block_count` blocks yields to one that has, or will have, `other_block_count`.
 
-    A claim leaves the one with twice as much as the other, so the other way round is impossible: no ping-pong.
+    Afterwards the former still has twice as many as the latter, so the reverse is impossible: no ping-pong.
     """
     return held_block_count >= _OUTWEIGHS * other_block_count
 
@@ -34,11 +34,11 @@ def held_by_caller(candidates: Sequence[VictimView]) -> Counter[int]:
 
 
 def choose_victim(candidates: Sequence[VictimView]) -> int:
-    """Index of the victim: the latest arrival of the lowest class; or, if a caller outweighs that one's caller, the
+    """Index of the victim: the latest arrival of the lowest class; or, if a caller outweighs that request's caller, the
     latest arrival of the heaviest caller.
 
-    The oldest sequence of the highest class is never a victim while another one runs: it finishes, and then the next
-    one. That excludes livelock for all sizes.
+    The oldest sequence of the highest class is never a victim while another one runs, so it finishes, and then the next
+    one. This excludes livelock for all sizes.
     """
     newest = _newest(candidates)
     held = held_by_caller(candidates)
@@ -51,8 +51,8 @@ def choose_victim(candidates: Sequence[VictimView]) -> int:
 
 
 def _newest(candidates: Sequence[VictimView]) -> int:
-    """The latest arrival of the lowest class; the one before it, if the latest has more computed tokens than all others
-    of its class. Never the oldest.
+    """The latest arrival of the lowest class, or the one before it if the latest has more computed tokens than all
+    others of its class. Never the oldest.
     """
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].rank, candidates[i].arrival))
     latest, rank = order[-1], candidates[order[-1]].rank
@@ -63,8 +63,8 @@ def _newest(candidates: Sequence[VictimView]) -> int:
 
 
 def claimed(candidates: Sequence[VictimView], caller: int, rank: int, need_block_count: int) -> list[int]:
-    """Indices of the sequences preempted for a waiting one, in order: of no better class, and of the heaviest caller,
-    as long as it outweighs the waiting one's caller including the need.
+    """Indices of the sequences to preempt for a waiting one, in order: of no higher class, and of the heaviest caller,
+    as long as that caller outweighs the waiting one's, including its need.
     """
     held = held_by_caller(candidates)
     if not held or (heaviest := _heaviest(held)) == caller:
@@ -83,7 +83,9 @@ def _heaviest(held: Counter[int]) -> int:
 
 
 def _newest_of(caller: int, candidates: Sequence[VictimView], rank: int) -> list[int]:
-    """A caller's sequences of no better class than `rank`, latest first, without the first in the order of service."""
+    """A caller's sequences of no higher class than `rank`, latest first, without the first one in
+    the order of service.
+    """
 
     def order(index: int) -> tuple[int, tuple[float, int]]:
         return candidates[index].rank, candidates[index].arrival

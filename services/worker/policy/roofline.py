@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 
 class Part(Protocol):
-    """One sequence's share of a batch."""
+    """One sequence's part of a batch."""
 
     @property
     def first_position(self) -> int: ...
@@ -29,7 +29,7 @@ class BatchCost(NamedTuple):
 
     layer_s: float  # per layer
     head_s: float  # of the last stage
-    stage_s: float  # of every stage
+    stage_s: float  # per stage
 
     def on(self, layer_count: int, *, is_last: bool) -> float:
         return self.stage_s + self.layer_s * layer_count + (self.head_s if is_last else 0.0)
@@ -37,12 +37,12 @@ class BatchCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCosts:
-    """Seconds; per layer, except those of the head and of a stage."""
+    """Times in seconds; per layer, except those of the head and of a stage."""
 
     token_s: float  # computing a token
     pair_s: float  # per pair of tokens that attend to each other
     context_s: float  # per token whose KV is read
-    dense_s: float  # reading once the parameters that every token needs
+    dense_s: float  # reading the parameters that every token needs once
     experts_s: float = 0.0  # reading all experts once
     idle_share: float = 1.0  # fraction of the experts that one token does not use
     head_s: float

@@ -1,16 +1,16 @@
-"""Defaults of the numbers of sequences and of tokens per step, by device and memory."""
+"""Default limits on sequences and tokens per step, by device and memory."""
 
 from dataclasses import dataclass
 
-_SEQUENCES, _TOKENS = 64, 512  # on CPUs, which these saturate
-# GPUs by memory, largest first. By its data sheet an H100 takes a tenth of a second for so many tokens of a model of
-# 8B; decodes in the same step wait as long.
+_SEQUENCES, _TOKENS = 64, 512  # saturate a CPU
+# GPUs by memory, largest first. By its data sheet an H100 takes a tenth of a second for this many tokens of an 8B
+# model; decodes in the same step wait as long.
 _GPUS = ((160 << 30, 512, 8192), (70 << 30, 512, 4096), (0, 256, 2048))
 
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    sequences: int  # running at once
+    sequences: int  # running concurrently
     tokens: int  # per step
     queued: int  # requests waiting in the worker
 
@@ -18,7 +18,7 @@ class StepLimits:
 def step_limits(
     gpu_bytes: int | None, *, sequences: int | None = None, tokens: int | None = None, queued: int | None = None
 ) -> StepLimits:
-    """Given values hold. `gpu_bytes`: the GPU's memory; None: a CPU computes."""
+    """Limits; given values take precedence. `gpu_bytes`: the GPU's memory; None: a CPU."""
     default_sequences, default_tokens = _SEQUENCES, _TOKENS
     if gpu_bytes is not None:
         default_sequences, default_tokens = next(found for least, *found in _GPUS if gpu_bytes >= least)
@@ -32,7 +32,7 @@ def step_limits(
 
 
 def what_limits(limits: StepLimits, kv_tokens: int, max_model_len: int) -> str:
-    """The limit on concurrent requests, in a sentence for the log."""
+    """The limit on concurrent requests, as a sentence for the log."""
     mean = kv_tokens // limits.sequences
     step = f"a step computes at most {limits.tokens} tokens"
     if mean >= max_model_len:

@@ -1,7 +1,7 @@
-"""How many KV blocks a step copies between device and host so that the copies overlap with its computation.
+"""Number of KV blocks that a step copies between device and host so that the copies overlap with its computation.
 
-InferCept's budget: what the link transfers during the step. Both times are measured on the steps themselves, as they
-depend on the machine and its other load.
+InferCept's budget: what the link transfers during the step. Both times are measured on real steps, as they depend on
+the machine and its load.
 """
 
 from ballast.common.record import record
@@ -15,7 +15,7 @@ class CopyPace:
     """Moving means. None: not measured yet."""
 
     step_s: float | None = None
-    block_s: float | None = None  # to copy one block in all layers
+    block_s: float | None = None  # time to copy one block in all layers
 
     def after(self, step_s: float, copied_blocks: int, copy_s: float) -> "CopyPace":
         block_s = self.block_s
@@ -29,7 +29,9 @@ def _mean(before: float | None, value: float) -> float:
 
 
 def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
-    """Blocks that one step may copy, at least one, so that copies always progress. `fixed_blocks` 0: as measured."""
+    """Number of blocks that one step may copy; at least one, so that copies always progress. `fixed_blocks` 0: as
+    measured.
+    """
     if fixed_blocks:
         return fixed_blocks
     if pace.step_s is None or pace.block_s is None:

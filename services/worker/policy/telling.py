@@ -1,22 +1,22 @@
-"""When a worker sends its load to a dispatcher for which it has no tokens.
+"""Decides when a worker sends a load report to a dispatcher for which it has no tokens.
 
-A dispatcher with tokens here gets a report with every step. Others cost a message each, on both sides, so they get only
-what routing uses: arrivals and ends of requests, and larger changes of memory. At once when the worker becomes idle, as
-no later report would follow.
+A dispatcher with tokens to receive gets a report with every step. Others cost a message on both sides, so they only get
+what routing needs: arrivals and ends of requests, and larger changes of memory. The report is sent at once when the
+worker becomes idle, as no later one would follow.
 """
 
 from ballast.common.load import LoadReport
 
-INTERVAL_S = 0.02  # times the dispatchers: a worker's message rate does not grow with their number
-_LONGEST_S = 2.0  # totals are shown to people
-_USED_SHARE = 32  # fraction of the blocks: a smaller change does not alter routing
+INTERVAL_S = 0.02  # multiplied by the number of dispatchers, so that a worker's message rate does not grow with it
+_LONGEST_S = 2.0  # totals are displayed to people
+_USED_SHARE = 32  # fraction of the blocks; smaller changes do not affect routing
 
 
 def is_due(
     told: LoadReport | None, report: LoadReport, silent_s: float, stream_count: int, *, counts_more: bool
 ) -> bool:
-    """`told`: the last report on this stream, sent `silent_s` ago. `counts_more`: requests of this stream that it did
-    not count.
+    """Whether a report is due. `told`: the last report on this stream, sent `silent_s` ago. `counts_more`: it did not
+    count all requests of this stream.
     """
     if told is None or silent_s >= _LONGEST_S:
         return True
@@ -38,5 +38,5 @@ def _routing(report: LoadReport) -> tuple[int | bool, ...]:
         report.prompt_token_count < report.max_prompt_token_count,
         report.draining,
         report.offline_wanted_tokens > 0,
-        report.memory.parameter_bytes,  # of a parked or woken instance, shown to people
+        report.memory.parameter_bytes,  # of a parked or woken instance, displayed to people
     )

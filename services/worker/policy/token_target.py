@@ -1,10 +1,10 @@
-"""How many requests may run under an operator's target of time per output token (`--tpot-target-s`).
+"""Limits the number of running requests to meet an operator's target of time per output token (`--tpot-target-s`).
 
 KunServe sets "a maximum batch limit for each instance" (arXiv 2412.18169v1, section 4.3); here it follows from the cost
-model and the running requests. A token takes its sequence one step, in a pipeline one round through all stages, each of
-which has a microbatch (bubbles are not predicted: up to a fifth more). Prompts are computed in between: while others
-wait, each request that ends is replaced by one, so prompts are as many and as long as those of the requests that ended
-last. The target is then the average time per token; a single gap may be as long as the largest batch.
+model and the running requests. A token takes one step, or in a pipeline one round through all stages, each of which has
+a microbatch (bubbles, up to a fifth more, are not predicted). Prompts are computed in between: while requests wait,
+each one that ends is replaced, so the prompts are assumed to be those of the requests that ended last. The target is
+the mean time per token; a single gap may be as long as the largest batch.
 
 A new request counts as the mean of the running ones. When the limit falls, as contexts grow or the model is refitted,
 no request is preempted.
@@ -21,7 +21,7 @@ from ballast.common.errors import ConfigError
 from services.worker.policy.splitting import added_s
 
 _ENDED_COUNT = 64  # ended requests remembered
-_LEAST_COUNT = 8  # fewer are not representative: the first that end are those with short answers
+_LEAST_COUNT = 8  # fewer are not representative, as those with short answers end first
 
 
 class Decoders(NamedTuple):
@@ -33,14 +33,14 @@ class Decoders(NamedTuple):
 
 
 class Turnover(NamedTuple):
-    """The mean request that ends, replaced by another like it. Without a prompt: unknown."""
+    """Mean request that ends and is replaced by another like it. Without a prompt: unknown."""
 
     prompt_tokens: int = 0
     answer_tokens: float = 1.0
 
 
 def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int) -> float:
-    """Seconds between two tokens of a sequence if `count` ran that are like `decoders`.
+    """Seconds between two tokens of a sequence if `count` sequences like `decoders` were running.
 
     Args:
         cost: Of all layers.
@@ -53,16 +53,14 @@ def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int)
     batch_s = cost.decodes_s(each, each * decoders.context_tokens / decoders.sequence_count)
     if turnover.prompt_tokens:
         batch_s += added_s(cost, 0, turnover.prompt_tokens) * count / turnover.answer_tokens / stages
-    return batch_s  # of all layers: each stage takes a share of it, and as many batches run in between
+    return batch_s  # each stage takes a share of it, and as many batches run in between
 
 
 class TokenTarget:
-    """The worker's target for sequences without one. `cost` returns the current model of all layers; None: no limit."""
+    """The worker's default target for sequences. `cost` returns the current model of all layers; None: no limit."""
 
     def __init__(self, target_s: float, cost: Callable[[], CostModel | None]) -> None:
-        """Raises:
-        ConfigError: no batch is that fast.
-        """
+        """Raises ConfigError if no batch is fast enough."""
         if not target_s > 0.0:
             raise ConfigError("tpot_target_s", f"must be positive, got {target_s}")
         self._target_s = target_s
@@ -71,11 +69,11 @@ class TokenTarget:
 
     @property
     def limits(self) -> bool:
-        """True if sequences without a target of their own have one."""
+        """True if sequences without their own target have one."""
         return math.isfinite(self._target_s)
 
     def ended(self, prompt_tokens: int, answer_tokens: int) -> None:
-        """A request that ran has ended, with at least one token."""
+        """A running request has ended, with at least one token."""
         self._ended.append((prompt_tokens, answer_tokens))
 
     @property
@@ -86,8 +84,8 @@ class TokenTarget:
         return Turnover(sum([p for p, _ in self._ended]) // count, sum([a for _, a in self._ended]) / count)
 
     def place_count(self, decoders: Decoders, most: int, target_s: float | None = None) -> int:
-        """Sequences that may run, of at most `most`: no fewer than run now, and at least one. `target_s`: their
-        strictest target.
+        """Number of sequences that may run, at most `most`, no fewer than are running, and at least one. `target_s`:
+        their strictest target.
         """
         target_s = self._target_s if target_s is None else target_s
         if math.isinf(target_s):

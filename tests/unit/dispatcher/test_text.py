@@ -38,6 +38,27 @@ def test_ids_equal_those_of_transformers(model: Path, text: str) -> None:
     assert list(asyncio.run(encoder.encode_conversation(messages))) == expected
 
 
+def test_bad_words_are_encoded_as_in_vllm(model: Path) -> None:
+    reference = AutoTokenizer.from_pretrained(str(model))
+
+    def ids(text: str) -> tuple[int, ...]:
+        return tuple(reference(text, add_special_tokens=False)["input_ids"])
+
+    words = [
+        token[1:]
+        for token in reference.get_vocab()
+        if token[0] == "Ġ" and token[1:].isalpha() and token.count("Ġ") == 1
+    ]
+    expected: list[tuple[int, ...]] = []
+    for word in [*words, "!", "seven ships", " and"]:
+        first, second = ids(word.lstrip()), ids(" " + word.lstrip())
+        expected.append(first)
+        if second[0] != first[0] and len(second) == len(first):
+            expected.append(second)
+    assert PromptEncoder(model).encode_bad_words([*words, "!", "seven ships", " and"]) == expected
+    assert len(words) + 3 < len(expected) < 2 * len(words) + 6  # some with a space before them, and some without
+
+
 def test_a_saved_truncation_does_not_cut_prompts(model: Path) -> None:
     truncation = {"direction": "Right", "max_length": 4, "strategy": "LongestFirst", "stride": 0}
     edit(model / "tokenizer.json", truncation=truncation)

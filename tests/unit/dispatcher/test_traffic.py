@@ -1,3 +1,5 @@
+from collections.abc import Callable
+
 import pytest
 
 from ballast.common.errors import InvariantViolation
@@ -63,6 +65,28 @@ def test_long_prompts_are_told_from_short_ones() -> None:
     assert read_traffic(write_traffic(found)) == found
     assert sum_traffic([found, found]).prompt_quantile(0.99) == pytest.approx(8000, rel=0.25)
     assert counter.read(200.0, 0, 0).prompt_quantile(0.5) is None
+
+
+def test_there_is_news_of_each_request_at_once_and_of_tokens_four_times_a_second() -> None:
+    counter = TrafficCounter()
+    one = RequestId("r")
+    changes: list[Callable[[], None]] = [
+        lambda: counter.arrived(one, 0.1, 10),
+        lambda: counter.began(one, 0.2),
+        lambda: counter.left(one, 1),
+        lambda: counter.set_aside(one),
+    ]
+    for step, change in enumerate(changes):
+        at_s = step / 10
+        counter.read(at_s, 0, 0)
+        assert not counter.has_news(at_s + 0.05, 0)
+        assert counter.has_news(at_s + 0.05, 1), "it waits in the queue"
+        change()
+        assert counter.has_news(at_s + 0.05, 0)
+    counter.read(1.0, 0, 0)
+    counter.went_on(100, 1.0)
+    assert not counter.has_news(1.2, 0)
+    assert counter.has_news(1.25, 0)
 
 
 def test_dispatchers_add_up() -> None:

@@ -10,7 +10,7 @@ from services.gateway.anthropic import MessagesRequest, MessagesWriter, failure_
 from services.gateway.errors import Failure, invalid
 from services.gateway.openai.chat import Head, Wishes
 from services.gateway.openai.formats import Thoughts, ToolFormat, format_of
-from services.gateway.openai.requests import parse
+from services.gateway.openai.requests import UsageWish, parse
 
 HEAD = Head(id="msg-abc", created=0, model="m")
 USAGE = Usage(prompt_token_count=7, completion_token_count=9, replay_count=0, queue_s=0, ttft_s=0, e2e_s=0, seed=1)
@@ -96,7 +96,9 @@ BLOCKS: list[dict[str, Any]] = [
 
 
 def writer() -> MessagesWriter:
-    wishes = Wishes(logprobs=False, usage=True, token_ids=False, format=format_of(ToolFormat.HERMES, [], Thoughts()))
+    wishes = Wishes(
+        logprobs=False, usage=UsageWish.NONE, token_ids=False, format=format_of(ToolFormat.HERMES, [], Thoughts())
+    )
     return MessagesWriter(HEAD, wishes, ["END"])
 
 

@@ -295,6 +295,10 @@ def test_reports_are_answered_and_seen_in_the_status() -> None:
         assert (status.monitor_id, status.active) == ("m1", True)
         assert status.instances[0].instance == announce().announce
         assert status.instances[0].load == load().load
+        await call.write(loaded(used_block_count=7))
+        await call.read()
+        status = await stub.GetClusterStatus(pb.GetClusterStatusRequest())
+        assert status.instances[0].load.used_block_count == 7
         await call.done_writing()
         assert await call.code() is grpc.StatusCode.OK
         await soon(lambda: not shell.core.entries)

@@ -66,7 +66,9 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
         state = StateServer(server.url)
         environment = RedisSurroundings(state)
         dispatcher = DispatcherStore(state, Identity(DispatcherId("d 1"), Incarnation(7)))
-        waiting = Traffic(queued_count=3, queued_tokens=170, recent_count=5, calm_per_s=0.25, known_s=33.5)
+        waiting: Traffic | None = Traffic(
+            queued_count=3, queued_tokens=170, recent_count=5, calm_per_s=0.25, known_s=33.5
+        )
         sharing = asyncio.create_task(dispatcher.share_traffic(lambda: waiting))
 
         async def heard() -> tuple[BacklogWord, ...]:
@@ -76,6 +78,11 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
         assert [(w.dispatcher_id, w.traffic) for w in first] == [("d 1", waiting)]
         later = await _until(heard, lambda words: words != first)
         assert later[0].traffic == first[0].traffic, "only the serial has changed"
+        waiting = None
+        await asyncio.sleep(0.1)
+        unchanged = await heard()
+        await asyncio.sleep(0.1)
+        assert await heard() == unchanged, "without news the last entry stays"
         waiting = Traffic()
         await _until(heard, lambda words: not words)
         sharing.cancel()

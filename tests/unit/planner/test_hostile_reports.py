@@ -153,6 +153,26 @@ async def test_the_rest_of_what_a_monitor_says_is_heard_all_the_same() -> None:
     assert [event.worker_id for event in heard if isinstance(event, p.InstanceUp)] == ["w1", "w3"]
 
 
+async def test_only_what_has_changed_is_converted_again_and_who_is_gone_is_forgotten() -> None:
+    state = StateServer("redis://127.0.0.1:1")
+    events = MonitorEvents(LeaderAddress(state, "monitor", None))
+
+    def answer(**used: int) -> pb.GetClusterStatusResponse:
+        return pb.GetClusterStatusResponse(
+            instances=[
+                pb.InstanceStatus(instance=pb.Announce(worker_id=w), load=codec.LOAD.message(load_report(count)))
+                for w, count in used.items()
+            ]
+        )
+
+    first = events.loads_of(answer(w1=5, w2=6)).workers
+    second = events.loads_of(answer(w1=5, w2=7)).workers
+    assert second == {"w1": load_report(5), "w2": load_report(7)}
+    assert second[WorkerId("w1")] is first[WorkerId("w1")]
+    assert list(events.loads_of(answer(w2=7)).workers) == ["w2"]
+    await state.close()
+
+
 def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
     """A clock's rounding once made a wait negative: a restore that had ended was waited for without end."""
     status = Status(epoch=Epoch(5), phase=Phase.DONE, boundary_wait_s=-0.007, remap_s=math.nan, kv_bytes_sent=2**62)

@@ -28,14 +28,15 @@ HASHES = {
     7: "f9dee233e4bfb178",
     8: "9a70b9f5154d4fec",
     9: "0331143d157f2d86",
-    10: "52da60b04c67e211",
+    10: "fae438c20f1b302a",
+    11: "373d6240fca336db",
 }  # number -> of what was said then; those of old numbers stay
 
 
 def what_is_said() -> list[object]:
     """Messages between stages and what of the cluster's they hold, frames on links, and the order of KV in memory."""
     messages: list[DescriptorProto | EnumDescriptorProto] = []
-    for name in ("SamplingParams", "Grammar", "TokenLogprob", "Logprobs"):
+    for name in ("SamplingParams", "TokenIds", "Grammar", "TokenLogprob", "Logprobs"):
         message = DescriptorProto()
         cluster_pb2.DESCRIPTOR.message_types_by_name[name].CopyToProto(message)
         messages.append(message)

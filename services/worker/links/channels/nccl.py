@@ -1,12 +1,11 @@
 """Channels for GPUs: frames and host payloads over TCP, device payloads over NCCL.
 
 A pair of workers has one communicator, created with the link: creation takes up to a second and device memory. `turns`
-says how two lanes share it. A receive posted to NCCL occupies the device until its message arrives, and blocks every
-device-wide synchronisation, including the one before unmapping memory: so only payloads go over NCCL, and both sides
+explains how two lanes share it. A receive posted to NCCL occupies the device until its message arrives, and blocks
+every device-wide synchronisation, including the one before unmapping memory: so only payloads use NCCL, and both sides
 are ready before either posts.
 
-torch's watchdog of communicators would end the process when a peer dies. It is disabled; links have timeouts of their
-own.
+torch's watchdog would end the process when a peer dies. It is disabled; links have their own timeouts.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from services.worker.links.copies import HOST
 from services.worker.links.ports import ChannelBroken, Channels, Pending
 from services.worker.links.store import PairStore
 
-COMMUNICATOR_BYTES = 64 << 20  # device memory, estimated for so few blocks
-_MOST_CTAS = 4  # thread blocks that a communicator may take from computation: two fill a 400 Gb/s link
+COMMUNICATOR_BYTES = 64 << 20  # device memory, estimated for this few blocks
+_MOST_CTAS = 4  # thread blocks of a communicator: two saturate a 400 Gb/s link
 
-# torch's reactions to a failed or late collective: end the process, later or at once.
+# torch's reactions to a failed or late collective, which end the process.
 UNWATCHED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -41,7 +40,7 @@ UNWATCHED = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-_EVER = timedelta(hours=1)  # links have timeouts of their own
+_EVER = timedelta(hours=1)  # links have their own timeouts
 
 
 class NcclGroup(Protocol):
@@ -68,12 +67,12 @@ class NcclStream(Protocol):
     def current(self) -> AbstractContextManager[object]: ...
 
     def finish(self, work: Work) -> None:
-        """Block until the device has finished it, successfully or not."""
+        """Block until the device has finished, successfully or not."""
         ...
 
 
 class NcclMover:
-    """A communicator. See `turns.TurnMover`."""
+    """A communicator as a `turns.TurnMover`."""
 
     def __init__(self, group: NcclGroup, stream: NcclStream, rank: int) -> None:
         self._group = group
@@ -89,7 +88,7 @@ class NcclMover:
                 self._group.recv([payload], self._peer, 0)
             work = self._group._end_coalescing()
             self._stream.finish(work)
-            work.wait(_EVER)  # raises for a failure; completion alone is no success
+            work.wait(_EVER)  # raises if it failed; completion alone does not mean success
 
     def abort(self) -> None:
         self._group.abort()
@@ -99,7 +98,7 @@ class NcclMover:
 
 
 class CudaStream:
-    """A separate stream, so that a payload waits for no kernels. Links make sure that it has been computed."""
+    """A separate stream, so that a payload does not wait for unrelated kernels. Links ensure that it was computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -115,7 +114,7 @@ class CudaStream:
 
 
 class NcclChannel:
-    """One lane. See `links.ports.Channel`."""
+    """One lane, a `links.ports.Channel`."""
 
     def __init__(self, frames: TcpChannel, turns: ChannelTurns, lane: Lane, device: torch.device) -> None:
         self.device = device
@@ -149,7 +148,7 @@ class NcclChannel:
 
 
 class NcclTransport:
-    """For one GPU. `make_group` and `make_stream` are replaceable for tests."""
+    """Transport for one GPU. `make_group` and `make_stream` are replaceable for tests."""
 
     name = "nccl"
     lanes = ("store", "turns", "urgent", "bulk")
@@ -167,7 +166,7 @@ class NcclTransport:
         self._device = device
         self._make_group = make_group or partial(_nccl_group, device)
         self._make_stream = make_stream
-        os.environ.update(UNWATCHED)  # read when a group is made
+        os.environ.update(UNWATCHED)  # read when a group is created
 
     def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
         store_socket, turns_socket, *lanes = sockets
@@ -190,14 +189,14 @@ class NcclTransport:
         return Channels(urgent, bulk, store.close)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 def refuse_one_device(store: Store, rank: int, uuid: str) -> None:
-    """NCCL refuses two ranks on one device only after a while, and less clearly.
+    """Detect early that both ranks use the same device, which NCCL reports later and less clearly.
 
     Raises:
-        ChannelBroken: both sides have this device.
+        ChannelBroken: both sides have the same device.
     """
     store.set(f"device {rank}", uuid)
     if store.get(f"device {1 - rank}") == uuid.encode():
@@ -205,7 +204,7 @@ def refuse_one_device(store: Store, rank: int, uuid: str) -> None:
 
 
 def _nccl_group(device: torch.device, store: Store, rank: int, timeout_s: float) -> NcclGroup:
-    from torch.distributed import ProcessGroupNCCL  # missing from torch builds without GPUs
+    from torch.distributed import ProcessGroupNCCL  # missing in torch builds without GPU support
 
     refuse_one_device(store, rank, str(torch.cuda.get_device_properties(device).uuid))
     options = ProcessGroupNCCL.Options()

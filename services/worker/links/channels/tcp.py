@@ -1,10 +1,10 @@
 """Channels over TCP: each is one of the sockets of the rendezvous.
 
 A frame is preceded by its length, which is checked first; payloads are sent directly from the sender's memory into the
-receiver's. What the socket does not accept at once is sent by a waiting thread.
+receiver's. Bytes that the socket does not accept at once are sent by a waiting thread.
 
-A wait is one system call for all remaining bytes, with the socket's own timeout: each return would mean waiting for the
-GIL, which the engine's thread holds nearly always.
+A wait is one system call for all remaining bytes, with the socket's own timeout: every return to Python has to wait for
+the GIL, which the engine's thread holds most of the time.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ class _Payload:
 
 
 class TcpChannel:
-    """See `links.ports.Channel`."""
+    """A `links.ports.Channel` over a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -70,10 +70,10 @@ class TcpChannel:
         self._pushing = False  # a thread sends the first unsent item, without the lock
         self._reading = Lock()
         self._unsent: deque[_TcpSend] = deque()
-        self._payloads: deque[_Payload] = deque()  # posted and not read; they precede any other frame
+        self._payloads: deque[_Payload] = deque()  # posted but not read yet; they precede all other frames
         self._first = memoryview(bytearray(_FIRST_BYTES))  # of the frame being read
-        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # set on the socket
-        self._aborted = ""  # why the channel is aborted
+        self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # timeouts currently set on the socket
+        self._aborted = ""  # reason for the abort
 
     # ------------------------------------------------------------ sending
 
@@ -96,7 +96,7 @@ class TcpChannel:
         return sending
 
     def push(self, sending: _TcpSend, timeout_s: float) -> None:
-        """Send until this item, and all before it, are gone. Other threads may post meanwhile, and
+        """Send until this item and all before it are sent. Other threads may post meanwhile, and
         wait for their turn.
         """
         deadline_s = time.monotonic() + timeout_s
@@ -119,7 +119,7 @@ class TcpChannel:
                 self._writing.notify_all()
 
     def _try(self, sending: _TcpSend, flags: int) -> int:
-        """Bytes that the socket has accepted."""
+        """Number of bytes accepted by the socket."""
         try:
             return self._out.sendmsg(sending.parts, (), flags)
         except BlockingIOError:
@@ -129,7 +129,7 @@ class TcpChannel:
             return 0
 
     def _sent(self, first: _TcpSend, count: int) -> bool:
-        """Account for bytes sent of the first item; returns True if it is complete. Called with the lock."""
+        """Account for bytes sent of the first item. Returns True if it is complete. Called with the lock held."""
         parts = first.parts
         while parts and count >= parts[0].nbytes:
             count -= parts.pop(0).nbytes
@@ -220,9 +220,9 @@ class TcpTransport:
         return Channels(urgent, bulk, lambda: None)
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """A flat view of the bytes on the host."""
+    """A flat view of host memory as bytes."""
     return memoryview(cast("Buffer", tensor.numpy()))

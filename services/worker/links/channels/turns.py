@@ -2,11 +2,11 @@
 
 A communicator executes one operation after another, and both sides must request the same one: two sides that send first
 deadlock. So rank 0 decides. Over a socket it learns what the other side has posted, and announces for each turn how
-many payloads of one lane go each way: a turn costs the same for one and for several. While an urgent payload is known,
-no bulk is started; an urgent payload waits at most for the turn under way.
+many payloads of one lane are sent in each direction: a turn costs the same for one and for several. While an urgent
+payload is known, no bulk is started; an urgent payload waits at most for the current turn.
 
-One thread does all this and calls the mover. Waiters for a payload wait for that thread's notification, so a failure
-never counts as delivered; an abort notifies all of them at once.
+A single thread does all this and calls the mover. Waiters for a payload wait for that thread's notification, so a
+failure never counts as delivered; an abort notifies all of them at once.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ import torch
 from ballast.service.logs import get_logger
 from services.worker.links.ports import ChannelBroken
 
-_ABORT_S = 10.0  # for the mover to return
+_ABORT_S = 10.0  # timeout for the mover to return
 
-# Control messages are one byte. To rank 0: what has been posted. From it: the lane of a turn, and the numbers of
-# payloads.
+# Control messages are one byte. To rank 0: the number of payloads posted. From rank 0: the lane of a turn, and the
+# numbers of payloads.
 _BULK, _RECEIVES = 1, 2
-_DOWN, _UP = 1, 4  # lowest bits of the numbers: payloads of rank 0, of rank 1
-_MOST = 7  # payloads each way
+_DOWN, _UP = 1, 4  # lowest bits of the two numbers: payloads of rank 0, of rank 1
+_MOST = 7  # payloads in each direction
 
 
 class Lane(IntEnum):
@@ -43,7 +43,7 @@ class Lane(IntEnum):
 
 
 class TurnMover(Protocol):
-    """Moves several payloads each way at a time. Called by one thread, except `abort`."""
+    """Moves several payloads in each direction at a time. Called by one thread, except for `abort`."""
 
     def move(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
         """Returns when all have arrived; both sides must request the same.
@@ -61,7 +61,7 @@ class TurnMover(Protocol):
 
 
 class Posted:
-    """A payload until it has been sent or received."""
+    """A posted payload until it has been sent or received."""
 
     def __init__(self, turns: ChannelTurns, tensor: torch.Tensor) -> None:
         self._turns = turns
@@ -73,7 +73,7 @@ class Posted:
 
 
 class ChannelTurns:
-    """State shared by two lanes; `rank` 0 decides. Takes over the socket."""
+    """State shared by the two lanes; rank 0 decides. Takes ownership of the socket."""
 
     def __init__(self, connection: socket.socket, mover: TurnMover, rank: int, name: str) -> None:
         self._connection = connection
@@ -84,7 +84,7 @@ class ChannelTurns:
         self._mover = mover
         self._decides = rank == 0
         self._changed = Condition()
-        self._why = ""  # reason of the abort
+        self._why = ""  # reason for the abort
         self._moves = False  # the mover is running
         self._out: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
         self._into: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
@@ -112,7 +112,7 @@ class ChannelTurns:
                 raise ChannelBroken(self._why)
 
     def abort(self) -> None:
-        """Safe from any thread but the mover's. Afterwards nothing touches what was posted."""
+        """Safe from any thread but the mover's. Afterwards nothing accesses posted memory."""
         self._end("aborted")
         self._mover.abort()
         with self._changed:
@@ -120,7 +120,7 @@ class ChannelTurns:
                 get_logger().error("a communicator does not end", thread=self._thread.name)
 
     def destroy(self) -> None:
-        """Once for each lane, after `abort`."""
+        """Called once for each lane, after `abort`."""
         self._left -= 1
         if self._left:
             return
@@ -165,7 +165,7 @@ class ChannelTurns:
             self._end(f"{type(error).__name__}: {error}")
 
     def _decide(self) -> tuple[Lane, int, int] | None:
-        """The next turn, if any: the lane, and how many payloads each rank sends."""
+        """The next turn, if any: the lane, and the number of payloads of each rank."""
         with self._changed:
             lane = Lane.URGENT if self._knows_of(Lane.URGENT) else Lane.BULK
             down = min(len(self._out[lane]), self._theirs[lane, True], _MOST)
@@ -228,7 +228,7 @@ class ChannelTurns:
             self._moves = False
             for posted in (*out, *into):
                 posted.tensor = None
-                posted.is_done = is_done and not self._why  # an aborted operation returns as if complete
+                posted.is_done = is_done and not self._why  # an aborted operation returns as if it were complete
             self._changed.notify_all()
 
 

@@ -220,7 +220,22 @@ def test_thresholds_in_the_wrong_order_and_time_that_goes_back_are_bugs() -> Non
         pressure.observe(sample(1.0, 1))
 
 
-def test_the_history_is_bounded() -> None:
+def test_the_history_is_what_a_trend_needs_and_bounded() -> None:
     pressure = Pressure(RULES)
     tell(pressure, series(100, lambda t: sample(t, 1, groups=((W0,), (W1,)))))
+    assert pressure.history[0].at_s == pytest.approx(pressure.history[-1].at_s - RULES.trend_window_s)
+    tell(pressure, [sample(100 + i / 1e4, 1, groups=((W0,), (W1,))) for i in range(2 * RULES.sample_count)])
     assert len(pressure.history) == RULES.sample_count
+
+
+def test_a_capacity_that_shrinks_counts_as_what_it_will_be_until_it_is_level_again() -> None:
+    pressure = Pressure(RULES)
+    sizes = [1000, 1000, 1000, 980, 960, 940, 920, 900] + [900] * 15
+    found: list[float] = []
+    for i, size in enumerate(sizes):
+        pressure.observe(sample(i * STEP_S, 100, capacity_bytes=size, groups=MERGED, undropped_bytes=500))
+        assert pressure.forecast is not None
+        found.append(pressure.forecast.capacity_bytes)
+    assert found[2] == 1000
+    assert found[7] == pytest.approx(900 - 100), "it has lost 20 in each fifth of a second"
+    assert found[-1] == 900

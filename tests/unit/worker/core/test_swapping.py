@@ -51,7 +51,7 @@ def judge(driver: Driver, asked: list[tuple[SequenceKey, tuple[int, ...]]]) -> N
         assert ending is not None
         assert ending.finish_reason is want.finish_reason
     driver.assert_empty()
-    assert len(space(driver)) == space(driver).used_block_count == 0
+    assert len(space(driver).entries) == space(driver).used_block_count == 0
 
 
 def computed_tokens(driver: Driver) -> int:
@@ -124,7 +124,7 @@ def test_an_end_in_any_phase_frees_both_sides() -> None:
         driver = swapping(block_count=22, per_step=1)
         asked = submit(driver, (8, 20), (8, 40), (8, 30), (8, 30))
         for _ in range(300):
-            entries = [e for e in space(driver)._entries.values() if e.phase.value == wanted]
+            entries = [e for e in space(driver).entries.values() if e.phase.value == wanted]
             if entries:
                 break
             driver.step()
@@ -144,7 +144,7 @@ def test_a_change_of_the_group_has_them_computed_anew() -> None:
     assert space(driver).enabled
     assert not driver.core.handle(RoleChanged(driver.at_s, leads=True, stage_count=2)), "it has nothing on the stages"
     driver.core.check()
-    assert len(space(driver)) == 0
+    assert len(space(driver).entries) == 0
     assert not space(driver).enabled, "what the other stages have is not known yet"
     assert driver.core.load(driver.at_s, MEMORY).waiting_count == 1
     assert len(asked) == 3
@@ -155,7 +155,7 @@ def test_stages_are_told_to_forget_what_is_being_copied_when_there_is_no_host_me
     submit(driver, (8, 20), (8, 40), (8, 30), (8, 30))
     while not space(driver).leaving_block_count:
         driver.step()
-    (entry,) = space(driver)._entries.values()
+    (entry,) = space(driver).entries.values()
     blocks = driver.core.group_scheduler.scheduler.block_count
     told, removed = driver.core.handle(CapacityChanged(driver.at_s, blocks, swap_block_count=0))
     assert isinstance(told, Emit)
@@ -172,7 +172,7 @@ def test_a_dispatcher_hears_of_what_is_swapped_out_when_its_blocks_are_free_and_
     while not space(driver).leaving_block_count:
         driver.step()
         assert not driver.preempted
-    (entry,) = space(driver)._entries.values()
+    (entry,) = space(driver).entries.values()
     key = entry.sequence.key
     while space(driver).leaving_block_count:
         assert not driver.preempted, "its blocks are not free yet"
@@ -194,7 +194,7 @@ def test_what_is_handed_over_takes_no_host_blocks_along() -> None:
     assert len(moved) == 3
     assert space(driver).used_block_count == 0
     assert min(s.computed_tokens for s in moved) == 0 < max(s.computed_tokens for s in moved)
-    assert len(space(driver)) == 0
+    assert len(space(driver).entries) == 0
 
 
 def test_a_cache_that_shrinks_gives_up_what_was_swapped() -> None:
@@ -202,7 +202,7 @@ def test_a_cache_that_shrinks_gives_up_what_was_swapped() -> None:
     asked = submit(driver, (8, 20), (8, 20), (8, 20))
     until_away(driver)
     driver.feed(CapacityChanged(driver.at_s, 9))
-    assert len(space(driver)) == 0
+    assert len(space(driver).entries) == 0
     driver.run_to_end()
     judge(driver, asked)
 

@@ -43,6 +43,8 @@ def requests(count: int, vocabulary: int, seed: int) -> list[NewSequence]:
             presence_penalty=rng.choice([0.0, 0.0, 0.7]),
             min_tokens=rng.choice([0, 0, 9]),
             logit_bias=rng.choice([{}, {}, {5: 2.0, 9: -3.0, 2: 1.0}]),
+            bad_words_token_ids=rng.choice([(), (), ((5,), (7, 8), (1,) * 99)]),
+            allowed_token_ids=rng.choice([(), (), tuple(range(1, vocabulary, 3))]),
             logprobs=rng.choice([None, None, 0, 4]),
         )
         prompt, output = (tuple(rng.choices(range(vocabulary), k=k)) for k in (6, rng.randrange(4)))

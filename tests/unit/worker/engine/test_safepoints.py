@@ -1,6 +1,7 @@
 """A step that gives way between two slices of layers leaves nothing that a later one would read."""
 
 import contextlib
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,8 @@ import pytest
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Preempted, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
+from services.worker.ranks.channel import RankLog
+from services.worker.ranks.load import load_ranked
 from tools.model.tiny import make_tiny
 
 LAYERS = 4
@@ -59,3 +62,13 @@ def test_tokens_are_those_of_whole_steps(model: Path, safepoint_layers: int, pre
         whole = _answer(engine, 0, -1)
     with load_engine(model, device_memory_bytes=8 << 20, dtype="float64") as engine:
         assert _answer(engine, safepoint_layers, preempted_at) == whole
+
+
+def test_ranks_give_way_together(model: Path) -> None:
+    ranked = load_ranked(
+        partial(load_engine, model, device_memory_bytes=8 << 20, dtype="float64"), ["cpu", "cpu"], RankLog()
+    )
+    with ranked.engine as engine:
+        whole = _answer(engine, 0, -1)
+        engine.runner.run_stage(Batch(99, (1,), (), ()), (), None, first_layer=0, last_layer=LAYERS)
+        assert _answer(engine, 1, 2) == whole

@@ -1,6 +1,7 @@
 import math
 import random
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -223,6 +224,43 @@ def test_min_tokens_keeps_the_ends_away() -> None:
     assert once(sampling, row, output=(8, 8)).token_ids == (EOS,)
     ignoring = SamplingParams(temperature=0.0, min_tokens=2, stop_token_ids=(7,), ignore_eos=True)
     assert once(ignoring, row).token_ids == (EOS,)
+
+
+def test_a_bad_word_is_never_completed() -> None:
+    row = torch.zeros(VOCAB)
+    row[[10, 11, 12]] = torch.tensor([9.0, 8.0, 7.0])
+    bad = SamplingParams(temperature=0.0, bad_words_token_ids=((10,), (11, 11, 11)))
+    assert once(bad, row).token_ids == (11,)
+    assert once(bad, row, prompt=(11, 11)).token_ids == (11,)  # what the prompt says does not count, as in vLLM
+    assert once(bad, row, output=(11,)).token_ids == (11,)
+    assert once(bad, row, output=(11, 11)).token_ids == (12,)
+    assert once(bad, row, output=(11, 11, 12, 11)).token_ids == (11,)
+    chosen = sampler()
+    chosen.add(NewSequence(1, (5,), (), bad))
+    tokens = [chosen.sample([SampleRow(1, 1 + i)], row[None].clone()).token_ids[0] for i in range(6)]
+    assert tokens == [11, 11, 12, 11, 11, 12]
+
+
+def test_allowed_tokens_are_all_that_an_answer_has() -> None:
+    row = logits(8)[0]
+    allowed = tuple(range(3, VOCAB, 17))
+    tokens = {
+        once(SamplingParams(seed=i, temperature=9.0, allowed_token_ids=allowed), row).token_ids[0] for i in range(99)
+    }
+    assert len(tokens) > 9
+    assert tokens <= set(allowed)
+    best = max(allowed, key=lambda token: float(row[token]))
+    sampling = SamplingParams(temperature=0.0, allowed_token_ids=(*allowed, 99_999), bad_words_token_ids=((best,),))
+    second = max(set(allowed) - {best}, key=lambda token: float(row[token]))
+    assert once(sampling, row).token_ids == (second,)
+
+
+@pytest.mark.parametrize("given", [{"allowed_token_ids": (7,)}, {"allowed_token_ids": (EOS,), "min_tokens": 1}])
+def test_where_no_token_is_left_the_sequence_fails(given: dict[str, Any]) -> None:
+    sampling = SamplingParams(temperature=0.0, bad_words_token_ids=((7,), (8, 9)), **given)
+    [(row, why)] = once(sampling, logits(9)[0]).errors
+    assert row == 0
+    assert why.startswith("no token can follow here")
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:

@@ -49,22 +49,31 @@ def test_an_a100_is_efficient_from_256_tokens_on() -> None:
 
 def test_a_target_is_shared_by_the_batches_that_circulate() -> None:
     target, online = Harvest(), [OnlineView(0.1), OnlineView(0.3)]
-    assert allowance_s(target, 0.02, 4, 2, online, 512) == pytest.approx(0.2)
-    assert allowance_s(target, 0.3, 4, 2, online, 512) == 0.3, "what online work makes longer gets nothing"
-    assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, [], 512) == pytest.approx(0.025)
+    assert allowance_s(target, 0.02, 4, 2, online, 99, 512) == pytest.approx(0.2)
+    assert allowance_s(target, 0.3, 4, 2, online, 99, 512) == 0.3, "what online work makes longer gets nothing"
+    assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, [], 99, 512) == pytest.approx(0.025)
 
 
 def test_the_strictest_of_those_that_run_decides() -> None:
     harvest, free = Harvest(slowdown=0.25), OnlineView(math.inf)
 
     def allowed_s(*online: OnlineView) -> float:
-        return allowance_s(harvest, 0.02, 1, 1, online, 100)
+        return allowance_s(harvest, 0.02, 1, 1, online, 99, 100)
 
     assert allowed_s(OnlineView(0.05), OnlineView(0.03)) == 0.03
     assert allowed_s(OnlineView(0.05), free) == pytest.approx(0.025), "who has no target is slowed down by a share"
     assert allowed_s(OnlineView(0.05, first_token_in_s=0.08, left_tokens=150)) == 0.04, "two batches to the first token"
     assert allowed_s(OnlineView(0.05, first_token_in_s=-1.0)) == 0.02, "it is late already"
     assert allowed_s(free, OnlineView(math.inf, left_tokens=150)) == 0.02, "nothing beside a prompt without a target"
+
+
+def test_under_a_target_answers_last_longer_only_as_far_as_places_suffice() -> None:
+    online = [OnlineView(0.05)] * 10
+    assert allowance_s(Harvest(), 0.02, 1, 1, online, 30, 512) == 0.05
+    assert allowance_s(Harvest(), 0.02, 1, 1, online, 15, 512) == pytest.approx(0.03), "half as many again may run"
+    assert allowance_s(Harvest(), 0.02, 1, 1, online, 9, 512) == 0.02
+    free = [OnlineView(math.inf)] * 10
+    assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, free, 10, 512) == pytest.approx(0.025), "without a target"
 
 
 def test_decodes_go_before_prompts_and_the_one_that_waits_longest_first() -> None:

@@ -1,0 +1,201 @@
+"""Starts `python -m MODULE` processes by forking one that has imported what they import: seconds sooner, memory shared.
+
+As `multiprocessing`'s fork server, but with what a service needs: its own arguments, environment, session, log file and
+title. The server is a process without threads, tethered to the thread that started it; its children are tethered to it.
+Linux only, as it waits for processes by file descriptor.
+"""
+
+import ctypes
+import gc
+import importlib
+import json
+import os
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any, cast
+
+from tools.local import tether
+
+_MAX_BYTES = 128 << 10  # of a request: arguments and environment
+_TITLE_BYTES = 2 << 10
+_REPLY_WITHIN_S = 60.0  # the first import of torch on a busy machine
+_UNREAD = ("BALLAST_", "PYTEST_")  # beginnings of variables that nothing reads while it is imported
+_WITH_TORCH = ("services.worker.engine.load", "services.worker.links.open", "services.worker.ranks.load")
+
+
+class Forked:
+    """A started process, as `subprocess.Popen` has it."""
+
+    def __init__(self, server: "ForkServer", pid: int) -> None:
+        self.pid = pid
+        self._server = server
+        self._fd = os.pidfd_open(pid)
+        self._returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self._returncode is None and select.select([self._fd], [], [], 0.0)[0]:
+            self._returncode = self._server.status(self.pid)
+            os.close(self._fd)
+        return self._returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            signal.pidfd_send_signal(self._fd, number)
+
+    def wait(self, timeout_s: float) -> None:
+        """
+        Raises:
+            TimeoutError: it still runs.
+        """
+        if self._returncode is None and not select.select([self._fd], [], [], timeout_s)[0]:
+            raise TimeoutError(f"process {self.pid} runs after {timeout_s:g} s")
+        self.poll()
+
+
+class ForkServer:
+    """The server, as the process that uses it sees it."""
+
+    def __init__(self) -> None:
+        self._environ = dict(os.environ)
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(_REPLY_WITHIN_S)
+        with theirs:
+            command = [sys.executable, "-m", __name__, str(theirs.fileno()), " " * _TITLE_BYTES]
+            self._popen = Popen(
+                [sys.executable, "-I", "-S", tether.__file__, str(os.getpid()), *command],
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+
+    @property
+    def runs(self) -> bool:
+        return self._popen.poll() is None
+
+    def takes(self, environ: Mapping[str, str]) -> bool:
+        """True if a child with this environment would have imported the same."""
+        names = {name for name, _ in environ.items() ^ self._environ.items()}
+        return all(name.startswith(_UNREAD) for name in names)
+
+    def start(self, arguments: Sequence[str], environ: Mapping[str, str], log_fd: int) -> Forked:
+        """`arguments`: the module's name, and its arguments.
+
+        Raises:
+            OSError: the server has ended or does not answer, or too much is passed.
+        """
+        request = {"arguments": arguments, "environ": dict(environ), "cwd": os.getcwd()}
+        socket.send_fds(self._socket, [json.dumps(request).encode()], [log_fd])
+        return Forked(self, self._reply())
+
+    def status(self, pid: int) -> int:
+        """Exit status of a process that has ended; that of SIGKILL if the server has ended with it."""
+        try:
+            self._socket.send(json.dumps({"pid": pid}).encode())
+            return self._reply()
+        except OSError:
+            return -signal.SIGKILL
+
+    def close(self) -> None:
+        """End the server and its children."""
+        self._socket.close()
+        self._popen.kill()
+        self._popen.wait()
+
+    def _reply(self) -> int:
+        data = self._socket.recv(64)
+        if not data:
+            raise ConnectionResetError("the fork server has ended")
+        return int(data)
+
+
+_servers = threading.local()  # a server dies with the thread that has started it
+
+
+def server_for(environ: Mapping[str, str]) -> ForkServer | None:
+    """This thread's server, if it can start processes with that environment."""
+    if sys.platform != "linux":
+        return None
+    server = cast("ForkServer | None", getattr(_servers, "server", None))
+    if server is not None and not server.runs:
+        server.close()
+        server = None
+    if server is None:
+        _servers.server = server = ForkServer()
+    return server if server.takes(environ) else None
+
+
+# ---------------------------------------------------------------- the server's process
+
+
+def _serve(connection: socket.socket) -> list[str] | None:
+    """Answers requests until the other end is closed; returns a child's module and arguments in the child."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(connection, _MAX_BYTES, 1)
+        if not data:
+            return None
+        request: dict[str, Any] = json.loads(data)
+        if "pid" in request:
+            connection.send(str(os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])).encode())
+            continue
+        _import(request["arguments"])
+        gc.freeze()  # so that a child's collections do not copy what is shared
+        server_pid, pid = os.getpid(), os.fork()
+        if not pid:
+            connection.close()
+            _become(request, fds[0], server_pid)
+            return list(request["arguments"])
+        os.close(fds[0])
+        connection.send(str(pid).encode())
+
+
+def _import(arguments: Sequence[str]) -> None:
+    module = arguments[0]
+    needed = [f"{module}.__main__"]
+    if module == "services.worker" and "emulated" not in arguments:
+        needed += _WITH_TORCH
+    for name in needed:
+        with suppress(Exception):  # the child says so in its log
+            importlib.import_module(name)
+    sys.modules.pop(needed[0], None)  # executed anew in the child, as `__main__`
+
+
+def _become(request: Mapping[str, Any], log_fd: int, server_pid: int) -> None:
+    os.setsid()
+    tether.tie(server_pid)
+    os.chdir(request["cwd"])
+    for fd in (1, 2):
+        os.dup2(log_fd, fd)
+    os.close(log_fd)
+    os.environ.clear()
+    os.environ.update(request["environ"])
+    _set_title(" ".join([sys.executable, "-m", *request["arguments"]]))
+
+
+def _set_title(title: str) -> None:
+    """What `ps` shows: written over the server's own arguments."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    first, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
+    room = end - first - 2
+    ctypes.memset(first, 0, room)
+    ctypes.memmove(first, title.encode()[:room], min(len(title.encode()), room))
+    ctypes.memmove(end - 1, b" ", 1)  # no NUL at the end: the kernel takes it for a title
+
+
+def main(fd: int) -> None:
+    arguments = _serve(socket.socket(fileno=fd))
+    if arguments is not None:
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
