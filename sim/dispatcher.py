@@ -118,12 +118,12 @@ class DispatcherNode:
     def adopt(self, layout: Layout) -> None:
         self.feed(d.LayoutChanged(self._clock.now_s, layout))
 
-    def hear_reach(self, reach: Reach) -> None:
-        self.feed(d.ReachTold(self._clock.now_s, reach))
+    def set_reach(self, reach: Reach) -> None:
+        self.feed(d.ReachChanged(self._clock.now_s, reach))
 
     def traffic(self) -> Traffic | None:
         """None: no news."""
-        if not self.core.has_news(self._clock.now_s):
+        if not self.core.carries_changes(self._clock.now_s):
             return None
         self.catch_up()
         return self.core.traffic(self._clock.now_s)

@@ -160,7 +160,7 @@ class SimInstance(Turns):
         if self._resting and not self.paused:
             self._go_on()
 
-    def tell_of_requests(self, came: Callable[[LoadReport], None]) -> None:
+    def on_requests(self, came: Callable[[LoadReport], None]) -> None:
         self._requests_came = came
 
     def open_stream(self, listener: Listener) -> int:
@@ -276,10 +276,10 @@ class SimInstance(Turns):
                 yield from self._lapse(self.step())
             if events or stepping or self.commands:
                 self._tell(events)
-            if not inbox and self._has_come_to_rest():
+            if not inbox and self._is_idle_now():
                 yield -1.0
 
-    def _has_come_to_rest(self) -> bool:
+    def _is_idle_now(self) -> bool:
         if self.rests:
             self.fruitless_count = 0
             return True

@@ -106,7 +106,7 @@ class SimPlane:
 
     # ------------------------------------------------------------ the line to another process
 
-    def hears_nothing(self, peer_id: str) -> None:
+    def drop_silent(self, peer_id: str) -> None:
         """End the connection because the peer was silent for too long."""
         connection = self._connections.get(peer_id)
         if connection is not None and connection.is_up:
@@ -499,7 +499,7 @@ class SimLinks(Links):
             size_bytes = BATCH_BYTES if flight is None else flight.size_bytes
             cast(SimConnection, link.connection).carry(epoch, size_bytes, BatchArrived(epoch, batch, hidden_TD))
 
-    def tell_result(self, result: StepResult | tuple[int, str]) -> None:
+    def send_result(self, result: StepResult | tuple[int, str]) -> None:
         link, epoch = self.to(self._role.leader), self._role.epoch
         if link is not None:
             count = len(result.token_ids) if isinstance(result, StepResult) else 1

@@ -250,10 +250,10 @@ class Reporter:
             return
         if self._worker.crashed:
             self._ended = True
-            self._say(lambda _, stream_id, now_s: m.StreamEnded(now_s, self._cause, stream_id, said_goodbye=False))
+            self._say(lambda _, stream_id, now_s: m.StreamEnded(now_s, self._cause, stream_id, announced_exit=False))
             return
         monitor, stream_id = self._monitor, self._stream_id
-        if self._worker.paused or monitor is None or not stream_id or self._has_gone_over():
+        if self._worker.paused or monitor is None or not stream_id or self._switched_monitor():
             return
         self._told = load = self._worker.load()
         place = self._place()
@@ -267,17 +267,17 @@ class Reporter:
 
         self._lines.bring(self._name, monitor.process.name, come)
 
-    def _has_gone_over(self) -> bool:
+    def _switched_monitor(self) -> bool:
         """Follow a change of the active monitor, or search for one after its end."""
         monitor, leader = self._monitor, self._find()
         if leader is monitor and monitor is not None and not monitor.process.crashed:
             return False
-        self._say(lambda _, stream_id, now_s: m.StreamEnded(now_s, self._cause, stream_id, said_goodbye=False))
+        self._say(lambda _, stream_id, now_s: m.StreamEnded(now_s, self._cause, stream_id, announced_exit=False))
         self._stream_id = 0
         self._come_back()
         return True
 
-    def requests_came(self, load: LoadReport) -> None:
+    def on_requests_arrived(self, load: LoadReport) -> None:
         """A jump of the demand is reported at once, as by a real worker."""
         if self._told is None or self._hastens or not load.has_jumped(self._told):
             return

@@ -96,7 +96,7 @@ class PlannerNode:
         self.feed(p.TimerFired(clock.now_s, "start"))
         if elected:
             self._candidacy = Candidacy(clock, state, self.process, "planner", LEADERSHIP_TTL_S, self._lead)
-            clock.every(_LOOK_UP_S, b"planner looks", lambda: self.process.run_due("look", self._look_for_monitor))
+            clock.every(_LOOK_UP_S, b"planner looks", lambda: self.process.run_due("look", self._find_monitor))
         else:
             self._lead(lead_for_ever(state, "planner", name))
         if migrations.balances:
@@ -132,7 +132,7 @@ class PlannerNode:
                 self._call(command)
             case p.OrderStanding():
                 self._clock.after(
-                    self._delays.rpc_s, b"planner orders", partial(self._tell_standing, command, self._token)
+                    self._delays.rpc_s, b"planner orders", partial(self._send_standing, command, self._token)
                 )
             case p.ProbeInstance():
                 self._probe(command)
@@ -145,7 +145,7 @@ class PlannerNode:
                 self._empty(layout)
                 self._clock.after(self._delays.rpc_s, b"planner names", lambda: self.process.run(self._name))
                 if self.core.rules.transitions.policy is OverloadPolicy.DROP:
-                    self._tell_reach()
+                    self._publish_reach()
             case p.NothingDone():
                 self.nothing_done.append((self._clock.now_s, command))
             case p.PredictionSettled(predicted):
@@ -212,7 +212,7 @@ class PlannerNode:
             self._followed.leave(self.name)
         self._followed = None
 
-    def _look_for_monitor(self) -> None:
+    def _find_monitor(self) -> None:
         """Replace the stream if it has ended, or if its monitor no longer leads, as a real planner does."""
         followed = self._followed
         if self.core.active and (followed is None or followed is not self._monitor() or not followed.tells(self.name)):
@@ -236,7 +236,7 @@ class PlannerNode:
 
         self._ask_loads(hear)
 
-    def _tell_reach(self) -> None:
+    def _publish_reach(self) -> None:
         """As in `services.planner.shell.reaching`: publish after each new layout, and repeatedly while too little is
         known.
         """
@@ -245,7 +245,7 @@ class PlannerNode:
             reach = None if why else reach_now(self.core.layout_model, load)
             if reach is None:
                 if self.core.active:
-                    self._clock.after(SOON_S, b"planner tells reach", lambda: self.process.run(self._tell_reach))
+                    self._clock.after(SOON_S, b"planner tells reach", lambda: self.process.run(self._publish_reach))
             elif reach != self._reach:
                 self._reach = reach
                 self._state.write_reach(reach)
@@ -273,7 +273,7 @@ class PlannerNode:
         for member, partners in likely_partners(layout, MOST):
             named = [pb.Partner(worker_id=one.worker_id, data_address=one.data_address) for one in partners]
             request = pb.NamePartnersRequest(partners=named)
-            self._tell_order(member, lambda peer, to_name=request: peer.transitions.name_partners(to_name), self._token)
+            self._send_order(member, lambda peer, to_name=request: peer.transitions.name_partners(to_name), self._token)
 
     # ------------------------------------------------------------ migrations
 
@@ -315,14 +315,14 @@ class PlannerNode:
         )
         token = self._token
         for member in (*move.target.members, *reversed(move.source.members)):
-            migrate = partial(self._tell_order, member, lambda peer: peer.transitions.migrate(request), token)
+            migrate = partial(self._send_order, member, lambda peer: peer.transitions.migrate(request), token)
             self._clock.after(self._delays.rpc_s, b"planner orders", migrate)
 
-    def _tell_standing(self, command: p.OrderStanding, token: int) -> None:
+    def _send_standing(self, command: p.OrderStanding, token: int) -> None:
         member = command.member
-        self._tell_order(member, lambda peer: peer.transitions.park(member.incarnation, park=command.park), token)
+        self._send_order(member, lambda peer: peer.transitions.park(member.incarnation, park=command.park), token)
 
-    def _tell_order(self, member: Member, give: Callable[[Peer], object], token: int) -> None:
+    def _send_order(self, member: Member, give: Callable[[Peer], object], token: int) -> None:
         """Send an order to one worker; a lost order is repeated."""
         peer = self._members[member.worker_id]
 
@@ -392,7 +392,7 @@ class PlannerNode:
                 if over[0]:
                     return
                 over[0] = True
-                self.process.run(lambda: self._member_said(key, command, said))
+                self.process.run(lambda: self._on_member_status(key, command, said))
 
             if self._lines.troubled and self._lines.holds(worker_id, self.name, hear):
                 self._clock.after(_CALL_TIMEOUT_S, label, give_up)
@@ -426,7 +426,9 @@ class PlannerNode:
 
         self._clock.after(_LOOK_S, label, look)
 
-    def _member_said(self, key: tuple[WorkerId, p.WorkerCall], command: p.CallMember, said: MemberSaid | None) -> None:
+    def _on_member_status(
+        self, key: tuple[WorkerId, p.WorkerCall], command: p.CallMember, said: MemberSaid | None
+    ) -> None:
         self._calls.discard(key)
         if said is not None:
             told = replace(said, at_s=self._clock.now_s)

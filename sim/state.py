@@ -228,7 +228,7 @@ class SimStateServer:
             self._past.append((self._clock.now_s, self.contents.copied()))
             self._past = [(at_s, c) for at_s, c in self._past if at_s >= self._clock.now_s - _REMEMBERED_S]
 
-    def go_away(self, for_s: float) -> None:
+    def stop_for(self, for_s: float) -> None:
         if self.is_up:
             self.is_up = False
             self._clock.after(for_s, b"state server is back", self._come_back)
@@ -237,7 +237,7 @@ class SimStateServer:
         self.is_up = True
         self._clock.after(_POLL_S, b"dispatchers look", self._look)
 
-    def become_garbage(self) -> None:
+    def become_corrupt(self) -> None:
         """Corrupt the contents: leases have an unknown holder and no expiry; dispatchers' entries are unreadable."""
         for name, lease in self.contents.leases.items():
             self.contents.leases[name] = Lease(NOBODY, lease.token, math.inf)

@@ -39,7 +39,7 @@ class Troubles:
     def _silent(self, source: str, to: str, number: int) -> None:
         plane = self._world.planes.get(to)
         if self._world.lines.is_cut(source, to) and self._cuts[source, to] == number and plane is not None:
-            plane.hears_nothing(source)
+            plane.drop_silent(source)
 
     def slow(self, source: str, to: str, late_s: float, for_s: float) -> None:
         self._world.lines.slow(source, to, late_s)

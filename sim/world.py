@@ -291,7 +291,7 @@ class World:
             place=lambda: member.place,
             pace=kind.pace,
         )
-        instance.tell_of_requests(reporter.requests_came)
+        instance.on_requests(reporter.on_requests_arrived)
 
     def _add_dispatcher(self, number: int) -> DispatcherNode:
         rules, dispatcher_id = self.options.rules, DispatcherId(f"d{number}")
@@ -305,7 +305,7 @@ class World:
             max_waiting_count=rules.worker.max_waiting_count,
         )
         self.state.watch(node.adopt, node.name)
-        self.state.watch_reach(node.hear_reach, node.name)
+        self.state.watch_reach(node.set_reach, node.name)
         share_traffic(self.clock, self.state, dispatcher_id, node.traffic, interval_s=rules.backlog_interval_s)
         return node
 

@@ -130,14 +130,14 @@ class _Renewal:
     def __init__(self, folder: TlsFolder) -> None:
         self._folder = folder
         self._known = folder.stamps()
-        self._looked_at_s = time.monotonic()
+        self._evaluated_at_s = time.monotonic()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
         """The current certificate; None: unchanged, also if files are incomplete or missing."""
         HANDSHAKES.begins()
-        if time.monotonic() - self._looked_at_s < _LOOK_S:
+        if time.monotonic() - self._evaluated_at_s < _LOOK_S:
             return None
-        self._looked_at_s = time.monotonic()
+        self._evaluated_at_s = time.monotonic()
         try:
             stamps = self._folder.stamps()
             if stamps == self._known:

@@ -8,7 +8,7 @@ from ballast.rpc.server import RpcServer
 from ballast.service.leadership import Floor, Leadership
 from ballast.service.lifecycle import say_ready
 from ballast.service.state import StateServer
-from ballast.service.tasks import keep_up
+from ballast.service.tasks import run_supervised
 
 _HEALTH_INTERVAL_S = 0.2
 
@@ -70,14 +70,14 @@ async def _serve(
     try:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(_run(work), name="work")
-            tasks.create_task(keep_up(leadership.run, "leadership"), name="leadership")
+            tasks.create_task(run_supervised(leadership.run, "leadership"), name="leadership")
             try:
                 await leadership.decided.wait()
                 say_ready(candidate.service, candidate.instance, candidate.address)
                 if server is None:
                     await asyncio.Event().wait()  # until cancelled
                 else:
-                    await keep_up(lambda: _report_readiness(leadership, state, server), "readiness")
+                    await run_supervised(lambda: _report_readiness(leadership, state, server), "readiness")
             finally:
                 on_change(None)
     finally:

@@ -92,7 +92,7 @@ class Grammars:
         """Advance by a few tokens: matchers report some failures only then."""
         for count in range(_TRIED_TOKENS):
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
-            if (why := why_given_up(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):
+            if (why := matcher_failure(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):
                 raise InvalidRequest(f"sampling.grammar.{grammar.kind}", why)
             if why or matcher.is_accepting() or matcher.is_stopped() or not mask.any():
                 return
@@ -123,7 +123,7 @@ class Grammars:
         text = _text(grammar) if not grammar.thought_end else self._behind_thought(grammar)
         matcher = LLMatcher(self._tokenizer, text, log_level=_SILENT)
         if matcher.is_error():
-            raise InvalidRequest(f"sampling.grammar.{grammar.kind}", why_given_up(matcher))
+            raise InvalidRequest(f"sampling.grammar.{grammar.kind}", matcher_failure(matcher))
         return matcher
 
     def _behind_thought(self, grammar: Grammar) -> str:
@@ -148,7 +148,7 @@ class Grammars:
         return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None
 
 
-def why_given_up(matcher: LLMatcher) -> str:
+def matcher_failure(matcher: LLMatcher) -> str:
     """Why this matcher has failed; "" if it has not. A failed matcher allows only the end of the answer, so check after
     each mask and each token.
     """

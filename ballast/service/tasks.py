@@ -23,7 +23,7 @@ Loop = Callable[[], Coroutine[Any, Any, None]]
 _logged: set[tuple[str, str, tuple[str, int]]] = set()
 
 
-async def keep_up(run: Loop, name: str) -> None:
+async def run_supervised(run: Loop, name: str) -> None:
     """Run it until it returns or is cancelled; after each failure it is restarted after a pause that grows up to 5 s.
 
     Raises:
@@ -112,5 +112,5 @@ class Work(asyncio.TaskGroup):
                 raise
 
     def keep(self, run: Loop, name: str) -> asyncio.Task[None]:
-        """Start a task that runs until cancelled (`keep_up`)."""
-        return self.create_task(keep_up(run, name), name=name)
+        """Start a task that runs until cancelled (`run_supervised`)."""
+        return self.create_task(run_supervised(run, name), name=name)

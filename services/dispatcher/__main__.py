@@ -29,14 +29,14 @@ from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security, TokenAuthority
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
-from ballast.service.tasks import keep_up
+from ballast.service.tasks import run_supervised
 from ballast.service.tokens import TokenBook
 from ballastpb.inference.v1 import inference_pb2, inference_pb2_grpc
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.dispatcher.config import DispatcherSettings
 from services.dispatcher.core.backlog import Order
 from services.dispatcher.core.dispatcher import DispatcherCore
-from services.dispatcher.core.events import LayoutChanged, ReachTold
+from services.dispatcher.core.events import LayoutChanged, ReachChanged
 from services.dispatcher.core.limits import Limits
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.operators import OperatorServicer
@@ -183,11 +183,11 @@ async def _serve(
         shell.ready_changed.set()
 
     def on_reach(reach: Reach | None) -> None:
-        shell.feed(ReachTold(clock.now_s(), reach))
+        shell.feed(ReachChanged(clock.now_s(), reach))
 
     def traffic() -> Traffic | None:
         now_s = clock.now_s()
-        return shell.core.traffic(now_s) if shell.core.has_news(now_s) else None
+        return shell.core.traffic(now_s) if shell.core.carries_changes(now_s) else None
 
     exporter = None
     if settings.otlp_traces_endpoint is not None:
@@ -198,14 +198,14 @@ async def _serve(
     try:
         async with _running(
             shell.run(),
-            keep_up(lambda: store.watch_layout(_LAYOUT_POLL_S, on_layout, on_reach), "layout"),
-            keep_up(lambda: store.listen(servicer.taken), "announcements"),
-            keep_up(lambda: store.register(address), "registration"),
-            keep_up(lambda: store.share_traffic(traffic), "traffic"),
-            keep_up(store.run_releases, "releases"),
-            keep_up(planner.follow, "find planner"),
-            keep_up(doors.follow_tokens, "tokens"),
-            keep_up(lambda: _keep_health(shell, server), "health"),
+            run_supervised(lambda: store.watch_layout(_LAYOUT_POLL_S, on_layout, on_reach), "layout"),
+            run_supervised(lambda: store.listen(servicer.taken), "announcements"),
+            run_supervised(lambda: store.register(address), "registration"),
+            run_supervised(lambda: store.share_traffic(traffic), "traffic"),
+            run_supervised(store.run_releases, "releases"),
+            run_supervised(planner.follow, "find planner"),
+            run_supervised(doors.follow_tokens, "tokens"),
+            run_supervised(lambda: _keep_health(shell, server), "health"),
         ):
             gc.freeze()  # exclude loaded objects from garbage collection
             say_ready(_NAME, identity.dispatcher_id, address)

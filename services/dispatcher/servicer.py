@@ -317,7 +317,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             return _Service(request, resumption, caller().name, claim)
         except BallastError as error:
             if isinstance(error, InvalidRequest):
-                self._shell.turned_away(RequestId(message.request_id), error, None)
+                self._shell.record_refused(RequestId(message.request_id), error, None)
             raise
 
     def _claim(self, request_id: RequestId, resumption: Resumption | None) -> Claim:

@@ -190,12 +190,12 @@ class DispatcherStore:
         """Keep this dispatcher's registration alive, endlessly."""
         while True:
             try:
-                await self._say_here(address)
+                await self._announce_address(address)
             except Unavailable as error:
                 get_logger().warning("not registered", why=error.why)
             await asyncio.sleep(_REGISTRATION_INTERVAL_S)
 
-    async def _say_here(self, address: str) -> None:
+    async def _announce_address(self, address: str) -> None:
         key = f"{_DISPATCHERS}{self._identity.dispatcher_id}"
         pipe = self._state.redis.pipeline(transaction=True)
         pipe.hset(key, mapping={"address": address, "incarnation": self._identity.incarnation})

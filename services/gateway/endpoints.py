@@ -64,7 +64,7 @@ class Call:
     metadata: Mapping[str, str]
     reply_headers: dict[str, str] = field(default_factory=dict[str, str])
 
-    def tell_left_out(self, keys: Iterable[str]) -> None:
+    def report_ignored_keys(self, keys: Iterable[str]) -> None:
         """A header names the keys of a schema that the answer does not follow."""
         if names := ", ".join(sorted(keys)):
             self.reply_headers["x-ballast-schema-ignored"] = names
@@ -156,7 +156,7 @@ class HttpEndpoints:
             kind=self._tool_format,
         )
         form = form_of(request.response_format, request.structured)
-        call.tell_left_out(form.left_out)
+        call.report_ignored_keys(form.left_out)
         grammar = form.grammar
         if tools is not None and tools.grammar is not None:
             grammar = tools.grammar
@@ -205,7 +205,7 @@ class HttpEndpoints:
         prompts = _prompts(request)
         limit = _COMPLETION_MAX_TOKENS if request.max_tokens is None else request.max_tokens
         form = form_of(request.response_format, request.structured)
-        call.tell_left_out(form.left_out)
+        call.report_ignored_keys(form.left_out)
         counts = (_prompt_logprobs(request), request.logprobs if request.echo else None)
         scored = [count for count in counts if count is not None]
         sampling = sampling_of(

@@ -15,7 +15,7 @@ from ballast.service.metrics import MetricsServer
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.state import state_server
-from ballast.service.tasks import keep_up
+from ballast.service.tasks import run_supervised
 from ballast.service.tokens import cluster_token
 from services.jobs.app import Desk, Quotas, build_app
 from services.jobs.config import JobsSettings
@@ -72,9 +72,9 @@ async def main(life: Lifecycle) -> None:
         await server.start()
         async with asyncio.TaskGroup() as tasks:
             beside = [tasks.create_task(server.serve(life.stopping), name="http")]
-            beside.append(tasks.create_task(keep_up(leading.follow, "leader's address")))
+            beside.append(tasks.create_task(run_supervised(leading.follow, "leader's address")))
             if book is not None:
-                beside.append(tasks.create_task(keep_up(book.follow, "tokens")))
+                beside.append(tasks.create_task(run_supervised(book.follow, "tokens")))
             await serve_elected(
                 ElectionCandidate(_NAME, settings.jobs_id, address, settings.leadership_ttl_s),
                 state=state,

@@ -16,7 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from ballast.common.errors import NotPossible, Unavailable
 from ballast.service.http_client import BrokenCall
 from ballast.service.logs import get_logger
-from ballast.service.tasks import keep_up, note_failure
+from ballast.service.tasks import run_supervised, note_failure
 from services.jobs import metrics
 from services.jobs.core import verdict
 from services.jobs.core.batch import BatchState, JobBatch, Problem
@@ -75,9 +75,9 @@ class Runner:
             self._take(batch)
         try:
             async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(keep_up(self._save_results, "save results"))
-                tasks.create_task(keep_up(self._keep_house, "keep house"))
-                tasks.create_task(keep_up(partial(self._drive, tasks), "batches"))
+                tasks.create_task(run_supervised(self._save_results, "save results"))
+                tasks.create_task(run_supervised(self._delete_outdated, "keep house"))
+                tasks.create_task(run_supervised(partial(self._drive, tasks), "batches"))
         finally:
             self._thread.shutdown(wait=True)
 
@@ -148,7 +148,7 @@ class Runner:
     def _begin(self, tasks: asyncio.TaskGroup, batch_id: str, stage: Attempt) -> None:
         async def run() -> None:
             try:
-                await keep_up(stage, "a batch")
+                await run_supervised(stage, "a batch")
             finally:
                 self._stages.pop(batch_id, None)
                 self._wake.set()
@@ -363,7 +363,7 @@ class Runner:
 
     # ------------------------------------------------------------------------------------------ all else
 
-    async def _keep_house(self) -> None:
+    async def _delete_outdated(self) -> None:
         """Delete expired files and batches."""
         while True:
             before_s = self.now_s() - self._rules.keep_s

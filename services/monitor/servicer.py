@@ -46,13 +46,13 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self, request_iterator: AsyncIterator[pb.ReportRequest], context: _Context
     ) -> AsyncIterator[pb.ReportResponse]:
         stream = self._shell.open_stream()
-        said_goodbye = False
+        announced_exit = False
 
         def ended() -> None:
             self._shell.forget_stream(stream)
             self._heard.pop(stream.stream_id, None)
             cause_id = self._shell.next_cause("stream")
-            self._shell.feed(m.StreamEnded(time.monotonic(), cause_id, stream.stream_id, said_goodbye))
+            self._shell.feed(m.StreamEnded(time.monotonic(), cause_id, stream.stream_id, announced_exit))
 
         when_done(context, ended)
         instance: Instance | None = None
@@ -67,7 +67,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             yield self._answer()
         # A broken connection first looks like a closed stream; the call is cancelled a little later.
         await asyncio.sleep(_GOODBYE_PROOF_S)
-        said_goodbye = instance is not None
+        announced_exit = instance is not None
 
     def _answer(self) -> pb.ReportResponse:
         core = self._shell.core

@@ -145,7 +145,7 @@ class RedisSurroundings:
         self.monitor_addresses = _addresses_of(unless_garbage(replies[2], []))
         if body != self._body:  # decoded once per change
             self._body, self._layout = body, _layout_from(body)
-        words = [_word_from(*item) for item in sorted(backlogs.items())]
+        words = [_parse_backlog(*item) for item in sorted(backlogs.items())]
         return self._layout, tuple(word for word in words if word is not None)
 
     async def forget(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
@@ -172,7 +172,7 @@ def _layout_from(body: str | None) -> Layout | None:
     return layout
 
 
-def _word_from(dispatcher_id: str, text: str) -> BacklogWord | None:
+def _parse_backlog(dispatcher_id: str, text: str) -> BacklogWord | None:
     try:
         serial, numbers = text.split(" ", 1)
         return BacklogWord(DispatcherId(dispatcher_id), serial, read_traffic(numbers))

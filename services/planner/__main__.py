@@ -17,7 +17,7 @@ from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security, read_secret
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
-from ballast.service.tasks import keep_up
+from ballast.service.tasks import run_supervised
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from services.planner.config import PlannerSettings
 from services.planner.core.change_requests import Planning
@@ -59,7 +59,7 @@ async def main(life: Lifecycle) -> None:
     async def work() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(shell.run(), name="shell")
-            tasks.create_task(keep_up(monitor.follow, "find monitor"), name="find monitor")
+            tasks.create_task(run_supervised(monitor.follow, "find monitor"), name="find monitor")
 
     server = RpcServer(
         host=settings.host,

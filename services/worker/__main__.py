@@ -32,7 +32,7 @@ from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
-from ballast.service.tasks import keep_up
+from ballast.service.tasks import run_supervised
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
@@ -43,13 +43,13 @@ from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.activations import HostActivations
 from services.worker.pipeline.build import BuiltInstance, join, stage_core
 from services.worker.pipeline.context import ActivationStore, BlockCopier
-from services.worker.pipeline.events import GrammarComes
+from services.worker.pipeline.events import GrammarAnnounced
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
-from services.worker.policy.step_limits import StepLimits, step_limits, what_limits
+from services.worker.policy.step_limits import StepLimits, step_limits, limiting_factor
 from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.reporter import MonitorReporter
@@ -412,15 +412,15 @@ class WorkerProcess:
             interval_s=self._settings.report_interval_s,
             dial=self._security.dial(Role.MONITOR),
         )
-        self._shell.tell_of_requests(reporter.requests_came)
+        self._shell.on_requests(reporter.on_requests_arrived)
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._shell.run(), name="engine")
-                tasks.create_task(keep_up(reporter.run, "reporter"), name="reporter")
+                tasks.create_task(run_supervised(reporter.run, "reporter"), name="reporter")
                 watching = tasks.create_task(self._watch_ranks(), name="ranks")
-                readiness = tasks.create_task(keep_up(lambda: self._keep_readiness(server), "readiness"))
+                readiness = tasks.create_task(run_supervised(lambda: self._keep_readiness(server), "readiness"))
                 kv_tokens, limits = self._engine.block_count * self._settings.block_size, step_limits_of(self._settings)
-                what = what_limits(limits, kv_tokens, self._engine.info.max_model_len)
+                what = limiting_factor(limits, kv_tokens, self._engine.info.max_model_len)
                 logs.get_logger().info("serving", address=address, incarnation=incarnation, limited_by=what)
                 say_ready("worker", worker_id, address)
                 await self._life.stopping.wait()
@@ -446,9 +446,9 @@ class WorkerProcess:
             stopping.cancel()
             taking.cancel()
 
-    def _grammar_comes(self, grammar: Grammar) -> Future[Any]:
+    def _announce_grammar(self, grammar: Grammar) -> Future[Any]:
         """The sampling stage compiles the grammar while this leader validates it."""
-        self._shell.post_member(GrammarComes(grammar))
+        self._shell.post_member(GrammarAnnounced(grammar))
         assert self._compile_grammar is not None
         return self._compile_grammar(grammar)
 
@@ -458,7 +458,7 @@ class WorkerProcess:
             identity=WorkerIdentity(worker_id, incarnation, self._engine.info, self._device),
             max_waiting_count=step_limits_of(self._settings).queued,
             detokenizer=self._detokenizer,
-            compile_grammar=self._grammar_comes if self._compile_grammar is not None else None,
+            compile_grammar=self._announce_grammar if self._compile_grammar is not None else None,
             transitions=Transitions(self._membership.member, incarnation, self._shell.post_member),
             clock=self._membership.member.published.clock,
             spans=RequestSpans(exporter, worker_id),

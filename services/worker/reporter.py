@@ -78,7 +78,7 @@ class MonitorReporter:
         self._leaving.set()
         self._due.set()
 
-    def requests_came(self, load: LoadReport) -> None:
+    def on_requests_arrived(self, load: LoadReport) -> None:
         """Report at once: a burst fills the memory within a few regular reports."""
         if self._told is not None and load.has_jumped(self._told):
             self._due.set()
@@ -149,7 +149,7 @@ class MonitorReporter:
                     await self._pause(hasty_s)
                     await self._until_due(regular_s - hasty_s)
                 if self._leaving.is_set():
-                    await self._say_goodbye(call)
+                    await self._announce_exit(call)
             finally:
                 self._told = None
                 call.cancel()
@@ -172,7 +172,7 @@ class MonitorReporter:
             raise Unavailable(target, "the monitor closed the stream")
         return answer
 
-    async def _say_goodbye(self, call: _Call) -> None:
+    async def _announce_exit(self, call: _Call) -> None:
         try:
             async with asyncio.timeout(_GOODBYE_TIMEOUT_S):
                 await call.done_writing()

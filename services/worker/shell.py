@@ -247,7 +247,7 @@ class WorkerShell:
         self._member = member
         self._turns.join_group(member)
 
-    def tell_of_requests(self, came: Callable[[LoadReport], None]) -> None:
+    def on_requests(self, came: Callable[[LoadReport], None]) -> None:
         """Before `run`: `came` is called on the event loop with the load after new requests."""
         self._requests_came = came
 

@@ -18,7 +18,7 @@ from services.worker.core.room import RoomSizes
 from services.worker.core.transition_messages import AbortRequested
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
-from services.worker.pipeline.events import CapacityTold, GrammarComes, Told
+from services.worker.pipeline.events import CapacityTold, GrammarAnnounced, Told
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.pipeline.wire import Topic
 from tests.support.group import Answer, Cluster, GroupWorker, Sizes, alone, layout, running_group
@@ -163,7 +163,7 @@ async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
     async with running_group(model_dir, ["w0", "w1", "w2"], Sizes()) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
         for _ in range(3):
-            cluster.workers["w0"].shell.post_member(GrammarComes(grammar))
+            cluster.workers["w0"].shell.post_member(GrammarAnnounced(grammar))
         await until(lambda: bool(compiled))
         answers = await ask(cluster, "w0", [20], sampling)
         tokens = await whole(cluster, answers)

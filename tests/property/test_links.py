@@ -129,7 +129,7 @@ def test_on_a_slow_link_an_urgent_message_waits_for_one_chunk(
     while coming or waiting:
         while coming and coming[0][0] <= now_s:
             since, size = coming.pop(0)
-            wire.urgent_comes()
+            wire.urgent_waits()
             waiting.append((since, size, chunks))
         if wire.take(chunk_bytes, urgent=False, since_s=0.0, at_s=now_s) is not None:
             assert not waiting, "bulk went before an urgent message"

@@ -92,9 +92,9 @@ class MonitorMachine(RuleBasedStateMachine):
     def report(self, stream_id: int, draining: bool) -> None:
         self.tell(m.LoadReported(self.now_s, "c", stream_id, load_report(1, draining=draining)))
 
-    @rule(stream_id=STREAMS, said_goodbye=st.booleans())
-    def end(self, stream_id: int, said_goodbye: bool) -> None:
-        self.tell(m.StreamEnded(self.now_s, "c", stream_id, said_goodbye))
+    @rule(stream_id=STREAMS, announced_exit=st.booleans())
+    def end(self, stream_id: int, announced_exit: bool) -> None:
+        self.tell(m.StreamEnded(self.now_s, "c", stream_id, announced_exit))
 
     @rule(worker_id=WORKERS, incarnation=LIVES)
     def refuse(self, worker_id: WorkerId, incarnation: Incarnation) -> None:

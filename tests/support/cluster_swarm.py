@@ -314,9 +314,9 @@ class Swarm:
                 for node in rng.choice((list(world.monitors.values()), self._planners)):
                     acts.stop(node, for_s)
             case Kind.STATE_GARBAGE:
-                world.state.become_garbage()
+                world.state.become_corrupt()
             case Kind.STATE_AWAY:
-                world.state.go_away(for_s)
+                world.state.stop_for(for_s)
             case Kind.STATE_SLOW:
                 world.state.slow_s = rng.choice((0.1, 0.5, 2.0))
                 world.clock.after(for_s, b"state is fast", lambda: setattr(world.state, "slow_s", 0.0))

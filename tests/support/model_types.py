@@ -60,7 +60,7 @@ def model_types() -> list[str]:
     return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
 
 
-def look_at(model_type: str, folder: Path) -> tuple[str, str]:
+def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
     """ "equal", "refused", "wrong" or "not compared", and why."""
     try:
         config, cls = _configuration(model_type)
@@ -138,7 +138,7 @@ def scan(out: Path, part: int, parts: int) -> None:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 with _patient():
-                    verdict, why = look_at(model_type, Path(folder))
+                    verdict, why = query_dispatchers(model_type, Path(folder))
             except Exception as error:  # noqa: BLE001 of the modelling code, with sizes that it is not made for
                 verdict, why = "not compared", f"{type(error).__name__}: {str(error)[:120]}"
         with out.open("a") as file:

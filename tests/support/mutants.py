@@ -152,7 +152,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "B2-back-counts-as-whole": (_instead(Membership, "disagrees", _never),),
     "B2b-no-deadline": (_instead(Coordinator, "_overdue", lambda _: lambda *_: {}),),
     "B3-abort-unanswered": (
-        _instead(Coordinator, "_member_said", _without_answer),
+        _instead(Coordinator, "_on_member_status", _without_answer),
         _instead(Coordinator, "_overdue", _waits_for_aborts),
     ),
     "B9-refused-transfer": (_instead(Mover, "refused", _nothing),),  # what the link has no room for is never sent

@@ -170,9 +170,9 @@ def _gives_up_too_early(apply: Any) -> Any:
     return applied
 
 
-def _not_told(must_tell: Any) -> Any:
+def _not_told(needs_release_batch: Any) -> Any:
     def told(self: PrefixIndex) -> Any:
-        named, forgotten, _ = must_tell(self)
+        named, forgotten, _ = needs_release_batch(self)
         return named, forgotten, ()
 
     return told
@@ -305,7 +305,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "removed-before-named": (_instead(BlockBook, "apply", _removed_first),),
     "compaction-forgets-numbers": (_instead(BlockBook, "compacted", _numbers_stay),),
     "stage-gives-up-too-early": (_instead(BlockBook, "apply", _gives_up_too_early),),
-    "taken-and-not-told": (_instead(PrefixIndex, "take_news", _not_told),),
+    "taken-and-not-told": (_instead(PrefixIndex, "drain_changes", _not_told),),
     "computed-before-any-batch-says-so": (_instead(PrefixIndex, "take", _begins_late),),
     "role-change-keeps-numbers": (_instead(BlockBook, "forget_numbers", _nothing),),
     "key-without-seed": (_instead(PrefixIndex, "_chain", _without_seed),),

@@ -347,10 +347,10 @@ def _transitions(run: ReplayRun) -> list[TransitionResult]:
     told = {timed.told.epoch for timed in run.transitions}
     changes = [after for before, after in itertools.pairwise(run.samples) if after.epoch != before.epoch]
     seen = [TransitionResult(at_s=s.at_s, epoch=s.epoch, reason=s.epoch_reason) for s in changes if s.epoch not in told]
-    return sorted([*seen, *map(_told_transition, run.transitions)], key=lambda transition: transition.at_s)
+    return sorted([*seen, *map(_transition_row, run.transitions)], key=lambda transition: transition.at_s)
 
 
-def _told_transition(timed: TimedTransition) -> TransitionResult:
+def _transition_row(timed: TimedTransition) -> TransitionResult:
     told = timed.told
     return TransitionResult(
         at_s=timed.at_s,

@@ -43,7 +43,7 @@ class Look:
     dispatchers: tuple[DispatcherFacts, ...]
 
 
-def look_at(client: Client) -> Look:
+def query_dispatchers(client: Client) -> Look:
     """Ask all dispatchers for their status.
 
     Raises:

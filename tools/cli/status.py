@@ -6,7 +6,7 @@ from rich.console import Console
 
 from ballast.client import Client
 from tools.cli.arguments import Commands, add_address, add_json
-from tools.cli.looks import look_at
+from tools.cli.looks import query_dispatchers
 from tools.cli.output import plain, print_json
 from tools.cli.render import render_status
 
@@ -24,7 +24,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with Client(args.address) as client:
-        look = look_at(client)
+        look = query_dispatchers(client)
     if args.json:
         print_json({**plain(look.status), "dispatchers": [plain(one) for one in look.dispatchers]})
     else:

@@ -13,7 +13,7 @@ from ballast.common.errors import BallastError, InvalidRequest
 from ballast.common.load import LoadReport
 from tools.cli.arguments import Commands, add_address, add_json
 from tools.cli.history import DemandHistory
-from tools.cli.looks import look_at
+from tools.cli.looks import query_dispatchers
 from tools.cli.output import print_json
 from tools.cli.render import render_status
 
@@ -73,12 +73,12 @@ class TopLook:
 
     def facts(self) -> dict[str, object]:
         """Status, and tokens per second by group leader, for JSON output."""
-        look = look_at(self._client)
+        look = query_dispatchers(self._client)
         rates = self._rates.update(look.status, time.monotonic())
         return {"status": look.status, "dispatchers": look.dispatchers, "tokens_per_s": rates}
 
     def __call__(self) -> RenderableType:
-        look = look_at(self._client)
+        look = query_dispatchers(self._client)
         self._history.add(look.status)
         at_s = time.monotonic()
         harvest = self._harvest.update(look.status, at_s)

@@ -86,7 +86,7 @@ class Watched:
         self._process_lines, self._worker_ids = process_lines, worker_ids
         self._lock = asyncio.Lock()
         self._shown: Json = {}
-        self._looked_at_s = 0.0
+        self._evaluated_at_s = 0.0
         self._demands_tokens, self._learnt_at_s = False, -math.inf
         self._history: deque[_HistoryPoint] = deque(maxlen=_HISTORY_COUNT)
         self._totals: deque[tuple[float, int]] = deque(maxlen=64)  # (time, tokens so far)
@@ -97,9 +97,9 @@ class Watched:
 
     async def snapshot(self) -> Json:
         async with self._lock:
-            if time.monotonic() - self._looked_at_s > _FRESH_S:
+            if time.monotonic() - self._evaluated_at_s > _FRESH_S:
                 self._shown = await self._look()
-                self._looked_at_s = time.monotonic()
+                self._evaluated_at_s = time.monotonic()
         return self._shown
 
     async def demands_tokens(self, asked_within_s: float = math.inf) -> bool:

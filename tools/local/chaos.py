@@ -380,7 +380,7 @@ class Chaos:
                 try:
                     epoch = await self._begin_change(drop)
                 except grpc.aio.AioRpcError as error:
-                    if drop is None and await self._all_alone():
+                    if drop is None and await self._all_serve_alone():
                         return
                     self._say(f"    {'a restore' if drop is None else 'a drop'} is refused: {error.details()}")
                 else:
@@ -388,7 +388,7 @@ class Chaos:
                         return
             await asyncio.sleep(0.5)
 
-    async def _all_alone(self) -> bool:
+    async def _all_serve_alone(self) -> bool:
         async with self._client() as client:
             layout = (await client.status()).layout
             return layout is not None and all(len(group.members) == 1 for group in layout.groups)

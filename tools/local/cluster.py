@@ -428,7 +428,7 @@ class LocalCluster:
                 while missing := worker_ids - await _connected_workers(stub):
                     self._raise_if_crashed()
                     if time.monotonic() > give_up_at_s:
-                        why = f"is not connected to {', '.join(sorted(missing))}\n{self._last_words()}"
+                        why = f"is not connected to {', '.join(sorted(missing))}\n{self._log_tails()}"
                         raise Unavailable(dispatcher.id, why)
                     await asyncio.sleep(_POLL_S)
 
@@ -443,7 +443,7 @@ class LocalCluster:
                     return False
         return True
 
-    def _last_words(self) -> str:
+    def _log_tails(self) -> str:
         everyone = [process for processes in self.processes.values() for process in processes]
         return "\n".join(f"{process.id}:\n{process.child.log_tail(4)}" for process in everyone)
 

@@ -151,7 +151,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
         server_pid, pid = os.getpid(), os.fork()
         if not pid:
             connection.close()
-            _become(request, fds[0], server_pid)
+            _change_state(request, fds[0], server_pid)
             return list(request["arguments"])
         os.close(fds[0])
         connection.send(str(pid).encode())
@@ -168,7 +168,7 @@ def _import(arguments: Sequence[str]) -> None:
     sys.modules.pop(needed[0], None)  # executed anew in the child, as `__main__`
 
 
-def _become(request: Mapping[str, Any], log_fd: int, server_pid: int) -> None:
+def _change_state(request: Mapping[str, Any], log_fd: int, server_pid: int) -> None:
     os.setsid()
     tether.tie(server_pid)
     os.chdir(request["cwd"])

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
-from ballast.service.tasks import keep_up
+from ballast.service.tasks import run_supervised
 from tools.local.cluster import LocalCluster, ServiceProcess
 from tools.local.process import ChildProcess
 from tools.local.state_server import PrivateStateServer
@@ -63,13 +63,13 @@ class Keeper:
     async def run(self) -> None:
         """Runs until cancelled."""
         async with asyncio.TaskGroup() as tasks:
-            tasks.create_task(keep_up(self._keep_count, "count replays"))
-            tasks.create_task(keep_up(self._keep_state_server, "keep the state server"))
-            tasks.create_task(keep_up(self._keep_logs_small, "rotate logs"))
+            tasks.create_task(run_supervised(self._keep_count, "count replays"))
+            tasks.create_task(run_supervised(self._keep_state_server, "keep the state server"))
+            tasks.create_task(run_supervised(self._keep_logs_small, "rotate logs"))
             while True:
                 for child in self._dead():
                     self._reviving.add(child.name)
-                    tasks.create_task(keep_up(lambda child=child: self._revive(child), "revive"))
+                    tasks.create_task(run_supervised(lambda child=child: self._revive(child), "revive"))
                 await asyncio.sleep(_POLL_S)
 
     async def _keep_logs_small(self) -> None:
@@ -114,7 +114,7 @@ class Keeper:
             record.failed_count += 1
             record.started_at_s = time.monotonic()
             processes = self._cluster.respawn(name)
-            if await self._comes_up(processes):
+            if await self._wait_until_ready(processes):
                 took_s = time.monotonic() - ended_at_s
                 self._tell(f"{name} is back after {took_s:.1f} s{await self._replays_since(before)}")
                 self._reviving.discard(name)
@@ -155,7 +155,7 @@ class Keeper:
                 self._tell(f"the state server is back, empty, after {time.monotonic() - began_at_s:.1f} s")
                 return
 
-    async def _comes_up(self, processes: list[ServiceProcess]) -> bool:
+    async def _wait_until_ready(self, processes: list[ServiceProcess]) -> bool:
         child, give_up_at_s = processes[0].child, time.monotonic() + _START_TIMEOUT_S
         while child.returncode is None and time.monotonic() < give_up_at_s:
             if all(process.read_ready() for process in processes):

@@ -97,9 +97,9 @@ class DispatcherCore:
         """True if an online request is on no worker."""
         return self.backlog.count > 0 or len(self.long) > 0
 
-    def has_news(self, at_s: float) -> bool:
+    def carries_changes(self, at_s: float) -> bool:
         """True if the traffic is worth publishing again."""
-        return self._traffic.has_news(at_s, self.backlog.count)
+        return self._traffic.carries_changes(at_s, self.backlog.count)
 
     def traffic(self, at_s: float) -> Traffic:
         """Recent arrivals, answer lengths, and the waiting requests."""
@@ -136,8 +136,8 @@ class DispatcherCore:
                 return [*self._lose(worker, event.at_s, event.why), *self._dispatch(event.at_s)]
             case d.LayoutChanged():
                 return self._adopt(event)
-            case d.ReachTold():
-                return self._hear_reach(event)
+            case d.ReachChanged():
+                return self._on_reach(event)
             case d.DispatcherDrainRequested(for_good=for_good):
                 self.draining, self._for_good = True, self._for_good or for_good
                 return []
@@ -168,7 +168,7 @@ class DispatcherCore:
         self._watch_usable(event.at_s)
         return commands + self._dispatch(event.at_s)
 
-    def _hear_reach(self, event: d.ReachTold) -> list[d.Command]:
+    def _on_reach(self, event: d.ReachChanged) -> list[d.Command]:
         """Move long requests from the backlog to the queue of long requests."""
         self.long.reach = event.reach
         for tracked in [one for one in self.backlog if self.long.takes(one)]:
@@ -226,7 +226,7 @@ class DispatcherCore:
     def _line_up(self, tracked: Tracked) -> None:
         if self.long.takes(tracked) and not tracked.long:
             tracked.long = True
-            self._traffic.set_aside(tracked.request.request_id)
+            self._traffic.mark_long(tracked.request.request_id)
         self._line_of(tracked).add(tracked)
 
     def _line_of(self, tracked: Tracked) -> Backlog | LongRequests | Feed:
@@ -376,7 +376,7 @@ class DispatcherCore:
             worker = self.fleet.get(tracked.worker)
             if worker is None:
                 raise InvariantViolation(f"{tracked.request.request_id} runs on {tracked.worker}, which is gone")
-            worker.take_off(tracked.handle)
+            worker.remove_request(tracked.handle)
         request_id = tracked.request.request_id
         if not tracked.offline:
             self._traffic.left(request_id, len(tracked.output_token_ids))
@@ -396,7 +396,7 @@ class DispatcherCore:
         commands: list[d.Command] = []
         self.relay.deliver(worker, event, commands)
         if worker.preempted or event.preempted or event.resumed:
-            self.relay.stale_count += worker.hear_who_waits(event)
+            self.relay.stale_count += worker.update_waiting(event)
         for ending in event.endings:
             tracked = worker.placed.get(ending.handle)
             if tracked is None:
@@ -428,7 +428,7 @@ class DispatcherCore:
         tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
         if ending.refused:
             tracked.note(at_s, What.SENT_BACK, worker.key.worker_id)
-            worker.take_off(tracked.handle)
+            worker.remove_request(tracked.handle)
             self._placement.hold(worker, at_s)
             self._enqueue(tracked, at_s)
             return []
@@ -444,14 +444,14 @@ class DispatcherCore:
             case FinishReason.ERROR if ending.invalid:
                 error = InvalidRequest("request", ending.error)
             case FinishReason.ERROR:
-                worker.take_off(tracked.handle)
+                worker.remove_request(tracked.handle)
                 return self._replay(tracked, at_s, f"worker {worker.key.worker_id}: {ending.error}")
             case None if ending.moved_to:
-                worker.take_off(tracked.handle)
+                worker.remove_request(tracked.handle)
                 return self._move(tracked, WorkerId(ending.moved_to), at_s)
             case FinishReason.CANCELLED if tracked.recalled:
                 tracked.note(at_s, What.RECALLED, worker.key.worker_id)
-                worker.take_off(tracked.handle)
+                worker.remove_request(tracked.handle)
                 self.recall_count += 1
                 self._enqueue(tracked, at_s)
                 return []

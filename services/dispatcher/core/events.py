@@ -71,7 +71,7 @@ class LayoutChanged:
 
 
 @dataclass(frozen=True, slots=True)
-class ReachTold:
+class ReachChanged:
     """The longest context that the cluster can hold, as published by the planner."""
 
     at_s: float
@@ -161,7 +161,7 @@ class TimeIsUp:
 
 Event = (
     LayoutChanged
-    | ReachTold
+    | ReachChanged
     | WorkerConnected
     | WorkerLost
     | RequestSubmitted

@@ -92,7 +92,7 @@ class Worker:
             has_long_prompt=any(self.placed[handle].awaits_token for handle in self.long_handles),
         )
 
-    def gives_way_to(self, tracked: Tracked, at_s: float) -> bool:
+    def yields_memory_to(self, tracked: Tracked, at_s: float) -> bool:
         """True if it is expected to preempt a caller with many requests for this one."""
         load, caller = self.load, tracked.request.caller
         if not caller or load is None or not self.usable or self.hold_until_s > at_s:
@@ -120,7 +120,7 @@ class Worker:
         self.unseen_tokens[handle] = need * load.block_tokens - hit_tokens
         self.unseen_block_count += need
 
-    def take_off(self, handle: int) -> None:
+    def remove_request(self, handle: int) -> None:
         self.touch()
         tracked = self.placed.pop(handle)
         self.unseen_block_count -= self.unseen.pop(handle, 0)
@@ -143,11 +143,11 @@ class Worker:
         self.touch()
         lost = list(self.placed.values())
         for handle in list(self.placed):
-            self.take_off(handle)
+            self.remove_request(handle)
         self.departed.clear()
         return lost
 
-    def hear_who_waits(self, step: StepReceived) -> int:
+    def update_waiting(self, step: StepReceived) -> int:
         """Update waiting requests from a report; a request with a token is running. Returns the number of unknown
         handles.
         """

@@ -32,7 +32,7 @@ class Growth:
     def __init__(self, prior_tokens: int) -> None:
         """`prior_tokens`: assumed length of an answer."""
         self._classes = {priority: _Class(prior_tokens) for priority in PriorityClass}
-        self._looked_at_s = 0.0
+        self._evaluated_at_s = 0.0
 
     def tokens(self, priority: PriorityClass) -> int:
         one = self._classes[priority]
@@ -45,11 +45,11 @@ class Growth:
         one.new_count += ended
 
     def is_due(self, at_s: float) -> bool:
-        return at_s >= self._looked_at_s + _INTERVAL_S
+        return at_s >= self._evaluated_at_s + _INTERVAL_S
 
     def look(self, live: Iterable[Tracked], at_s: float) -> None:
         """Scan running answers. `live`: all requests not removed."""
-        self._looked_at_s = at_s
+        self._evaluated_at_s = at_s
         totals = self._totals(live)
         for priority, one in self._classes.items():
             kept = (1.0 - 1.0 / _MEMORY_COUNT) ** one.new_count

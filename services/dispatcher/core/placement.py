@@ -114,7 +114,7 @@ class Placement:
             caller = tracked.request.caller
             if caller in refused:
                 continue
-            workers = [worker for worker in self._fleet if worker.gives_way_to(tracked, at_s)]
+            workers = [worker for worker in self._fleet if worker.yields_memory_to(tracked, at_s)]
             if not workers:
                 refused.add(caller)
                 continue

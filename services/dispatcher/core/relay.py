@@ -35,7 +35,7 @@ class Relay:
     def deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         """Adds a command for each live answer."""
         one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
-        give = self._give_one_each if one_each and not (event.texts or event.logprobs) else self._give
+        give = self._deliver_one_each if one_each and not (event.texts or event.logprobs) else self._give
         give(worker, event, commands)
 
     def _give(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
@@ -86,7 +86,7 @@ class Relay:
         self.offline_token_count += offline_count
         self.token_count += token_count - offline_count
 
-    def _give_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
+    def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         """The fast path for most messages: one token for each handle and nothing else."""
         at_s, placed, add = event.at_s, worker.placed, commands.append
         took_s, later_count, offline_count, gap_counts = 0.0, 0, 0, self.gap_counts

@@ -100,7 +100,7 @@ class TrafficCounter:
         """A request that waits for a group to hold it does not count as ordinary traffic."""
         self._open_tokens += made_count
 
-    def set_aside(self, request_id: RequestId) -> None:
+    def mark_long(self, request_id: RequestId) -> None:
         """A counted request has become long."""
         self._change_count += 1
         self._waiting.pop(request_id, None)
@@ -138,7 +138,7 @@ class TrafficCounter:
                 self._bins.popleft()
         return self._bins[-1]
 
-    def has_news(self, at_s: float, queued_count: int) -> bool:
+    def carries_changes(self, at_s: float, queued_count: int) -> bool:
         """True if a request has come, begun, gone or left the queue since the last read, or that is long ago."""
         return self._read != (self._change_count, queued_count) or at_s - self._read_at_s >= _INTERVAL_S
 

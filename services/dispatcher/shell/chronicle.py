@@ -106,7 +106,7 @@ class Chronicle:
         if self.tell is not None:
             self.tell(account)
 
-    def turned_away(self, request_id: RequestId, error: BallastError, request: Request | None, at_s: float) -> None:
+    def record_refused(self, request_id: RequestId, error: BallastError, request: Request | None, at_s: float) -> None:
         """Record a request that was not accepted: refused for lack of capacity, or invalid (`request` is None)."""
         nothing = Facts(
             prompt_token_count=len(request.prompt_token_ids) if request is not None else 0,

@@ -138,7 +138,7 @@ class Pacer:
 
     def add(self, stream: ClientStream) -> None:
         self._next.append(stream)
-        self._begin_soon()
+        self._schedule_begin()
 
     def rest(self, stream: ClientStream) -> None:
         """The stream has sent its output."""
@@ -147,7 +147,7 @@ class Pacer:
             if not self._sending:
                 self._end()
 
-    def _begin_soon(self) -> None:
+    def _schedule_begin(self) -> None:
         if self._begins is None and not self._sending:
             self._begins = self._loop.call_soon(self._begin)
 
@@ -164,4 +164,4 @@ class Pacer:
             self._ends.cancel()
             self._ends = None
         if self._next:
-            self._begin_soon()
+            self._schedule_begin()

@@ -12,7 +12,7 @@ from ballast.common.ids import RequestId
 from ballast.common.model import ModelInfo
 from ballast.rpc.channel import Dial, open_channel
 from ballast.service.logs import get_logger
-from ballast.service.tasks import Work, keep_up, note_failure
+from ballast.service.tasks import Work, run_supervised, note_failure
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.policy.freeness import WorkerKey
@@ -91,7 +91,7 @@ class DispatcherShell:
         async with self._tasks:
             writing = self._tasks.keep(self.chronicle.write_lines, "log of requests")
             try:
-                await keep_up(self._sweep, "stalled clients")
+                await run_supervised(self._sweep, "stalled clients")
             finally:
                 writing.cancel()
                 for _, task in self._links.values():
@@ -136,7 +136,7 @@ class DispatcherShell:
         self.feed(d.RequestSubmitted(at_s, request))
         self.chronicle.opened(request.request_id, at_s)
         if isinstance(stream.ending, d.Refuse):
-            self.turned_away(request.request_id, stream.ending.error, request)
+            self.record_refused(request.request_id, stream.ending.error, request)
         if twin is not None and twin.ending is None:
             self._clients[request.request_id] = twin  # the new request was refused
         return stream
@@ -155,11 +155,11 @@ class DispatcherShell:
         self.feed(d.Withdrawn(self._clock.now_s(), request_id, why))
         return found
 
-    def turned_away(self, request_id: RequestId, error: BallastError, request: d.Request | None) -> None:
+    def record_refused(self, request_id: RequestId, error: BallastError, request: d.Request | None) -> None:
         """Record a request that is not accepted; without `request` it was invalid."""
         if request is None:
             self._metrics.invalid_count += 1
-        self.chronicle.turned_away(request_id, error, request, self._clock.now_s())
+        self.chronicle.record_refused(request_id, error, request, self._clock.now_s())
 
     def drain(self, *, for_good: bool = False) -> None:
         """Refuse new requests. `for_good`: the process is about to exit, so `undrain` has no effect."""
@@ -186,9 +186,9 @@ class DispatcherShell:
     async def _sweep(self) -> None:
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._give_up_on_stalled_clients()
+            self._cancel_stalled_clients()
 
-    def _give_up_on_stalled_clients(self) -> None:
+    def _cancel_stalled_clients(self) -> None:
         latest_s = self._clock.now_s() - self._client_stall_timeout_s
         for stream in list(self._clients.values()):
             if stream.waiting_since_s is not None and stream.waiting_since_s < latest_s:

@@ -80,10 +80,10 @@ class JobBatch:
 
     def checked(self, total: int, now_s: float) -> "JobBatch":
         """The batch in progress, after all `total` lines were validated."""
-        return replace(self._become(BatchState.IN_PROGRESS, now_s), total=total)
+        return replace(self._change_state(BatchState.IN_PROGRESS, now_s), total=total)
 
     def refused(self, problems: tuple[Problem, ...], now_s: float) -> "JobBatch":
-        return replace(self._become(BatchState.FAILED, now_s), problems=problems)
+        return replace(self._change_state(BatchState.FAILED, now_s), problems=problems)
 
     def cancel(self, now_s: float) -> "JobBatch":
         """The batch being cancelled; unchanged if it already is.
@@ -95,7 +95,7 @@ class JobBatch:
             self.state is BatchState.FINALIZING and self.outcome is BatchState.CANCELLED
         ):
             return self
-        return self._become(BatchState.CANCELLING, now_s)
+        return self._change_state(BatchState.CANCELLING, now_s)
 
     def counted(self, completed: int, failed: int) -> "JobBatch":
         return replace(self, completed=self.completed + completed, failed=self.failed + failed)
@@ -114,13 +114,13 @@ class JobBatch:
 
     def finished(self, output_file_id: str | None, error_file_id: str | None, now_s: float) -> "JobBatch":
         """The ended batch, after its files were stored."""
-        ended = self._become(self.outcome, now_s)
+        ended = self._change_state(self.outcome, now_s)
         return replace(ended, output_file_id=output_file_id, error_file_id=error_file_id)
 
     def _finalize(self, outcome: BatchState, now_s: float) -> "JobBatch":
-        return replace(self._become(BatchState.FINALIZING, now_s), outcome=outcome)
+        return replace(self._change_state(BatchState.FINALIZING, now_s), outcome=outcome)
 
-    def _become(self, state: BatchState, now_s: float) -> "JobBatch":
+    def _change_state(self, state: BatchState, now_s: float) -> "JobBatch":
         if state not in _NEXT.get(self.state, ()):
             raise NotPossible(f"batch {self.id} is {self.state} and cannot become {state}")
         return replace(self, state=state, at_s={**self.at_s, state: now_s})

@@ -93,7 +93,7 @@ class MonitorCore:
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None
-    _looked_at_s: float = -math.inf  # last evaluation of total demand
+    _evaluated_at_s: float = -math.inf  # last evaluation of total demand
     _long_at_s: float = -math.inf  # last long-request event
     _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])  # whose longest request asks for a larger group
     _registry_at_s: float = 0.0
@@ -176,7 +176,7 @@ class MonitorCore:
         before, place = entry.load, entry.place
         entry.take(event.at_s, event.load, event.place, event.pace)
         (self._outgrown.add if _is_outgrown(event.load) else self._outgrown.discard)(worker_id)
-        commands = self._look_at_step(event, entry) + self._look_at_jump(event, before)
+        commands = self._check_step_age(event, entry) + self._check_jump(event, before)
         parks = event.load.parked != (before is not None and before.parked)
         if event.place != place or parks:  # the planner depends on instances' reports
             commands.append(m.Publish(entry.up, event.cause_id))
@@ -186,7 +186,7 @@ class MonitorCore:
             commands.append(m.Publish(m.InstanceDraining(worker_id, entry.instance.incarnation), event.cause_id))
         return commands
 
-    def _look_at_step(self, event: m.LoadReported, entry: WorkerEntry) -> list[m.Command]:
+    def _check_step_age(self, event: m.LoadReported, entry: WorkerEntry) -> list[m.Command]:
         stuck = event.load.step_age_s > self.rules.step_timeout_s
         if stuck == entry.stuck:
             return []
@@ -197,14 +197,14 @@ class MonitorCore:
         why = f"its engine hangs: a step has lasted {event.load.step_age_s:.1f} s"
         return [m.Publish(m.InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
 
-    def _look_at_jump(self, event: m.LoadReported, before: LoadReport | None) -> list[m.Command]:
+    def _check_jump(self, event: m.LoadReported, before: LoadReport | None) -> list[m.Command]:
         """Evaluate at once: a burst fills the memory within a few ticks."""
         jumped = before is not None and event.load.has_jumped(before)
-        return self._look_soon(event.at_s, event.cause_id) if jumped else []
+        return self._evaluate_soon(event.at_s, event.cause_id) if jumped else []
 
-    def _look_soon(self, at_s: float, cause_id: str) -> list[m.Command]:
+    def _evaluate_soon(self, at_s: float, cause_id: str) -> list[m.Command]:
         """Evaluate the demand now, unless that was done within `LEAST_LOOK_S`."""
-        if not self.warm or at_s - self._looked_at_s < LEAST_LOOK_S:
+        if not self.warm or at_s - self._evaluated_at_s < LEAST_LOOK_S:
             return []
         return self._watch_pressure(at_s, cause_id)
 
@@ -214,7 +214,7 @@ class MonitorCore:
             return []
         entry = self.entries[worker_id]
         entry.stream_id = None
-        if event.said_goodbye:
+        if event.announced_exit:
             return self._lose(worker_id, "it left", event.cause_id)
         return [m.ProbeAddress(entry.instance, event.cause_id)]
 
@@ -240,7 +240,7 @@ class MonitorCore:
         more = self._backlogs.read(event.at_s, event.backlogs)
         silent = self._backlogs.silent(event.at_s)
         forget: list[m.Command] = [m.ForgetBacklogs(silent)] if silent else []
-        return forget + (self._look_soon(event.at_s, event.cause_id) if more else [])
+        return forget + (self._evaluate_soon(event.at_s, event.cause_id) if more else [])
 
     def _leadership_changed(self, event: m.LeadershipChanged) -> list[m.Command]:
         was_active, self.token = self.active, event.token
@@ -262,7 +262,7 @@ class MonitorCore:
         return [*closed, m.DismissWatchers()]
 
     def _ticked(self, event: m.Ticked) -> list[m.Command]:
-        self._forgive_own_sleep(event.at_s)
+        self._discount_own_pause(event.at_s)
         if not self.active:
             return []
         commands: list[m.Command] = []
@@ -285,7 +285,7 @@ class MonitorCore:
         return commands
 
     def _watch_pressure(self, at_s: float, cause_id: str) -> list[m.Command]:
-        self._looked_at_s = at_s
+        self._evaluated_at_s = at_s
         sample = self.cluster_demand(at_s)
         signals = self.pressure.observe(sample)
         if not signals:
@@ -345,7 +345,7 @@ class MonitorCore:
         entry, load = loaded
         return backlog_bytes(backlog, load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
-    def _forgive_own_sleep(self, at_s: float) -> None:
+    def _discount_own_pause(self, at_s: float) -> None:
         """After this process was stopped, the instances' silence is not counted."""
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         if last_s is None or at_s - last_s <= self.rules.lease_s / 2:

@@ -58,7 +58,7 @@ class StreamEnded:
     at_s: float
     cause_id: str
     stream_id: StreamId
-    said_goodbye: bool  # the worker is leaving
+    announced_exit: bool  # the worker is leaving
 
 
 @dataclass(frozen=True, slots=True)

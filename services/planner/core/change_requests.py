@@ -67,7 +67,7 @@ class RestoreRequest:
     cause_id: str
     request_id: str = ""
     only: tuple[GroupId, ...] | None = None  # None: as many as the load allows
-    whatever_the_load: bool = False
+    regardless_of_load: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,11 +320,11 @@ def _restore(
 ) -> Approved | Rejected:
     snapshot, led = surveyed
     waiting = load.traffic.long
-    if waiting.count and not change.whatever_the_load:
+    if waiting.count and not change.regardless_of_load:
         return Rejected(f"requests of up to {waiting.need_tokens} tokens wait for a group that holds them")
     found = plan_restore(
         snapshot,
-        usage_limit=inf if change.whatever_the_load else RESTORE_USAGE_LIMIT,
+        usage_limit=inf if change.regardless_of_load else RESTORE_USAGE_LIMIT,
         only=change.only,
         longest_tokens={
             name: one.longest_token_count for name, one in zip(columns_of(snapshot.groups).group_ids, led, strict=True)
@@ -335,7 +335,7 @@ def _restore(
     if not chosen:
         return Rejected("; ".join(lines))
     compared = None
-    if planning.compares and not change.whatever_the_load:
+    if planning.compares and not change.regardless_of_load:
         compared = _compared(
             surveyed, load, model, planning.targets, {d.group_id: d.block_counts for d in found.dissolutions}
         )
@@ -349,7 +349,7 @@ def _restore(
         snapshot.model,
         lines,
         sources=_sources(found),
-        gives_way=not change.whatever_the_load,
+        gives_way=not change.regardless_of_load,
         compared=compared,
     )
 

@@ -108,7 +108,7 @@ class Conductor:
     _requested_at_s: float = 0.0
     _load: p.ClusterLoad | None = None  # for the pending change
     _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
-    _gives_way: bool = False  # the transition may be aborted for other requests while it is prepared
+    _began_by_planner: bool = False  # the transition may be aborted for other requests while it is prepared
     _requests: OrderedDict[str, _OperatorRequest] = field(default_factory=OrderedDict[str, _OperatorRequest])
     _own_at_s: float = 0.0  # no transition of the planner's own before
     _again_at_s: float = math.inf  # when an overload is evaluated again
@@ -166,7 +166,7 @@ class Conductor:
         if self.rules.policy is not OverloadPolicy.DROP:
             why = f"the policy is {self.rules.policy}"
             return [p.NothingDone("overload", why, event.required_bytes, event.cause_id)]
-        if self._gives_memory_up:
+        if self._reduces_memory:
             self._again_until_s, self._again_bytes = event.at_s + _LOOK_FOR_S, event.required_bytes
             if self._must_end and self.holds_layout:
                 return []
@@ -183,7 +183,7 @@ class Conductor:
         if self.rules.policy is not OverloadPolicy.DROP or self._has_change:
             return []
         if self.busy:
-            may = self._may_give_way
+            may = self._is_preemptible
             return (
                 self._steps(AbortWanted(event.at_s, "a long request waits"), event.at_s, event.cause_id) if may else []
             )
@@ -196,7 +196,7 @@ class Conductor:
         return self.record is not None and self.record.by == "drain"
 
     @property
-    def _gives_memory_up(self) -> bool:
+    def _reduces_memory(self) -> bool:
         """True for a restore that reduces KV memory; that of stranded survivors adds some."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return False
@@ -222,7 +222,7 @@ class Conductor:
                 hold_s=event.hold_s,
             )
         else:
-            change = RestoreRequest("operator", event.cause_id, event.request_id, whatever_the_load=True)
+            change = RestoreRequest("operator", event.cause_id, event.request_id, regardless_of_load=True)
         what = dataclasses.astuple(dataclasses.replace(change, cause_id=""))
         earlier = self._requests.get(event.request_id)
         if earlier is not None:
@@ -230,7 +230,7 @@ class Conductor:
                 why = f"request id {event.request_id!r} was given for another change"
                 return [p.RefuseChange(event.request_id, p.ChangeRefusal.ID_REUSED, why)]
             return [] if earlier.epoch is None else [p.AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
-        if self._has_change or (self.busy and not self._may_give_way):
+        if self._has_change or (self.busy and not self._is_preemptible):
             return [p.RefuseChange(event.request_id, p.ChangeRefusal.BUSY, self._why_busy())]
         if isinstance(change, RestoreRequest) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
             why = "pipelines are for good: the policy is static-pipeline"
@@ -249,9 +249,9 @@ class Conductor:
         return self._change is not None and not isinstance(self._change, SizeRequest)
 
     @property
-    def _may_give_way(self) -> bool:
+    def _is_preemptible(self) -> bool:
         """True while a restore of the planner's own is prepared: other requests have precedence."""
-        return self.coordinator is not None and self._gives_way and self.coordinator.stage is Stage.PREPARING
+        return self.coordinator is not None and self._began_by_planner and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
         """Restore the groups of draining members first."""
@@ -259,7 +259,7 @@ class Conductor:
         if not groups or self.busy or self._has_change or at_s < self._own_at_s:
             return []
         self._own_at_s = at_s + self.rules.retry_s
-        return self._take(RestoreRequest("drain", cause_id, only=groups, whatever_the_load=True), at_s)
+        return self._take(RestoreRequest("drain", cause_id, only=groups, regardless_of_load=True), at_s)
 
     def _take(self, change: DesiredChange, at_s: float) -> list[p.Command]:
         self._change, self._requested_at_s, self._load, self._again_at_s = change, at_s, None, math.inf
@@ -299,7 +299,7 @@ class Conductor:
             return self._looked(at_s)
         if isinstance(change, DropRequest):
             if why := context.kept_out.why_not_together(change.worker_ids):
-                return self._put_off(change, Rejected(why), context.layout, at_s)
+                return self._defer(change, Rejected(why), context.layout, at_s)
             load = load if change.worker_ids else load.without(context.kept_out.why(at_s))
             change = dataclasses.replace(change, blind_s=self._blind_for_s(at_s))
         approved = decide(change, context.layout, context.model, load, context.epoch, self.rules.planning)
@@ -310,7 +310,7 @@ class Conductor:
         if isinstance(approved, Rejected):
             if approved.blind:
                 self._blind_s = (at_s - self._blind_for_s(at_s), at_s)
-            return self._put_off(change, approved, context.layout, at_s)
+            return self._defer(change, approved, context.layout, at_s)
         self._change = self._load = None
         if isinstance(change, DropRequest):
             self._held_until_s = max(self._held_until_s, at_s + change.hold_s)
@@ -344,7 +344,7 @@ class Conductor:
         self.sizing.later(at_s)
         return []
 
-    def _put_off(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[p.Command]:
+    def _defer(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[p.Command]:
         """Reported once per overload, however often it is evaluated."""
         told = self._deny(p.ChangeRefusal.NOT_POSSIBLE, rejected)
         if not rejected.for_now:
@@ -380,7 +380,7 @@ class Conductor:
         journal = Journal(approved.kind, context.layout, approved.target, Stage.PREPARING, approved.target.reason)
         self.coordinator = Coordinator(journal, at_s, self.rules.coordinator)
         self.record = TransitionRecord(journal, at_s, change.by, change.request_id, approved.shape)
-        self._sources, self._gives_way, self._again_at_s = dict(approved.sources), approved.gives_way, math.inf
+        self._sources, self._began_by_planner, self._again_at_s = dict(approved.sources), approved.gives_way, math.inf
         stay = set(approved.target.groups)
         gone = [g for g in context.layout.groups if g not in stay]
         if approved.kind is TransitionKind.RESTORE:
@@ -423,13 +423,13 @@ class Conductor:
             commands += self._steps(MemberLost(at_s, worker_id, why), at_s, cause_id)
         return commands
 
-    def give_way(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[p.Command]:
+    def yield_to_changes(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[p.Command]:
         """Abort a restore that the planner itself began, if the layout is to change or a member drains."""
-        if not self._may_give_way or not (changes or _draining(layout)):
+        if not self._is_preemptible or not (changes or _draining(layout)):
             return []
         return self._steps(AbortWanted(at_s, "the layout has to change"), at_s, cause_id)
 
-    def make_way(self, why: str, at_s: float, cause_id: str) -> list[p.Command]:
+    def abort_restore(self, why: str, at_s: float, cause_id: str) -> list[p.Command]:
         """Abort a running restore so that the layout can change."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return []

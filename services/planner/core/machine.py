@@ -196,7 +196,7 @@ class PlannerCore:
             return commands
         if first and not self.conductor.busy:
             commands += self.conductor.take_over(journal, event.at_s, event.cause_id)
-            commands += self._tell_lost(event)
+            commands += self._report_lost(event)
         if first or newer:
             self.membership.presume(self.layout, self.layout_model)
         if (self.store.stored_epoch or 0) != self.layout.epoch or self._wanted()[0] != self.layout.groups:
@@ -262,15 +262,15 @@ class PlannerCore:
                     placeable = self.membership.known[worker_id].placeable
                     self.suspects.add(placeable, "the monitor does not know it", event.at_s)
                 self._replan(event.at_s)
-                return self._tell_lost(event)
+                return self._report_lost(event)
             case p.InstanceUp():
-                return self._instance_up(event) + self._tell_lost(event)
+                return self._instance_up(event) + self._report_lost(event)
             case p.InstanceLost(worker_id=worker_id, incarnation=incarnation):
                 if event.silent and self.membership.has(worker_id, incarnation):
                     self.suspects.add(self.membership.known[worker_id].placeable, event.why, event.at_s)
                 else:
                     self._lose(worker_id, incarnation, event.why, event.at_s)
-                return self._tell_lost(event)
+                return self._report_lost(event)
             case p.InstanceDraining(worker_id=worker_id, incarnation=incarnation):
                 if self.membership.drain(worker_id, incarnation):
                     self._replan(event.at_s)
@@ -289,7 +289,7 @@ class PlannerCore:
         for worker_id, incarnation, why in gone:
             self._lose(worker_id, incarnation, why, event.at_s)
         commands: list[p.Command] = [*self.suspects.due(event.at_s, event.cause_id)]
-        return commands + (self._tell_lost(event) if gone else [])
+        return commands + (self._report_lost(event) if gone else [])
 
     def _instance_up(self, event: p.InstanceUp) -> list[p.Command]:
         before = self.membership.known.get(event.worker_id)
@@ -312,7 +312,7 @@ class PlannerCore:
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
 
-    def _tell_lost(self, event: p.Event) -> list[p.Command]:
+    def _report_lost(self, event: p.Event) -> list[p.Command]:
         """Report lost members to the current transition."""
         coordinator = self.conductor.coordinator
         if coordinator is None:
@@ -326,7 +326,7 @@ class PlannerCore:
                 lost[member.worker_id] = self._why_lost.get(member.worker_id, "it is not there any more")
         commands = self.conductor.members_lost(lost, event.at_s, event.cause_id)
         if lost:
-            commands += self.conductor.make_way("another instance was lost", event.at_s, event.cause_id)
+            commands += self.conductor.abort_restore("another instance was lost", event.at_s, event.cause_id)
         return commands
 
     def _standing_requested(self, event: p.StandingRequested) -> list[p.Command]:
@@ -400,7 +400,7 @@ class PlannerCore:
         if not self._may_write:
             return []
         if self.conductor.holds_layout:
-            given_way = self.conductor.give_way(self.layout, at_s, cause_id, changes=self._plan_at_s <= at_s)
+            given_way = self.conductor.yield_to_changes(self.layout, at_s, cause_id, changes=self._plan_at_s <= at_s)
             return given_way + (self._act(at_s, cause_id) if self.conductor.to_write not in (None, journal) else [])
         if self._plan_at_s <= at_s:
             return self._stand_in(at_s, cause_id) or self._plan(at_s, cause_id)

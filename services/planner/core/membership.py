@@ -70,14 +70,14 @@ class Membership:
             if known is not None and known.away is None and known.placeable.incarnation == member.incarnation:
                 known.away = away
                 known.stand()
-            if self._may_be_there(member):
+            if self._may_exist(member):
                 placeable = Placeable(
                     member.worker_id, member.incarnation, member.address, member.draining, member.data_address
                 )
                 parked = member.standing in (Standing.PARKED, Standing.WAKING)
                 self._put(Known(placeable, model, confirmed=False, away=away, parked=parked))
 
-    def _may_be_there(self, member: Member) -> bool:
+    def _may_exist(self, member: Member) -> bool:
         if self.complete or self._gone.get(member.worker_id) == member.incarnation:
             return False
         known = self.known.get(member.worker_id)

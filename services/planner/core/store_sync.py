@@ -43,7 +43,7 @@ class StoreSync:
     def lead(self, token: int | None, at_s: float) -> None:
         """The lease has changed: read the stored state again."""
         self.token, self.has_seen_last = token, self.has_seen_last and token is not None
-        self._give_up_write()
+        self._abandon_write()
         self.is_read, self.read_at_s = False, at_s
 
     def read(self) -> p.LoadLayout:
@@ -79,7 +79,7 @@ class StoreSync:
                 # If fenced, the lease's owner will report that, or the new token; the stored state is read then.
                 self.journal_at_s = event.at_s + self.retry_s
             case p.WriteOutcome.UNAVAILABLE:
-                self._give_up_write()
+                self._abandon_write()
                 self.is_read, self.read_at_s = False, event.at_s + self.retry_s
             case p.WriteOutcome.FENCED:
                 self.is_read, self.read_at_s = False, event.at_s + self.retry_s
@@ -90,7 +90,7 @@ class StoreSync:
         """A layout of this planner was stored."""
         self.stored_epoch, self.read_at_s, self.has_seen_last = epoch, at_s + self.verify_interval_s, True
 
-    def _give_up_write(self) -> None:
+    def _abandon_write(self) -> None:
         """Drop a write whose outcome remains unknown; its epoch counts as used."""
         if isinstance(self.writing, p.WriteLayout):
             self.use(self.writing.layout.epoch)

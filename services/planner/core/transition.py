@@ -188,7 +188,7 @@ class Coordinator:
             case JournalRefused():
                 return self._refused(event)
             case MemberSaid():
-                return self._member_said(event)
+                return self._on_member_status(event)
             case MemberLost():
                 return self._member_lost(event)
             case AbortWanted(why=why):
@@ -310,7 +310,7 @@ class Coordinator:
         )
         return self._sent_s + (self.rules.slow_poll_s if slow else self.rules.poll_s)
 
-    def _member_said(self, event: MemberSaid) -> list[Command]:
+    def _on_member_status(self, event: MemberSaid) -> list[Command]:
         if event.worker_id not in self._said or event.worker_id in self._lost:
             return []
         if _ORDER[event.phase] < _ORDER[self._said[event.worker_id]]:

@@ -311,7 +311,7 @@ class Book:
         for one in self._by_priority(MellSize.LARGE):
             if self._firm(one) + amount <= self.capacity and not self._company(one):
                 self._put(item, one)
-                self._send_tiny_away(one)
+                self._move_tiny_out(one)
                 return
         latest = self._latest(size)
         if (
@@ -320,11 +320,11 @@ class Book:
             and self._firm(latest) + amount <= self.capacity
         ):
             self._put(item, latest)
-            self._send_tiny_away(latest)
+            self._move_tiny_out(latest)
             return
         self._put(item, self._open())
 
-    def _send_tiny_away(self, one: MellBin) -> None:
+    def _move_tiny_out(self, one: MellBin) -> None:
         """Move tiny items out, as far as the bin is overfull."""
         while one.used > self.capacity:
             tiny = min(
@@ -346,7 +346,7 @@ class Book:
             if found is not None:
                 size = self._size(found)
                 self._put(found, one)
-                self._make_whole(other, size)
+                self._refill_with(other, size)
                 return
 
     def _largest(self, one: MellBin, room: int, sizes: tuple[MellSize, ...]) -> Item | None:
@@ -354,7 +354,7 @@ class Book:
         found = [item for item in one.items if self._size(item) in sizes and item.amount <= room]
         return max(found, key=lambda item: item.amount, default=None)
 
-    def _make_whole(self, one: MellBin, size: MellSize) -> None:
+    def _refill_with(self, one: MellBin, size: MellSize) -> None:
         """Refill with an item of that size from the latest bin of its kind."""
         latest = self._latest(size, but=one)
         if not one.items or latest is None or latest.number < one.number:
@@ -362,7 +362,7 @@ class Book:
         found = self._largest(latest, self.capacity - self._firm(one), (size,))
         if found is not None:
             self._put(found, one)
-            self._send_tiny_away(one)
+            self._move_tiny_out(one)
 
     def _refill(self, one: MellBin, size: MellSize, kind: MellSize) -> None:
         """Refill a bin of that kind after an item of that size has left."""
@@ -380,7 +380,7 @@ class Book:
         elif kind is MellSize.LARGE:
             self._accompany(one)
         else:
-            self._make_whole(one, size)
+            self._refill_with(one, size)
             if self._kind(one) is MellSize.TINY:
                 self._place_anew(list(one.items), one)
 
@@ -421,7 +421,7 @@ class Book:
             found = self._largest(last, self.capacity - self._firm(first), (size,))
             if found is not None:
                 self._put(found, first)
-                self._send_tiny_away(first)
+                self._move_tiny_out(first)
                 return True
         return False
 
@@ -434,7 +434,7 @@ class Book:
                 found = self._largest(other, self.capacity - self._firm(one), (MellSize.MEDIUM, MellSize.SMALL))
                 if found is not None:
                     self._put(found, one)
-                    self._send_tiny_away(one)
+                    self._move_tiny_out(one)
                     return True
         return False
 

@@ -61,7 +61,7 @@ class _MigrationCandidate:
 
 def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
     """True if a round may have migrations: there are several groups, and one may have to give."""
-    drains = any(_gives_all(member) for group in layout.groups for member in group.members)
+    drains = any(_must_empty(member) for group in layout.groups for member in group.members)
     return len(layout.groups) > 1 and (rules.balances or drains)
 
 
@@ -80,7 +80,7 @@ def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: Migr
     return _paired(sources, targets)
 
 
-def _gives_all(member: Member) -> bool:
+def _must_empty(member: Member) -> bool:
     return member.draining or member.standing is Standing.LEAVING
 
 

@@ -111,7 +111,7 @@ class PlannerShell:
     def change_leadership(self, token: int | None) -> None:
         self._members.lead(token)
         self.feed(p.LeadershipChanged(time.monotonic(), self.next_cause("lease"), token))
-        self._tell_wanted()
+        self._publish_wanted()
 
     # ------------------------------------------------------------ called by the servicer
 
@@ -265,9 +265,9 @@ class PlannerShell:
             if not isinstance(error, BallastError) or isinstance(error, InvariantViolation):
                 note_failure("read loads", error)
         self.feed(p.LoadsRead(time.monotonic(), cause_id, load, failure))
-        self._tell_wanted()
+        self._publish_wanted()
 
-    def _tell_wanted(self) -> None:
+    def _publish_wanted(self) -> None:
         wanted = self.core.conductor.sizing.wanted(self.core.layout) if self.core.active else None
         self._counting.wanted(0 if wanted is None else wanted.wanted)
         if self._webhook is not None:
@@ -297,9 +297,9 @@ class PlannerShell:
         """The next order replaces one without an answer."""
         if command.member.worker_id not in self._ordering:
             self._ordering.add(command.member.worker_id)
-            self._tasks.start(self._tell_standing(command), f"order {command.member.worker_id}")
+            self._tasks.start(self._send_standing(command), f"order {command.member.worker_id}")
 
-    async def _tell_standing(self, command: p.OrderStanding) -> None:
+    async def _send_standing(self, command: p.OrderStanding) -> None:
         member = command.member
         try:
             await self._members.order_standing(member, _CALL_TIMEOUT_S, park=command.park)

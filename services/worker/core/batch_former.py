@@ -105,10 +105,12 @@ class BatchFormer:
             else:
                 chunks.append((sequence, count))
         if limited and decodes:
-            self._take_along(decodes, chunks, _ready(running, completed_step_id))
+            self._add_leftover_decodes(decodes, chunks, _ready(running, completed_step_id))
         return decodes, chunks
 
-    def _take_along(self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], ready: list[Sequence]) -> None:
+    def _add_leftover_decodes(
+        self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], ready: list[Sequence]
+    ) -> None:
         """Add leftover decodes to this microbatch if there are few: while a transition is prepared batches take longer,
         and deferring them to the next microbatch costs half a pipeline round.
         """

@@ -1,7 +1,7 @@
 """The source's half of live migrations, kept by the group's leader: running sequences that go to other groups (pure).
 
-Rule 1: until `HandAway` the sequence is this group's and runs on undisturbed, whatever happens to the migration. Rule
-2: from `HandAway` on it is the target's. Its dispatcher submits it there with the tokens that it has, so a loss on the
+Rule 1: until `HandOverNow` the sequence is this group's and runs on undisturbed, whatever happens to the migration. Rule
+2: from `HandOverNow` on it is the target's. Its dispatcher submits it there with the tokens that it has, so a loss on the
 way costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`), one span at a
 time.
 """
@@ -18,7 +18,7 @@ from services.worker.core.migration_messages import (
     MOST_AT_ONCE,
     PATIENCE_S,
     Give,
-    HandAway,
+    HandOverNow,
     MigrationId,
     Off,
     Offer,
@@ -171,7 +171,7 @@ class Departures:
                 return []  # retried when the token in flight has been computed
             departure.phase, departure.handed_s, departure.last_blocks = DeparturePhase.HANDED, at_s, end - first
             span = KvRange(first, end, token_count, last=True)
-            return [HandAway(departure.to, departure.give(span))]
+            return [HandOverNow(departure.to, departure.give(span))]
         if departure.rounds >= _MOST_ROUNDS and departure.tail_rounds >= _TAIL_ROUNDS:
             return self._give_up(departure, at_s, "its KV grows as fast as it is copied")
         last = min(whole, room, first + self._max_span_blocks)

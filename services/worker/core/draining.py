@@ -63,7 +63,7 @@ class Draining:
     def place_waiting(self, now_s: float, group: GroupScheduler) -> list[Event]:
         return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
 
-    def is_news(self, now_s: float, group: GroupScheduler) -> bool:
+    def has_progress(self, now_s: float, group: GroupScheduler) -> bool:
         """True if sequences have left or advanced since the last report to the planner, which ends the phase without
         progress.
         """

@@ -104,7 +104,7 @@ class GroupScheduler:
     @property
     def settled(self) -> bool:
         """True if all reservations are within the capacity and the stages have been told of everything released."""
-        return self.scheduler.settled and not self.batches_in_flight.must_tell
+        return self.scheduler.settled and not self.batches_in_flight.needs_release_batch
 
     @property
     def sequences(self) -> list[Sequence]:
@@ -160,7 +160,7 @@ class GroupScheduler:
         if offline:  # their blocks are free once they have yielded
             free_count = min(free_count, self.scheduler.free_block_count)
         # Sequences that ended, or yield when their batch completes, hold their blocks until then.
-        if block_count > free_count and (self.batches_in_flight.must_tell or offline):
+        if block_count > free_count and (self.batches_in_flight.needs_release_batch or offline):
             return f"{free_count} blocks are free before the next batch, {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
@@ -203,21 +203,21 @@ class GroupScheduler:
             sequence.on_stages = True
         if plan.decodes or plan.chunks:
             return batches_in_flight.dispatch(plan)
-        if plan.swaps.copies or scheduler.prefixes.must_tell:
-            return batches_in_flight.tell_removed(plan.swaps.copies)
+        if plan.swaps.copies or scheduler.prefixes.needs_release_batch:
+            return batches_in_flight.release_batch(plan.swaps.copies)
         return None
 
-    def tell_removed(self) -> Removed | None:
+    def release_batch(self) -> Removed | None:
         """A batch without slices, if the stages are to release something."""
         self.scheduler.fit_prefixes()
-        return self.batches_in_flight.tell_removed() if self.batches_in_flight.must_tell else None
+        return self.batches_in_flight.release_batch() if self.batches_in_flight.needs_release_batch else None
 
     def admit(self, at_s: float) -> None:
         """Admit waiting sequences as far as there is room."""
         for sequence in self.scheduler.admit(at_s, self.completed_step_id):
             self.batches_in_flight.forget(sequence)
 
-    def admit_newcomer(self, sequence: Sequence, at_s: float) -> None:
+    def admit_new(self, sequence: Sequence, at_s: float) -> None:
         """Add a new sequence to the waiting line and admit it if there is room. An offline one changes nothing for
         waiting online ones.
         """
@@ -250,7 +250,7 @@ class GroupScheduler:
         told.
         """
         self.scheduler.fit_prefixes()
-        _, forgotten, _ = self.scheduler.prefixes.take_news()
+        _, forgotten, _ = self.scheduler.prefixes.drain_changes()
         self.book.forget(forgotten)
 
     def take_marks(self) -> list[Mark]:
@@ -395,7 +395,7 @@ class GroupScheduler:
         # Their blocks are given to KV that arrives beside batches: no copy may still read or write them.
         still = not (self.batches_in_flight or scheduler.swap.used_block_count)
         if still and not scheduler.why_no_room(event.block_count, new=False):
-            for sequence in scheduler.make_way(event.at_s, self.completed_step_id, event.block_count):
+            for sequence in scheduler.abort_restore(event.at_s, self.completed_step_id, event.block_count):
                 self.batches_in_flight.forget(sequence)
         scheduler.fit_prefixes(event.block_count)
 

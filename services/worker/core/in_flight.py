@@ -113,7 +113,7 @@ class InFlightBatches:
         tables, text_wanted = self._book.apply(batch), tuple(s.stop.needs_text for s in added)
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
 
-    def tell_removed(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
+    def release_batch(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
         """A batch that only tells the stages what to release and copy, when no other batch is about to follow."""
         batch = self._batch(self._steps.next(), (), (), copies)
         self._book.apply(batch)
@@ -150,14 +150,14 @@ class InFlightBatches:
             raise InvariantViolation(f"{why} while step {self._batches[0].step_id} runs")
 
     @property
-    def must_tell(self) -> bool:
+    def needs_release_batch(self) -> bool:
         """True if the stages are to release blocks or begin tables, and no batch has told them."""
-        return bool(self.to_remove) or self._prefixes.must_tell
+        return bool(self.to_remove) or self._prefixes.needs_release_batch
 
     @property
-    def has_news(self) -> bool:
+    def carries_changes(self) -> bool:
         """True if the next batch carries more than computation."""
-        return bool(self.to_remove) or self._prefixes.has_news
+        return bool(self.to_remove) or self._prefixes.carries_changes
 
     def _batch(
         self,
@@ -169,7 +169,7 @@ class InFlightBatches:
     ) -> Batch:
         removed = tuple(self.to_remove)
         self.to_remove.clear()
-        news = self._prefixes.take_news() if self._prefixes.has_news else ((), (), ())
+        news = self._prefixes.drain_changes() if self._prefixes.carries_changes else ((), (), ())
         return Batch(step_id, removed, added, slices, 0.0, False, "", copies, *news, safepoint_layers)
 
     def check(self) -> None:

@@ -154,7 +154,7 @@ class Say:
 
 
 @dataclass(frozen=True, slots=True)
-class HandAway:
+class HandOverNow:
     """Hand the sequence over now, between two steps: send the last span, remove the sequence, send Handed. If the span
     cannot be sent, nothing has changed: `give_up`.
     """
@@ -191,5 +191,5 @@ class Adopt:
     kv_tokens: int
 
 
-SourceCommand = Say | Give | HandAway | Report
+SourceCommand = Say | Give | HandOverNow | Report
 TargetCommand = Say | Take | Stop | Keep | Adopt

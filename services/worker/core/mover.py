@@ -142,7 +142,7 @@ class Mover:
             commands.append(CopyOver(tuple(zip(before, table, strict=True))))
         if command.hops:
             move, coming = (command.epoch, sequence_id), _Coming(command.epoch, exchanged=True)
-            commands += self._let_come(move, coming, command.hops, (0, end_block), table)
+            commands += self._expect_incoming(move, coming, command.hops, (0, end_block), table)
         for giver in sorted(hop.giver for hop in command.hops):
             self._is.to_ask.setdefault(giver, []).append(sequence_id)
         return commands
@@ -155,9 +155,9 @@ class Mover:
         self._held.add(sequence_id)
         table = book.hold(sequence_id, take.last_block * self._block_tokens)
         move, coming = (take.migration_id, sequence_id), _Coming(take.epoch, exchanged=False)
-        return self._let_come(move, coming, coming_here, (take.first_block, take.last_block), table)
+        return self._expect_incoming(move, coming, coming_here, (take.first_block, take.last_block), table)
 
-    def _let_come(
+    def _expect_incoming(
         self, move: _Move, coming: _Coming, mine: Iterable[Hop], blocks: tuple[int, int], table: Table
     ) -> list[KvPlace]:
         self._coming[move] = coming

@@ -90,7 +90,7 @@ class Outbox:
         ending = Ending(handle, reason, matched_stop, error, invalid=invalid, cached_token_count=cached)
         self._letter(stream_id).endings.append(ending)
 
-    def turned_away(self, key: SequenceKey, why: str, invalid: bool) -> None:
+    def record_refused(self, key: SequenceKey, why: str, invalid: bool) -> None:
         """It never became a sequence: refused, or an ERROR if the request itself is at fault."""
         reason = FinishReason.ERROR if invalid else None
         self._letter(key.stream_id).endings.append(

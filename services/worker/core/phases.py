@@ -228,7 +228,7 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
             (
                 On(t.GroupEnded, None, S.end_group),
                 *_EARLY,
-                On(t.AbortRequested, None, S.give_way),
+                On(t.AbortRequested, None, S.yield_to_changes),
                 On(t.PeerLost, None, S.empty, when=S.is_peer),
                 *_GIVES,
                 Then(State.GATHERING, S.close, when=S.group_ended),

@@ -38,7 +38,7 @@ class PlainSteps:
 def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
     """None if the next step may not be decode-only."""
     scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
-    if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.has_news:
+    if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.carries_changes:
         return None
     if scheduler.has_limit:  # a target limits running sequences, and the limit changes with each step
         return None

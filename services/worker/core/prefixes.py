@@ -94,15 +94,15 @@ class PrefixIndex:
         return list({*self._marks.values(), *self._host.marks})
 
     @property
-    def must_tell(self) -> bool:
+    def needs_release_batch(self) -> bool:
         """True if stages have not been told of evicted or taken blocks."""
         return bool(self._forgotten or self._taken)
 
     @property
-    def has_news(self) -> bool:
+    def carries_changes(self) -> bool:
         return bool(self._forgotten or self._taken or self._named)
 
-    def take_news(self) -> tuple[tuple[NamedBlocks, ...], NumberRuns, tuple[TakenBlocks, ...]]:
+    def drain_changes(self) -> tuple[tuple[NamedBlocks, ...], NumberRuns, tuple[TakenBlocks, ...]]:
         """Content of the next batch: named, forgotten, taken."""
         news = tuple(self._named), runs_of(sorted(self._forgotten)), tuple(self._taken)
         self._named, self._forgotten, self._taken = [], [], []
@@ -230,7 +230,7 @@ class PrefixIndex:
                 del self._retained[number]
         if sequence.rank != OFFLINE_RANK:
             self._online.update(numbers)
-        self._tell_marks(sequence, hit_tokens)
+        self._report_marks(sequence, hit_tokens)
         if numbers:
             self._begun.append(sequence)
             sequence.dispatched_tokens = hit_tokens  # counted as computed; it is once a batch has told the stages
@@ -275,9 +275,9 @@ class PrefixIndex:
             if sequence.rank != OFFLINE_RANK:
                 self._online.add(number)
         self._note_named(sequence, begin, count)
-        self._tell_marks(sequence, end * self._block_tokens)
+        self._report_marks(sequence, end * self._block_tokens)
 
-    def _tell_marks(self, sequence: Sequence, token_count: int) -> None:
+    def _report_marks(self, sequence: Sequence, token_count: int) -> None:
         """Report the marks of its first `token_count` tokens as cached."""
         marks = sequence.marks
         first = len(marks)

@@ -73,7 +73,7 @@ class RequestTable:
             self._deadlines.add(sequence.deadline_at_s, sequence.sequence_id)
             self._deadlines.tidy(self.live)
 
-    def tell_turned(self) -> None:
+    def report_preempted(self) -> None:
         """Report each of `turned` as preempted or resumed, if its dispatcher does not know. New waiting sequences are
         not reported.
         """
@@ -90,7 +90,7 @@ class RequestTable:
             self.endings_total[FinishReason.ERROR] += 1
         else:
             self.refused_total += 1
-        self.outbox.turned_away(key, why, invalid)
+        self.outbox.record_refused(key, why, invalid)
 
     # ---------------------------------------------------------------- removal
 

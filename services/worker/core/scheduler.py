@@ -60,7 +60,7 @@ class Scheduler(GroupCounts):
         if head is None:
             return self.settled
         claims = any(s.caller != head.caller for s in self.running)  # perhaps when others hold more
-        return self.settled and not claims and self._who_yields(head, 0) is None
+        return self.settled and not claims and self._preemption_candidates(head, 0) is None
 
     def has_ready(self, completed_step_id: int) -> bool:
         """True if the next plan may have something to run. Not certain: blocks may be lacking, and only some
@@ -72,7 +72,9 @@ class Scheduler(GroupCounts):
             if sequence.dispatched_tokens < sequence.token_count and sequence.rank != OFFLINE_RANK:
                 return True
         head, offline = self._head(), self._offline_head()
-        if self.swap.has_copies or (head is not None and self._who_yields(head, completed_step_id) is not None):
+        if self.swap.has_copies or (
+            head is not None and self._preemption_candidates(head, completed_step_id) is not None
+        ):
             return True
         return offline is not None and (self.too_big(offline) or self._lets_offline_in(offline))
 
@@ -88,7 +90,7 @@ class Scheduler(GroupCounts):
             return yielded
         self.line.lift(at_s)
         while (sequence := self._head()) is not None:
-            if (yielding := self._who_yields(sequence, completed_step_id)) is None:
+            if (yielding := self._preemption_candidates(sequence, completed_step_id)) is None:
                 return yielded
             while (
                 (yielding and yielding[-1].rank != OFFLINE_RANK)
@@ -166,7 +168,7 @@ class Scheduler(GroupCounts):
             f" {self.running_count - len(offline)} of {self.place_count} sequences run"
         )
 
-    def _who_yields(self, sequence: Sequence, completed_step_id: int) -> list[Sequence] | None:
+    def _preemption_candidates(self, sequence: Sequence, completed_step_id: int) -> list[Sequence] | None:
         """Sequences to preempt for it, from the last one on; empty if there is room. None: it cannot be admitted, or
         would not be computed soon. Free are the free blocks, and those of sequences in no batch after
         `completed_step_id`: offline ones, and ones of a caller that outweighs this one's.
@@ -419,7 +421,7 @@ class Scheduler(GroupCounts):
             victims.append(victim)
         return victims
 
-    def make_way(self, at_s: float, completed_step_id: int, block_count: int) -> list[Sequence]:
+    def abort_restore(self, at_s: float, completed_step_id: int, block_count: int) -> list[Sequence]:
         """Preempt offline sequences that are in no batch until `block_count` blocks are free."""
         yielded: list[Sequence] = []
         while self.free_block_count < block_count and self.offline:
@@ -490,7 +492,7 @@ class Scheduler(GroupCounts):
         computed_tokens = victim.computed_tokens
         if victim.state is SequenceState.SWAPPED:
             self._unreserve(victim, kept=False)
-            self.swap.stay_away(victim)
+            self.swap.delay_return(victim)
             self.turned.append(victim)
             victim.note(at_s, why)
         elif mirrored_tokens := self.swap.leave_by_mirror(victim):

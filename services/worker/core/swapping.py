@@ -197,7 +197,7 @@ class SwapSpace:
         if entry.keys:
             self.prefixes.done(entry.keys)
 
-    def stay_away(self, sequence: Sequence) -> None:
+    def delay_return(self, sequence: Sequence) -> None:
         """It was being copied back: cancel that. Its KV on the host is complete."""
         entry = self.entries[sequence.sequence_id]
         entry.phase, entry.copied_count = SwapPhase.AWAY, 0

@@ -154,7 +154,7 @@ class TransitionState:
 
     # ------------------------------------------------------------ end of a draining group
 
-    def give_way(self, _: t.AbortRequested) -> Commands:
+    def yield_to_changes(self, _: t.AbortRequested) -> Commands:
         """The draining group's running sequences are handed over now."""
         if self.draining is not None:
             self.draining.hurried = True

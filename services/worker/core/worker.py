@@ -181,14 +181,14 @@ class WorkerCore:
             case _:
                 group_scheduler.handle(event)
         if self._request_table.turned:
-            self._request_table.tell_turned()
+            self._request_table.report_preempted()
         if self.group_scheduler.scheduler.prefixes.new_marks:
             self._outbox.marks(self._request_table.streams, self.group_scheduler.take_marks())
         commands: list[Command] = [*self._outbox.take(self._seen_handle)]
         tells = isinstance(event, _TELLS_REMOVED)
         for each in self._group_schedulers:
-            told = tells or (each.batches_in_flight.must_tell and not each.is_busy)
-            if told and (removed := each.tell_removed()) is not None:
+            told = tells or (each.batches_in_flight.needs_release_batch and not each.is_busy)
+            if told and (removed := each.release_batch()) is not None:
                 commands.append(removed if each is self._group_schedulers[-1] else replace(removed, leaving=True))
         if handed_over is not None:
             commands.append(handed_over)
@@ -248,7 +248,7 @@ class WorkerCore:
         if (group_scheduler := self.leaving) is None:
             return
         in_flight = group_scheduler.batches_in_flight
-        if group_scheduler.sequences or in_flight or in_flight.must_tell:
+        if group_scheduler.sequences or in_flight or in_flight.needs_release_batch:
             raise InvariantViolation(
                 f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
             )
@@ -439,7 +439,7 @@ class WorkerCore:
             self._request_table.place(sequence, group_scheduler, at_s)
             if event.output_token_ids:
                 self._request_table.turned.append(sequence)  # it was admitted elsewhere
-            group_scheduler.admit_newcomer(sequence, at_s)
+            group_scheduler.admit_new(sequence, at_s)
 
     def _abort(self, event: Aborted) -> None:
         stream = self._request_table.streams.get(event.key.stream_id)

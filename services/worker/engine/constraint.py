@@ -12,7 +12,7 @@ import torch
 
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import SamplingParams
-from ballast.service.grammar import Grammars, why_given_up
+from ballast.service.grammar import Grammars, matcher_failure
 from services.worker.core.batch import NewSequence
 
 
@@ -33,7 +33,7 @@ class GrammarState:
         except InvalidRequest as error:
             self.error = str(error)
         else:
-            self.error = why_given_up(self._matcher)
+            self.error = matcher_failure(self._matcher)
 
     def allowed(self) -> np.ndarray | None:
         """Bit mask of the allowed tokens as bytes, lowest token first; when the grammar is complete, of end-of-sequence
@@ -42,14 +42,16 @@ class GrammarState:
         if self._matcher is None or self.error:
             return None
         bits = np.frombuffer(self._matcher.compute_bitmask(), np.uint8)
-        self.error = why_given_up(self._matcher)  # a failed matcher allows the end of the sequence and reports no error
+        self.error = matcher_failure(
+            self._matcher
+        )  # a failed matcher allows the end of the sequence and reports no error
         return bits
 
     def add(self, token_id: int) -> None:
         """Advance by one generated token."""
         if self._matcher is not None and not self.error:
             self._matcher.consume_token(token_id)
-            self.error = why_given_up(self._matcher)
+            self.error = matcher_failure(self._matcher)
 
 
 class Constraint:

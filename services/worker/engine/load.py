@@ -237,7 +237,7 @@ def load_engine(
         sampler,
         runner,
         grammars,
-        partial(_compute_from_now_on, compute_here, memory.pool.backend.device),
+        partial(_warm_up_on_thread, compute_here, memory.pool.backend.device),
         HostCopy(_to_host, _from_host, shared),
     )
 
@@ -349,7 +349,7 @@ def _backend(device: str) -> MemoryBackend:
     return HostBackend() if index is None else open_cuda(index)
 
 
-def _compute_from_now_on(compute_here: Callable[[], None], device: torch.device) -> None:
+def _warm_up_on_thread(compute_here: Callable[[], None], device: torch.device) -> None:
     """Create this thread's cuBLAS handle and workspace now instead of in its first step."""
     compute_here()
     if device.type == "cuda":

@@ -46,9 +46,9 @@ class SharedWire:
     def free_at_s(self) -> float:
         return self._wire.free_at_s
 
-    def urgent_comes(self) -> None:
+    def urgent_waits(self) -> None:
         with self._changed:
-            self._wire.urgent_comes()
+            self._wire.urgent_waits()
 
     def urgent_goes(self) -> None:
         """An announced urgent message was cancelled."""

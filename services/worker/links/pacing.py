@@ -41,7 +41,7 @@ class Wire:
         self._urgent_first = urgent_first  # False: in order of requests
         self._urgent_waiting = 0
 
-    def urgent_comes(self) -> None:
+    def urgent_waits(self) -> None:
         """An urgent message waits, until `take` or `urgent_goes`."""
         self._urgent_waiting += 1
 

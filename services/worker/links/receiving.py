@@ -98,12 +98,12 @@ class UrgentReceiver:
         counted.total_bytes += header.payload_bytes + header.meta_bytes
         tensor = None
         if header.shape:
-            tensor = self._where_wanted(header.topic, payload).view(header.dtype).view(header.shape)
+            tensor = self._to_device(header.topic, payload).view(header.dtype).view(header.shape)
         took_s = time.monotonic() - began_s
         message = Message(header.traffic, header.topic, header.stream, frame.meta, tensor, took_s)
         self._handlers.on_message(link, message)
 
-    def _where_wanted(self, topic: int, payload: torch.Tensor) -> torch.Tensor:
+    def _to_device(self, topic: int, payload: torch.Tensor) -> torch.Tensor:
         device = torch.device(self._handlers.device_of(topic))
         if payload.device == device:
             return payload

@@ -183,7 +183,7 @@ class UrgentSender:
             if self._wire is None:
                 self._gate.enter()
         if self._wire is not None:  # it lets no bulk pass before this message
-            self._wire.urgent_comes()
+            self._wire.urgent_waits()
         self._unsent_bytes += size_bytes
         if payload is not None and not self._writer.is_ready(payload):
             outgoing.is_ready = False

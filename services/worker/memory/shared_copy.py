@@ -185,7 +185,7 @@ def open_copy(root: Path, digest: str) -> SharedCopy | Maker:
         except FileNotFoundError:  # the last user has just removed it
             continue
         fcntl.flock(lock_fd, fcntl.LOCK_EX)
-        if not _is_still(folder / _LOCK, lock_fd):
+        if not _is_current_file(folder / _LOCK, lock_fd):
             os.close(lock_fd)
             continue
         copy = _mapped(folder)
@@ -208,13 +208,13 @@ def _mapped(folder: Path) -> SharedCopy | None:
         return None
     fcntl.flock(fd, fcntl.LOCK_SH)
     size_bytes = sum(part.size_bytes for part in parts.values())
-    if not _is_still(folder / _BYTES, fd) or os.fstat(fd).st_size != size_bytes:
+    if not _is_current_file(folder / _BYTES, fd) or os.fstat(fd).st_size != size_bytes:
         os.close(fd)
         return None
     return SharedCopy(folder, parts, fd)
 
 
-def _is_still(path: Path, fd: int) -> bool:
+def _is_current_file(path: Path, fd: int) -> bool:
     """True if the open file is still the one at that path."""
     try:
         there, here = path.stat(), os.fstat(fd)

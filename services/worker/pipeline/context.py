@@ -167,18 +167,18 @@ class MemberContext:
         stages = [stage.worker_id for stage in self.role.stages]
         self.room.begin(stages, self.book.block_count, before_block_count=before_block_count)
 
-    def tell_room(self, *, ends: bool = False) -> None:
+    def report_capacity(self, *, ends: bool = False) -> None:
         """Report the group's blocks to the core. `ends`: the group is about to end, and its stages are told of all
         releases.
         """
         self.answers.tell(self.room.capacity(self.now(), ends=ends))
 
-    def room_told(self, event: CapacityTold) -> None:
+    def on_capacity(self, event: CapacityTold) -> None:
         """Leader: record a stage's capacity."""
         role = self.role
         current = event.epoch == role.epoch and role.leads
         if current and self.room.told(event.source, event.block_count, event.sizes, event.withdrawn):
-            self.tell_room()
+            self.report_capacity()
         else:
             self.published.stale_total += 1
 
@@ -186,7 +186,7 @@ class MemberContext:
         """Report this member's capacity to the leader."""
         role, room, block_count = self.role, self.room, self.book.block_count
         if role.leads:
-            self.room_told(CapacityTold(role.epoch, role.me, block_count, room.own(), room.withdrawn))
+            self.on_capacity(CapacityTold(role.epoch, role.me, block_count, room.own(), room.withdrawn))
         else:
             body = capacity_to_bytes(room.withdrawn, block_count, room.own())
             self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)

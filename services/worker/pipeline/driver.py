@@ -170,7 +170,7 @@ class TransitionDriver:
             and not (group_scheduler.in_flight_count or group_scheduler.suspended_ids)
         ):
             # Sequences ended since the last batch, released while the stages still follow this leader.
-            self._context.tell_room(ends=True)
+            self._context.report_capacity(ends=True)
             self.drive(t.BoundaryReached(self._now(), transition.epoch))
         if transition is not None and transition.part.dissolves:
             self._poll_restore(transition)
@@ -200,11 +200,11 @@ class TransitionDriver:
 
     def handover_arrived(self, event: HandoverArrived) -> None:
         transition = self.transition
-        if transition is None or transition.epoch != event.epoch or self._handover.has_come_from(event.source):
+        if transition is None or transition.epoch != event.epoch or self._handover.is_complete_from(event.source):
             self._published.stale_total += 1
             return
         if event.more:
-            self._handover.some_came(event)
+            self._handover.on_partial_handover(event)
             if transition.phase is Phase.EXCHANGING:
                 self._handover.adopt_by_tokens(self._now())
             return
@@ -277,7 +277,7 @@ class TransitionDriver:
         else:
             self._layer_loading.server.refuse(event.link, event.layer)
 
-    def layer_news(self, event: LayerArrived | LayerChecked) -> None:
+    def on_layer(self, event: LayerArrived | LayerChecked) -> None:
         transition = self.transition
         if not self._layer_loading.handle(event) or transition is None or transition.phase is not Phase.PREPARING:
             return
@@ -433,7 +433,7 @@ class TransitionDriver:
             return why
         if restores:
             return self._why_too_long()
-        lacking = set(self._layers_to_come(transition)) - set(self._memory.parameters.held_layers)
+        lacking = set(self._missing_layers(transition)) - set(self._memory.parameters.held_layers)
         return f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute" if lacking else ""
 
     def _why_too_long(self) -> str:
@@ -442,7 +442,7 @@ class TransitionDriver:
 
     def _limit_group(self, epoch: Epoch) -> t.GroupLimited:
         block_count = self._context.room.limit(epoch)
-        self._context.tell_room()
+        self._context.report_capacity()
         self._context.limit_prompts()
         return t.GroupLimited(self._now(), epoch, block_count)
 
@@ -452,11 +452,11 @@ class TransitionDriver:
             return [t.PreparationFailed(self._now(), epoch, self._layer_loading.failure)]
         return [t.MemoryReady(self._now(), epoch)] if self._layer_loading.complete else ()
 
-    def _layers_to_come(self, transition: Transition) -> range:
+    def _missing_layers(self, transition: Transition) -> range:
         return own_layers(self._role.me, transition.part.new.members)
 
     def _layers_lost(self, transition: Transition) -> list[int]:
-        kept = self._layers_to_come(transition)
+        kept = self._missing_layers(transition)
         return [layer for layer in self._memory.parameters.held_layers if layer not in kept]
 
     # ------------------------------------------------------------ commit
@@ -481,7 +481,7 @@ class TransitionDriver:
         progress.halted_at_s = progress.commit_at_s
         progress.taken_up_at_s = self._now()
         progress.boundary_wait_s = progress.taken_up_at_s - progress.commit_at_s - progress.remap_s
-        get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
+        get_logger().info("layout taken up", epoch=transition.epoch, **progress.before_takeover())
         return t.TakenUp(self._now(), transition.epoch, own)
 
     def _dissolve(self) -> Sequence[t.Event | RosterArrived]:
@@ -509,10 +509,10 @@ class TransitionDriver:
         role.take_up(transition.epoch, transition.part.new)
         self._published.clock.begin_layout()
         context.begin_room(before_block_count=self._memory.home_block_count)
-        context.tell_room()
+        context.report_capacity()
         progress.halted_at_s = progress.taken_up_at_s = self._now()
         progress.boundary_wait_s = max(0.0, progress.taken_up_at_s - progress.commit_at_s - progress.remap_s)
-        get_logger().info("layout taken up", epoch=transition.epoch, **progress.until_taken_up())
+        get_logger().info("layout taken up", epoch=transition.epoch, **progress.before_takeover())
         self._handover.adopt_by_tokens(now_s)
         early, self._early = self._early, []
         return [t.TakenUp(self._now(), transition.epoch, draining=draining), *early]
@@ -520,7 +520,7 @@ class TransitionDriver:
     def _has_grown(self, block_count: int) -> None:
         self._context.grow_book(block_count)
         self._context.room.counts[self._role.me] = block_count
-        self._context.tell_room()
+        self._context.report_capacity()
 
     def _pass_end_on(self, epoch: Epoch) -> None:
         """Down the pipeline, after its last batch."""

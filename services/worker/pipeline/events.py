@@ -71,7 +71,7 @@ class ResultArrived(MemberEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class GrammarComes(MemberEvent):
+class GrammarAnnounced(MemberEvent):
     """A request with this grammar is about to be accepted, by this leader or by that of this last stage."""
 
     grammar: Grammar

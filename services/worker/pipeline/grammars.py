@@ -44,11 +44,11 @@ class GrammarsAhead:
         if not role.stages:
             return  # compiled here by the submission
         if role.is_last:
-            self._compile_beside(grammar)
+            self._compile_in_background(grammar)
         elif role.leads:
             self._tell(grammar)
 
-    def _compile_beside(self, grammar: Grammar) -> None:
+    def _compile_in_background(self, grammar: Grammar) -> None:
         """Errors are reported by the leader."""
         self._waiting = [job for job in self._waiting if not job.done()]
         if len(self._waiting) < _MOST_WAITING:

@@ -118,11 +118,11 @@ class Handover:
         if coming:
             self._tell(Adopted(now_s, coming))
 
-    def some_came(self, event: HandoverArrived) -> None:
+    def on_partial_handover(self, event: HandoverArrived) -> None:
         """Sequences of a group that hands over in several parts."""
         self._by_tokens.extend(event.snapshots)
 
-    def has_come_from(self, source: WorkerId) -> bool:
+    def is_complete_from(self, source: WorkerId) -> bool:
         return source in self._told_counts
 
     def came(self, event: HandoverArrived) -> tuple[Victim, ...]:

@@ -29,7 +29,7 @@ from services.worker.pipeline.events import (
     ActivationsAsked,
     BatchArrived,
     CapacityTold,
-    GrammarComes,
+    GrammarAnnounced,
     HandoverArrived,
     KvAsked,
     KvLanded,
@@ -151,7 +151,7 @@ class Hub:
             case Topic.RESULT:
                 self.post(ResultArrived(epoch, result_from_bytes(_whole(message))))
             case Topic.GRAMMAR:
-                self.post(GrammarComes(grammar_from_bytes(_whole(message))))
+                self.post(GrammarAnnounced(grammar_from_bytes(_whole(message))))
             case Topic.EPOCH_ENDED:
                 ending = Epoch(message.stream)
                 kept = pb.Roster.FromString(_whole(message)).victims

@@ -61,7 +61,7 @@ class Leaving:
         draining.is_short = self._context.core.group_scheduler.memory_is_awaited
         self._carry_out(draining.place_waiting(now_s, group_scheduler))
         self._progress.victims_waiting = len(group_scheduler.sequences)
-        if draining.is_news(now_s, group_scheduler) and self._context.published.counted is self._progress:
+        if draining.has_progress(now_s, group_scheduler) and self._context.published.counted is self._progress:
             self._progress.exchange_s = now_s - self._began_s
             self._context.published.publish_as(self._epoch, self._progress.phase)
         self._carry_out(draining.go_on(now_s, group_scheduler))

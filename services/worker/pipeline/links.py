@@ -106,7 +106,7 @@ class Links:
             head = b""
         return self.send(to, TrafficClass.ACTIVATION, Topic.BATCH, head, hidden_TD)
 
-    def tell_result(self, result: StepResult | tuple[int, str]) -> None:
+    def send_result(self, result: StepResult | tuple[int, str]) -> None:
         """To the leader: a batch's result, or its step and why it failed."""
         body = result_to_bytes(result) if isinstance(result, StepResult) else failure_to_bytes(*result)
         self.send(self._role.leader, TrafficClass.ACTIVATION, Topic.RESULT, body)

@@ -35,7 +35,7 @@ from services.worker.pipeline.events import (
     ActivationsAsked,
     BatchArrived,
     CapacityTold,
-    GrammarComes,
+    GrammarAnnounced,
     HandoverArrived,
     KvAsked,
     KvLanded,
@@ -235,7 +235,7 @@ class GroupMember:
             case ResultArrived():
                 if (outcome := self._stage_of(event.epoch).outcome(event)) is not None:
                     self._answers.add(outcome)
-            case GrammarComes(grammar=grammar):
+            case GrammarAnnounced(grammar=grammar):
                 if self._grammars is not None:
                     self._grammars.comes(grammar)
             case HandoverArrived():
@@ -259,7 +259,7 @@ class GroupMember:
             case LinkMade():
                 driver.link_made(event)
             case CapacityTold():
-                self._capacity_told(event)
+                self._on_capacity(event)
             case RoomGranted(epoch=epoch, block_count=block_count):
                 driver.room_granted(epoch, block_count)
             case RoomWithdrawn(epoch=epoch):
@@ -269,7 +269,7 @@ class GroupMember:
             case LayerAsked():
                 driver.layer_asked(event)
             case LayerArrived() | LayerChecked():
-                driver.layer_news(event)
+                driver.on_layer(event)
             case ParkOrdered():
                 self._parking.ordered(event)
             case PartnersNamed(partners=partners):
@@ -294,7 +294,7 @@ class GroupMember:
             self._wait_for_stand_in(self._lost)
         self._migrations.poll()
         if self._rescue is not None and self._rescue.poll(self._now(), self._context.grow_book):
-            self._be_whole(self._rescue)
+            self._become_full_replica(self._rescue)
         self._parking.poll()
         rests = (
             self._rescue is self._lost is None
@@ -368,9 +368,9 @@ class GroupMember:
         else:
             self._layer_loading.server.serve(event, self._role.layers)
 
-    def _capacity_told(self, event: CapacityTold) -> None:
+    def _on_capacity(self, event: CapacityTold) -> None:
         if self._rescue is None:
-            self._context.room_told(event)
+            self._context.on_capacity(event)
         else:
             self.published.stale_total += 1
 
@@ -447,10 +447,10 @@ class GroupMember:
             for layer in range(self._role.layer_count)
         }
 
-    def _be_whole(self, rescue: Rescue) -> None:
+    def _become_full_replica(self, rescue: Rescue) -> None:
         """All layers are loaded: this worker leads a group of itself."""
         self._rescue = None
-        self._role.be_whole()
+        self._role.become_full_replica()
         self._open_group()
         rescue.progress.block_count_after = self._context.book.block_count
         self.published.publish_as(rescue.epoch, Phase.DONE)

@@ -28,7 +28,7 @@ from services.worker.core.migration_messages import (
     Adopt,
     ForStages,
     Give,
-    HandAway,
+    HandOverNow,
     Handed,
     Keep,
     Landed,
@@ -207,7 +207,7 @@ class Migrations:
         match message:
             case Give() | Take() | Stop() | Keep() | Ready() | Landed():
                 if link.epoch == self._role.epoch and self._role.has_stage(peer):
-                    self._told_in_group(peer, message, now_s)
+                    self._on_group_message(peer, message, now_s)
                 else:
                     self._published.stale_total += 1
             case Off() if self._role.has_stage(peer):
@@ -227,7 +227,7 @@ class Migrations:
                 self._carry_out(self._arrivals.heard(now_s, peer, message))
                 self._carry_out(self._departures.heard(now_s, peer, message))
 
-    def _told_in_group(self, peer: WorkerId, message: ForStages | Ready | Landed, now_s: float) -> None:
+    def _on_group_message(self, peer: WorkerId, message: ForStages | Ready | Landed, now_s: float) -> None:
         match message:
             case Ready(migration_id=migration_id):
                 self._carry_out(self._arrivals.ready(now_s, migration_id, peer))
@@ -255,11 +255,11 @@ class Migrations:
         """Send to the leader."""
         for message in messages:
             if self._role.leads:
-                self._told_in_group(self._role.me, message, self._now())
+                self._on_group_message(self._role.me, message, self._now())
             else:
-                self._tell_leader(message)
+                self._send_to_leader(message)
 
-    def _tell_leader(self, message: Ready | Landed | Off) -> None:
+    def _send_to_leader(self, message: Ready | Landed | Off) -> None:
         self._links.send(self._role.leader, TrafficClass.CONTROL, Topic.MIGRATION, migration_to_bytes(message))
 
     def _sent(self, migration_id: MigrationId, why_not: str) -> None:
@@ -267,7 +267,7 @@ class Migrations:
         if self._role.leads:
             self._carry_out(self._departures.sent(self._now(), migration_id, why_not))
         elif why_not:
-            self._tell_leader(Off(migration_id, why_not))
+            self._send_to_leader(Off(migration_id, why_not))
 
     # ------------------------------------------------------------ commands
 
@@ -281,15 +281,15 @@ class Migrations:
                         self._carry_out(self._departures.give_up(self._now(), migration_id, why))
                 case Take() | Stop() | Keep():
                     self._order(command)
-                case HandAway():
-                    self._hand_away(command)
+                case HandOverNow():
+                    self._hand_over_now(command)
                 case Report():
                     self._report(command)
                 case Adopt():
                     self._adopt(command)
-        self._tell_room()
+        self._report_capacity()
 
-    def _tell_room(self) -> None:
+    def _report_capacity(self) -> None:
         room = (self._arrivals.block_count, self._arrivals.running_count)
         if room != self._told_room:
             self._told_room = room
@@ -305,7 +305,7 @@ class Migrations:
         """If the link refuses a message it ends, which is reported as `peer_lost`."""
         self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
-    def _hand_away(self, command: HandAway) -> None:
+    def _hand_over_now(self, command: HandOverNow) -> None:
         give, now_s = command.give, self._now()
         link = self._link[command.to]
         why = "its link has ended" if link.retired or not link.is_up else self._order(give)
@@ -337,6 +337,6 @@ class Migrations:
         snapshot, now_s = command.snapshot, self._now()
         if not self._context.group_scheduler.leads:
             return  # it has cancelled, or its group is lost: the dispatcher replays the request
-        self._tell_room()
+        self._report_capacity()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})
         self._tell(Adopted(now_s, (snapshot,), lost_ids=lost, in_order=True))

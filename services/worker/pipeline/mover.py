@@ -134,10 +134,10 @@ class KvMover:
             why = why_not or ("no room" if linked else "no link")
             get_logger().debug("no migration", why=why, sequence_id=take.sequence_id)
             return Landed(take.migration_id, None)
-        self._let_come(places)
+        self._expect_incoming(places)
         return Ready(take.migration_id)
 
-    def _let_come(self, commands: Iterable[KvPlace | CopyOver]) -> int:
+    def _expect_incoming(self, commands: Iterable[KvPlace | CopyOver]) -> int:
         """Register destinations. Returns their bytes."""
         size_bytes = 0
         for command in commands:
@@ -156,7 +156,7 @@ class KvMover:
     # ------------------------------------------------------------ commands of a transition
 
     def expect(self, command: ExpectKv) -> None:
-        self._context.published.counted.kv_bytes_received += self._let_come(
+        self._context.published.counted.kv_bytes_received += self._expect_incoming(
             self.core.expect(command, self._context.book)
         )
 

@@ -101,7 +101,7 @@ class Parking:
         if self._state is _ParkingState.SAVING and all(job.done() for job in self._jobs):
             self._saved()
         if self._state is _ParkingState.WAKING:
-            self._look_at_layers()
+            self._check_missing_layers()
 
     def _saved(self) -> None:
         for job in self._jobs:
@@ -128,7 +128,7 @@ class Parking:
         progress = TransitionProgress(epoch=epoch, began_s=self._began_s, block_count_before=0)
         self._layer_loading.load(epoch, {}, progress, 0, own=True)
 
-    def _look_at_layers(self) -> None:
+    def _check_missing_layers(self) -> None:
         if not self._layer_loading.all_here():
             return
         self._layer_loading.end()

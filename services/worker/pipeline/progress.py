@@ -26,7 +26,7 @@ class TransitionProgress(Status):
     taken_up_at_s: float = 0.0
     stalls_s: list[float] = field(default_factory=list[float])  # per moved sequence, until it may resume
 
-    def until_taken_up(self) -> dict[str, float]:
+    def before_takeover(self) -> dict[str, float]:
         """Durations between the plan's arrival and the new layout."""
         waited_s = self.commit_at_s - self.began_s - self.prepare_s
         return {

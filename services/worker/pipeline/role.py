@@ -54,13 +54,13 @@ class MemberRole:
     def leave_group(self) -> None:
         """The group has ended. The layers are unchanged: those that this worker holds."""
         self.stages = ()
-        self._be_placed_alone()
+        self._place_alone()
 
-    def be_whole(self) -> None:
+    def become_full_replica(self) -> None:
         self.layers = range(self.layer_count)
-        self._be_placed_alone()
+        self._place_alone()
 
-    def _be_placed_alone(self) -> None:
+    def _place_alone(self) -> None:
         if self.place is None:
             return
         mine = next(member for member in self.place.group.members if member.worker_id == self.me)

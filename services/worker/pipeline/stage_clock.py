@@ -178,7 +178,7 @@ class EventWatch:
         self._known: tuple[Event, float] | None = None  # a recent event whose time is known
 
     def begin(self) -> float:
-        self._tell_ended()
+        self._report_ended()
         self._began, at_s = self._record(), self._now()
         if not self._launched:  # the device is idle and reaches the event at once
             self._known = (self._began, at_s)
@@ -187,9 +187,9 @@ class EventWatch:
     def end(self, told: Told) -> None:
         assert self._began is not None
         self._launched.append(_Launched(self._began, self._record(), told))
-        self._tell_ended()
+        self._report_ended()
 
-    def _tell_ended(self) -> None:
+    def _report_ended(self) -> None:
         while self._launched and self._launched[0].ended.query():
             stage = self._launched.popleft()
             assert self._known is not None

@@ -122,13 +122,13 @@ class StageRunner:
             self._send_on(batch, hidden_TD)
             return None
         if batch.failure:
-            self._links.tell_result((batch.step_id, batch.failure))
+            self._links.send_result((batch.step_id, batch.failure))
         if not batch.slices:
             return None
         assert isinstance(out, StepResult)
         if role.leads:
             return StepOutcome(batch.step_id, out)
-        self._links.tell_result(out)
+        self._links.send_result(out)
         return None
 
     def _send_on(self, batch: Batch, hidden_TD: torch.Tensor | None) -> None:
@@ -145,7 +145,7 @@ class StageRunner:
         if self._role.is_last:
             if self._role.leads:
                 return StepOutcome(batch.step_id, None, why)
-            self._links.tell_result((batch.step_id, why))
+            self._links.send_result((batch.step_id, why))
         else:  # later stages compute nothing and apply its additions and removals; the last one reports it in order
             self._send_on(replace(batch, slices=(), failure=why), None)
         return None

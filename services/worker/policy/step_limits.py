@@ -31,7 +31,7 @@ def step_limits(
     return StepLimits(sequences, tokens, queued)
 
 
-def what_limits(limits: StepLimits, kv_tokens: int, max_model_len: int) -> str:
+def limiting_factor(limits: StepLimits, kv_tokens: int, max_model_len: int) -> str:
     """The limit on concurrent requests, as a sentence for the log."""
     mean = kv_tokens // limits.sequences
     step = f"a step computes at most {limits.tokens} tokens"

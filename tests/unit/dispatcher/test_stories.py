@@ -129,7 +129,7 @@ def test_a_running_request_is_not_hidden_by_a_refused_one_of_the_same_id() -> No
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=3, log_each=False)
     story.submit("r1")
-    chronicle.turned_away(RequestId("r1"), InvalidRequest("prompt", "is empty"), None, 0.0)
+    chronicle.record_refused(RequestId("r1"), InvalidRequest("prompt", "is empty"), None, 0.0)
     account = chronicle.find(RequestId("r1"), 1.0)
     assert account is not None
     assert account.state == "running"
@@ -160,7 +160,7 @@ def test_quantiles_are_values_that_occurred() -> None:
 def test_a_wrong_request_is_counted_under_a_bounded_id() -> None:
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=3, log_each=False)
-    chronicle.turned_away(RequestId("x" * 5000), InvalidRequest("request_id", "too long"), None, 0.0)
+    chronicle.record_refused(RequestId("x" * 5000), InvalidRequest("request_id", "too long"), None, 0.0)
     account = chronicle.find(RequestId("x" * 128), 0.0)
     assert account is not None
     assert account.state == "invalid"
@@ -172,7 +172,7 @@ async def test_lines_of_many_endings_at_once_are_written_a_few_in_each_turn_of_t
     wrong = InvalidRequest("prompt", "is empty")
     with structlog.testing.capture_logs() as lines:
         for number in range(100):
-            chronicle.turned_away(RequestId(f"r{number}"), wrong, None, 0.0)
+            chronicle.record_refused(RequestId(f"r{number}"), wrong, None, 0.0)
         assert not lines, "who ends a request does not wait for its line"
         writing = asyncio.create_task(chronicle.write_lines())
         counts = [0]
@@ -189,7 +189,7 @@ def test_lines_that_nobody_writes_are_bounded() -> None:
     chronicle = Chronicle(Story("a").core, keep_count=3, log_each=True)
     with structlog.testing.capture_logs() as lines:
         for number in range(9000):
-            chronicle.turned_away(RequestId(f"r{number}"), InvalidRequest("prompt", "is empty"), None, 0.0)
+            chronicle.record_refused(RequestId(f"r{number}"), InvalidRequest("prompt", "is empty"), None, 0.0)
         assert 0 < len(lines) < 9000
         chronicle.write_the_rest()
     assert len(lines) == 9000

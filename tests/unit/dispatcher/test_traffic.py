@@ -74,19 +74,19 @@ def test_there_is_news_of_each_request_at_once_and_of_tokens_four_times_a_second
         lambda: counter.arrived(one, 0.1, 10),
         lambda: counter.began(one, 0.2),
         lambda: counter.left(one, 1),
-        lambda: counter.set_aside(one),
+        lambda: counter.mark_long(one),
     ]
     for step, change in enumerate(changes):
         at_s = step / 10
         counter.read(at_s, 0, 0)
-        assert not counter.has_news(at_s + 0.05, 0)
-        assert counter.has_news(at_s + 0.05, 1), "it waits in the queue"
+        assert not counter.carries_changes(at_s + 0.05, 0)
+        assert counter.carries_changes(at_s + 0.05, 1), "it waits in the queue"
         change()
-        assert counter.has_news(at_s + 0.05, 0)
+        assert counter.carries_changes(at_s + 0.05, 0)
     counter.read(1.0, 0, 0)
     counter.went_on(100, 1.0)
-    assert not counter.has_news(1.2, 0)
-    assert counter.has_news(1.25, 0)
+    assert not counter.carries_changes(1.2, 0)
+    assert counter.carries_changes(1.25, 0)
 
 
 def test_dispatchers_add_up() -> None:

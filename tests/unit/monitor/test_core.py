@@ -109,7 +109,7 @@ def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() 
 def test_a_goodbye_is_a_loss_at_once() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    assert monitor.tell(m.StreamEnded(1.5, "c", 1, said_goodbye=True)) == [
+    assert monitor.tell(m.StreamEnded(1.5, "c", 1, announced_exit=True)) == [
         m.Publish(m.InstanceLost(W1, Incarnation(1), "it left"), "c")
     ]
 
@@ -117,14 +117,14 @@ def test_a_goodbye_is_a_loss_at_once() -> None:
 def test_a_broken_stream_is_probed_and_only_a_refused_connection_is_proof() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    assert monitor.tell(m.StreamEnded(1.5, "c", 1, said_goodbye=False)) == [m.ProbeAddress(instance(), "c")]
+    assert monitor.tell(m.StreamEnded(1.5, "c", 1, announced_exit=False)) == [m.ProbeAddress(instance(), "c")]
     assert lost(monitor.tell(m.ConnectionRefused(1.6, "c", W1, Incarnation(1)))) == [("w1", 1)]
 
 
 def test_a_refusal_that_comes_after_the_worker_is_back_says_nothing() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
-    monitor.tell(m.StreamEnded(1.5, "c", 1, said_goodbye=False))
+    monitor.tell(m.StreamEnded(1.5, "c", 1, announced_exit=False))
     assert monitor.announce(1.6, 2) == [], "the same life on a new stream is no news"
     assert monitor.tell(m.ConnectionRefused(1.7, "c", W1, Incarnation(1))) == []
     monitor.announce(1.8, 3, incarnation=2)
@@ -144,7 +144,7 @@ def test_an_older_life_is_refused_even_after_the_newer_one_has_gone() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1, incarnation=5)
     assert monitor.announce(1.1, 2, incarnation=4) == [m.CloseStream(2, m.CloseReason.STALE, have=4, want=5)]
-    monitor.tell(m.StreamEnded(1.2, "c", 1, said_goodbye=True))
+    monitor.tell(m.StreamEnded(1.2, "c", 1, announced_exit=True))
     assert monitor.announce(1.3, 3, incarnation=4) == [m.CloseStream(3, m.CloseReason.STALE, have=4, want=5)]
 
 
@@ -218,7 +218,7 @@ def test_the_registry_is_written_at_intervals_and_forgets_the_lost() -> None:
     monitor = Monitor()
     monitor.announce(0.5, 1)
     assert monitor.tell(m.Ticked(1.0, "c")) == [m.WriteRegistry(())]
-    monitor.tell(m.StreamEnded(1.2, "c", 1, said_goodbye=True))
+    monitor.tell(m.StreamEnded(1.2, "c", 1, announced_exit=True))
     assert monitor.tell(m.Ticked(1.5, "c")) == []
     assert monitor.tell(m.Ticked(2.0, "c")) == [m.WriteRegistry((W1,))]
     assert monitor.tell(m.Ticked(3.0, "c")) == [m.WriteRegistry(())]

@@ -487,7 +487,7 @@ async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
         asked_at_s = clock()
         for load in (slightly_more, much_more):
             loads.append(load)
-            reporter.requests_came(load)
+            reporter.on_requests_arrived(load)
         await soon(lambda: entries[w0].load == much_more)
         assert clock() - asked_at_s < 3.0
         reporter.leave()

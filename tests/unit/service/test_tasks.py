@@ -6,7 +6,7 @@ import pytest
 
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.service.metrics import TASK_FAILURES
-from ballast.service.tasks import Work, keep_up, unless_it_fails
+from ballast.service.tasks import Work, run_supervised, unless_it_fails
 
 
 def test_what_is_asked_for_is_done_before_the_group_ends() -> None:
@@ -109,7 +109,7 @@ def test_a_call_that_was_cancelled_does_not_end_who_waited_for_it() -> None:
                 again.set()
             await call
 
-        kept = asyncio.create_task(keep_up(waits, "waits"))
+        kept = asyncio.create_task(run_supervised(waits, "waits"))
         async with asyncio.timeout(20):
             await again.wait()
         kept.cancel()

@@ -55,7 +55,7 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
 
     def come(waiting_block_count: int) -> None:
         loads.append(replace(loads[-1], waiting_block_count=waiting_block_count))
-        reporter.requests_came(loads[-1])
+        reporter.on_requests_arrived(loads[-1])
 
     clock.at(1.0, b"a little more", lambda: come(1))
     for number in range(10):

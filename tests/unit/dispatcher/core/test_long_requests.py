@@ -4,7 +4,7 @@ from ballast.common.errors import InvalidRequest, Overloaded
 from ballast.common.ids import RequestId
 from ballast.common.reach import Reach
 from ballast.common.sampling import FinishReason
-from services.dispatcher.core.events import DispatcherTick, Ending, Fail, PlaceOnWorker, ReachTold, Refuse, Withdrawn
+from services.dispatcher.core.events import DispatcherTick, Ending, Fail, PlaceOnWorker, ReachChanged, Refuse, Withdrawn
 from services.dispatcher.core.limits import Limits
 from tests.support.dispatcher_core import Answer, Story, load
 
@@ -14,7 +14,7 @@ PAIR = load(block_count=400)
 
 def story(*workers: str, group_tokens: int = 6000, limits: Limits | None = None) -> Story:
     told = Story(*workers, limits=limits)
-    told.handle(ReachTold(0.0, Reach(ALONE, group_tokens, 2, max(2, len(workers)))))
+    told.handle(ReachChanged(0.0, Reach(ALONE, group_tokens, 2, max(2, len(workers)))))
     return told
 
 
@@ -109,7 +109,7 @@ def test_reach_shrinks_below_one_that_waits() -> None:
     told = story("a", "b", "c")
     told.submit("long", prompt=4000)
     told.submit("shorter", prompt=2000)
-    assert told.handle(ReachTold(1.0, Reach(ALONE, 3000, 2, 2))).commands == [], "what was lost may come back"
+    assert told.handle(ReachChanged(1.0, Reach(ALONE, 3000, 2, 2))).commands == [], "what was lost may come back"
     assert told.core.next_timer_s() == 5.0
     answer = told.handle(DispatcherTick(5.0))
     assert answer.errors == {"long": "Overloaded"}
@@ -123,7 +123,7 @@ def test_what_is_told_late_finds_those_that_wait_already() -> None:
     told.step("a", report=load(used_block_count=64, running_count=8, waiting_count=2))
     told.submit("long", prompt=ALONE)
     assert len(told.core.backlog) == 1
-    told.handle(ReachTold(0.0, Reach(ALONE, 4000, 2, 2)))
+    told.handle(ReachChanged(0.0, Reach(ALONE, 4000, 2, 2)))
     assert (len(told.core.backlog), len(told.core.long)) == (0, 1)
 
 

@@ -13,7 +13,7 @@ from services.worker.core.migration_messages import (
     PATIENCE_S,
     Adopt,
     Give,
-    HandAway,
+    HandOverNow,
     Handed,
     Keep,
     Off,
@@ -40,8 +40,8 @@ def give(*span: int, last: bool = False) -> Give:
     return Give(MIGRATION, SEQUENCE, EPOCH, KvRange(*span, last=last), TAKERS)
 
 
-def hand_away(*span: int) -> HandAway:
-    return HandAway(W2, give(*span, last=True))
+def hand_away(*span: int) -> HandOverNow:
+    return HandOverNow(W2, give(*span, last=True))
 
 
 def take(first_block: int, last_block: int) -> Take:
@@ -171,7 +171,7 @@ def test_a_sequence_that_grows_as_fast_as_it_is_copied_stands_still_at_last() ->
     for at in range(40):
         departures.heard(at / 100, W2, want(first, tokens // 4 + 4))
         (command,) = look(departures, at / 100, tokens)
-        if isinstance(command, HandAway):
+        if isinstance(command, HandOverNow):
             assert command.give.span == KvRange(first, tokens // 4, tokens, last=True)
             return
         assert isinstance(command, Give)
@@ -184,7 +184,7 @@ def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
     departures.heard(0.2, W2, want(0, 9))
     look(departures, 0.2, 24)
     departures.heard(0.3, W2, want(6, 9))
-    assert isinstance(look(departures, 0.4, 25)[0], HandAway)
+    assert isinstance(look(departures, 0.4, 25)[0], HandOverNow)
     done = report(departures, list(departures.give_up(0.4, MIGRATION, "no link")))
     assert (done.moved, done.why) == (False, "no link")
 

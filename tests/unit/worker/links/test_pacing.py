@@ -116,7 +116,7 @@ def test_a_wire_with_a_queue_does_not_pause_for_a_late_thread() -> None:
 def test_bulk_does_not_take_the_wire_before_an_urgent_message_that_waits() -> None:
     wire = Wire(100.0)
     assert bulk(wire, 100, 10.0) == 11.0
-    wire.urgent_comes()
+    wire.urgent_waits()
     assert bulk(wire, 100, 11.0) is None
     assert wire.take(10, urgent=True, since_s=10.2, at_s=11.02) == 11.1
     assert bulk(wire, 100, 11.1) == 12.1
@@ -124,7 +124,7 @@ def test_bulk_does_not_take_the_wire_before_an_urgent_message_that_waits() -> No
 
 def test_where_nobody_is_urgent_bulk_takes_a_free_wire_although_a_message_waits() -> None:
     wire = Wire(100.0, urgent_first=False)
-    wire.urgent_comes()
+    wire.urgent_waits()
     assert bulk(wire, 100, 10.0) == 11.0
     assert wire.take(10, urgent=True, since_s=10.0, at_s=10.5) is None
     assert wire.take(10, urgent=True, since_s=10.0, at_s=11.0) == 11.1
@@ -132,7 +132,7 @@ def test_where_nobody_is_urgent_bulk_takes_a_free_wire_although_a_message_waits(
 
 def test_an_urgent_message_that_gives_up_lets_bulk_go() -> None:
     wire = Wire(100.0)
-    wire.urgent_comes()
+    wire.urgent_waits()
     wire.urgent_goes()
     assert bulk(wire, 100, 10.0) == 11.0
     with pytest.raises(InvariantViolation):

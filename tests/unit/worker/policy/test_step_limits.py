@@ -1,6 +1,6 @@
 import pytest
 
-from services.worker.policy.step_limits import StepLimits, step_limits, what_limits
+from services.worker.policy.step_limits import StepLimits, step_limits, limiting_factor
 
 GIB = 1 << 30
 
@@ -26,9 +26,9 @@ def test_what_is_given_holds_and_the_rest_fits_to_it() -> None:
 
 def test_the_log_says_what_limits() -> None:
     limits = StepLimits(256, 2048, 256)
-    said = what_limits(limits, 300_000, 8192)
+    said = limiting_factor(limits, 300_000, 8192)
     assert said == (
         "up to contexts of 1171 tokens on average --max-num-seqs, 256; above that KV memory, 300000 tokens;"
         " a step computes at most 2048 tokens"
     )
-    assert "holds that many of the longest contexts" in what_limits(limits, 300_000, 1024)
+    assert "holds that many of the longest contexts" in limiting_factor(limits, 300_000, 1024)
