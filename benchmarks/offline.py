@@ -247,7 +247,7 @@ def table_of(found: dict[str, Outcomes]) -> str:
 
 
 def against_the_paper(figure: str, found: dict[str, Outcomes]) -> str:
-    """What ConServe (arXiv 2410.01228) says, as far as its figures do, beside what was found here."""
+    """Figures that ConServe (arXiv 2410.01228) prints, beside the same figures of these runs."""
 
     def ttft(mode: OfflineMode) -> str:
         return _range([f"{1e3 * each[mode.name].ttft_p99_s:,.0f}" for each in found.values()])
@@ -295,7 +295,7 @@ def code_commit() -> str:
 
 
 class KeptRuns:
-    """What runs of a commit have found, in a file: who was stopped goes on."""
+    """Results of a commit's runs, kept in a file, so that a stopped benchmark resumes."""
 
     def __init__(self, folder: Path, commit: str) -> None:
         folder.mkdir(parents=True, exist_ok=True)

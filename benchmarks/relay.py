@@ -148,7 +148,7 @@ class Bench:
         return _cpu_s([self.dispatcher.process.pid]), sum(self.gateways_cpu_s())
 
     def gateways_cpu_s(self) -> list[float]:
-        """Of each gateway."""
+        """Processor seconds of each gateway."""
         return [_cpu_s([child.pid]) for child in self._gateways]
 
 

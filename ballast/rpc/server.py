@@ -83,7 +83,7 @@ class RpcServer:
         connection_age_s: float | None = None,
     ) -> None:
         """`credentials`: TLS credentials; None: no TLS. `admit` decides on each call; None: everything is permitted.
-        Health and reflection are open to everybody who can connect. After `connection_age_s` clients reconnect and find
+        Health and reflection need no token. After `connection_age_s` clients reconnect and find
         new servers of the same name; None: never.
         """
         bounds = bounds or CallBounds(connections=room_for_connections())

@@ -89,8 +89,8 @@ class PromptEncoder:
         return await self._encode("conversation", text, longest, add_special_tokens=False)
 
     def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """As in vLLM: as a text begins with a word, and with a space before it where that is another first token and no
-        more of them.
+        """Token sequences of each word, as in vLLM: without a space before it, and with one where the first token then
+        differs and the sequence is no longer.
         """
         found: list[tuple[int, ...]] = []
         for word in words:

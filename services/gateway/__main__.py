@@ -104,7 +104,7 @@ def own_right(security: Security) -> dict[str, str]:
 
 
 def page_access(security: Security, settings: GatewaySettings) -> Access:
-    """Credentials with which the dashboard asks dispatchers, whoever views it."""
+    """Credentials that the dashboard sends to dispatchers for every viewer."""
     return Access(
         token=None if security.secret is None else cluster_token(security.secret),
         ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,

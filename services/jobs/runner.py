@@ -16,7 +16,7 @@ from typing import Any, Final, ParamSpec, TypeVar
 from ballast.common.errors import NotPossible, Unavailable
 from ballast.service.http_client import BrokenCall
 from ballast.service.logs import get_logger
-from ballast.service.tasks import run_supervised, note_failure
+from ballast.service.tasks import note_failure, run_supervised
 from services.jobs import metrics
 from services.jobs.core import verdict
 from services.jobs.core.batch import BatchState, JobBatch, Problem

@@ -6,6 +6,7 @@ Linux only, as it waits for processes by file descriptor.
 """
 
 import ctypes
+import errno
 import gc
 import importlib
 import json
@@ -41,7 +42,7 @@ class Forked:
         self._returncode: int | None = None
 
     def poll(self) -> int | None:
-        if self._returncode is None and select.select([self._fd], [], [], 0.0)[0]:
+        if self._returncode is None and self._has_ended(0.0):
             self._returncode = self._server.status(self.pid)
             os.close(self._fd)
         return self._returncode
@@ -55,9 +56,14 @@ class Forked:
         Raises:
             TimeoutError: it still runs.
         """
-        if self._returncode is None and not select.select([self._fd], [], [], timeout_s)[0]:
+        if self._returncode is None and not self._has_ended(timeout_s):
             raise TimeoutError(f"process {self.pid} runs after {timeout_s:g} s")
         self.poll()
+
+    def _has_ended(self, timeout_s: float) -> bool:
+        waiting = select.poll()  # `select.select` takes no descriptor above 1023
+        waiting.register(self._fd, select.POLLIN)
+        return bool(waiting.poll(timeout_s * 1000))
 
 
 class ForkServer:
@@ -93,7 +99,10 @@ class ForkServer:
             OSError: the server has ended or does not answer, or too much is passed.
         """
         request = {"arguments": arguments, "environ": dict(environ), "cwd": os.getcwd()}
-        socket.send_fds(self._socket, [json.dumps(request).encode()], [log_fd])
+        data = json.dumps(request).encode()
+        if len(data) > _MAX_BYTES:
+            raise OSError(errno.EMSGSIZE, f"arguments and environment take {len(data)} bytes, of {_MAX_BYTES}")
+        socket.send_fds(self._socket, [data], [log_fd])
         return Forked(self, self._reply())
 
     def status(self, pid: int) -> int:

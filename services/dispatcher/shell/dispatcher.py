@@ -12,7 +12,7 @@ from ballast.common.ids import RequestId
 from ballast.common.model import ModelInfo
 from ballast.rpc.channel import Dial, open_channel
 from ballast.service.logs import get_logger
-from ballast.service.tasks import Work, run_supervised, note_failure
+from ballast.service.tasks import Work, note_failure, run_supervised
 from services.dispatcher.core import events as d
 from services.dispatcher.core.dispatcher import DispatcherCore
 from services.dispatcher.policy.freeness import WorkerKey

@@ -1,9 +1,9 @@
 """The source's half of live migrations, kept by the group's leader: running sequences that go to other groups (pure).
 
-Rule 1: until `HandOverNow` the sequence is this group's and runs on undisturbed, whatever happens to the migration. Rule
-2: from `HandOverNow` on it is the target's. Its dispatcher submits it there with the tokens that it has, so a loss on the
-way costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`), one span at a
-time.
+Rule 1: until `HandOverNow` the sequence is this group's and runs on undisturbed, whatever happens to the migration.
+Rule 2: from `HandOverNow` on it is the target's. Its dispatcher submits it there with the tokens that it has, so a
+loss on the way costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`),
+one span at a time.
 """
 
 from collections.abc import Callable, Iterable

@@ -73,6 +73,12 @@ def test_children_end_with_their_server(made: Started) -> None:
         made.start("platform")
 
 
+def test_too_large_an_environment_is_refused_and_the_server_stays(made: Started) -> None:
+    with pytest.raises(OSError, match="arguments and environment take"):
+        made.start("platform", BALLAST_LARGE="x" * (150 << 10))
+    assert ended(made.start("platform")) == 0
+
+
 def test_other_variables_than_ours_may_change_what_is_imported(made: Started) -> None:
     assert made.server.takes(os.environ | {"BALLAST_WORKER__LOG_LEVEL": "debug"})
     assert not made.server.takes(os.environ | {"OMP_NUM_THREADS": "7"})

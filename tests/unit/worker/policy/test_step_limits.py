@@ -1,6 +1,6 @@
 import pytest
 
-from services.worker.policy.step_limits import StepLimits, step_limits, limiting_factor
+from services.worker.policy.step_limits import StepLimits, limiting_factor, step_limits
 
 GIB = 1 << 30
 
