@@ -42,22 +42,14 @@ from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.activations import HostActivations
 from services.worker.pipeline.build import BuiltInstance, join, stage_core
-<<<<<<< HEAD
 from services.worker.pipeline.context import ActivationStore, BlockCopier
-=======
-from services.worker.pipeline.context import BlockCopier
->>>>>>> main
 from services.worker.pipeline.events import GrammarAnnounced
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.planner_side import Transitions
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.policy.microbatching import by_token_count
-<<<<<<< HEAD
-from services.worker.policy.step_limits import StepLimits, step_limits, limiting_factor
-=======
 from services.worker.policy.step_limits import StepLimits, limiting_factor, step_limits
->>>>>>> main
 from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
 from services.worker.reporter import MonitorReporter

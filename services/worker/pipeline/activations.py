@@ -76,7 +76,7 @@ class ActivationLog:
 
 
 @dataclass(slots=True)
-class _Job:
+class _RefilledSequence:
     epoch: Epoch
     giver: WorkerId
     victim: Victim
@@ -93,14 +93,19 @@ class Refill:
         self._engine = engine
         self._log = log
         self._chunk_tokens = chunk_tokens
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_RefilledSequence] = deque()
+
+    @property
+    def logged(self) -> LoggedTokens | None:
+        """What this stage's own log has; None: there is no log."""
+        return None if self._log is None else self._log.tokens
 
     def forget(self) -> None:
         self._jobs.clear()
 
     def begin(self, epoch: Epoch, victim: Victim, giver: WorkerId) -> None:
         """Blocks are reserved for the sequence."""
-        self._jobs.append(_Job(epoch, giver, victim))
+        self._jobs.append(_RefilledSequence(epoch, giver, victim))
         if len(self._jobs) == 1:
             self._ask()
 

@@ -18,7 +18,6 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
 from services.worker.core.draining import Draining
 from services.worker.core.events import BatchesLost, GroupOpened, KvArrived, OfflinePaused, RoleChanged
-from services.worker.core.logged import LoggedTokens
 from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Victim
 from services.worker.core.transition import AFTER_COMMIT, Transition
@@ -60,7 +59,6 @@ class TransitionDriver:
         layer_loading: LayerLoading,
         migrations: Migrations,
         refill: Refill,
-        log: LoggedTokens | None,
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[MemberContext, MemberRole], tuple[MemberContext, StageRunner]],
     ) -> None:
@@ -80,7 +78,7 @@ class TransitionDriver:
         self._memory = context.memory
         self._broken = broken
         self._second = second
-        self._refill, self._log = refill, log
+        self._refill = refill
         self._now = context.now
         self.transition: Transition | None = None  # current or last one
         self._received: PlanReceived | None = None
@@ -465,11 +463,11 @@ class TransitionDriver:
         """Between two batches: hand sequences over, move memory, change role."""
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
-        new = transition.part.new
+        new, logged = transition.part.new, self._refill.logged
         if lost := transition.part.lost:
-            self._handover.keep_only(transition, self._log, gives=not role.is_last and role.next_stage in lost)
-        elif self._log is not None:
-            self._log.clear()
+            self._handover.keep_only(transition, logged, gives=not role.is_last and role.next_stage in lost)
+        elif logged is not None:
+            logged.clear()
         own = self._handover.give(new.leader.worker_id, now_s) if transition.led_before else ()
         self._stage.forget_all()
         self._remap(transition)

@@ -145,7 +145,6 @@ class GroupMember:
             layer_loading=layer_loading,
             migrations=migrations,
             refill=self._refill,
-            log=None if log is None else log.tokens,
             broken=self._break_up,
             second=second,
         )
