@@ -17,6 +17,7 @@ from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member, group_of
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
+from ballast.service.tokenizer import load_tokenizer
 from services.worker.core.batch import NewSequence, TokenLogprobs
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Aborted, BlockCopy, Emit, Ending, SequenceKey, Submitted
@@ -38,7 +39,7 @@ from services.worker.policy.lookahead import lookahead
 from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
 from services.worker.shell import WorkerShell
-from services.worker.text import load_tokenizer, primed_detokenizer
+from services.worker.text import primed_detokenizer
 from tests.conftest import DEVICE
 from tests.support import fake_driver
 from tests.support.shells import until
