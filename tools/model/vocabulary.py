@@ -42,10 +42,11 @@ def ensure_tokenizer(folder: Path) -> bool:
 
 
 def _convert(folder: Path, files: str) -> Any:  # Any: a tokenizer of the tokenizers library, without types
-    from transformers import AutoTokenizer
+    import transformers
 
+    loader: Any = transformers.AutoTokenizer  # without types
     try:
-        loaded = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        loaded = loader.from_pretrained(folder, local_files_only=True)
         tokenizer = loaded.backend_tokenizer
         if _SAMPLE not in tokenizer.decode(tokenizer.encode(_SAMPLE).ids).lower():
             raise ValueError(f"what it makes cannot encode {_SAMPLE!r}")
