@@ -125,6 +125,7 @@ class Sizes:
     max_waiting_count: int = 64
     handover_timeout_s: float = 10.0
     swap_block_count: int = 0
+    prefix_caching: bool = False
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     harvest: Harvest | None = None  # by what offline work is bounded
     place: Place = HERE
@@ -192,6 +193,7 @@ class GroupWorker:
             handover_timeout_s=sizes.handover_timeout_s,
             swap_block_count=sizes.swap_block_count,
             swap_blocks_per_step=2,
+            prefix_caching=sizes.prefix_caching,
         )
         microbatching = lookahead(lambda: sizes.cost)
         self.core, book = stage_core(limits, self.engine, ordinal, microbatching, harvest=sizes.harvest)
@@ -502,7 +504,7 @@ class Cluster:
         return {name: _left(worker) for name, worker in self.workers.items()}
 
     async def quiet(self) -> None:
-        """Waits until no worker holds a block, and no group dissolves; KV may wait for its request."""
+        """Waits until workers hold retained blocks only, and no group dissolves; KV may wait for its request."""
         try:
             await until(lambda: not any(_occupied(worker) for worker in self.workers.values()))
         except AssertionError as error:
@@ -512,7 +514,8 @@ class Cluster:
 
 
 def _occupied(worker: GroupWorker) -> bool:
-    return bool(worker.book.used_count or worker.core.kept_count or worker.member._driver.leaving)
+    held_count = worker.book.used_count - len(worker.book.numbers)
+    return bool(held_count or worker.core.kept_count or worker.member._driver.leaving)
 
 
 def _left(worker: GroupWorker) -> str:
