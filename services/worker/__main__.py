@@ -33,6 +33,7 @@ from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
 from ballast.service.tasks import run_supervised
+from ballast.service.tokenizer import load_tokenizer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
@@ -58,7 +59,7 @@ from services.worker.shell import StepEngine as ShellEngine
 from services.worker.shell import WorkerShell
 from services.worker.spans import RequestSpans
 from services.worker.store import StoredGpu, claimed_devices
-from services.worker.text import load_tokenizer, primed_detokenizer
+from services.worker.text import primed_detokenizer
 
 if TYPE_CHECKING:
     from ballast.common.cost import CostModel

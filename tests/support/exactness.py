@@ -82,11 +82,17 @@ def _harvest(seed: int) -> Harvest | None:
 
 
 def make_wishes(count: int, seed: int) -> list[Wish]:
+    """Half of the longer prompts begin like others."""
     rng = random.Random(seed)
-    return [_wish(rng, i) for i in range(count)]
+    trunks = [_tokens(rng, 90) for _ in range(3)]
+    return [_wish(rng, i, trunks[i % 3][: rng.choice([0, 0, 30, 85])]) for i in range(count)]
 
 
-def _wish(rng: random.Random, seed: int) -> Wish:
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(5, 500) for _ in range(count))
+
+
+def _wish(rng: random.Random, seed: int, trunk: tuple[int, ...]) -> Wish:
     penalised = rng.random() < 0.3
     sampling = SamplingParams(
         temperature=0.0 if rng.random() < 0.5 else rng.uniform(0.5, 1.5),
@@ -106,7 +112,8 @@ def _wish(rng: random.Random, seed: int) -> Wish:
     if seed % 5 == 2:
         allowed, bad = tuple(range(seed % 3, 500, 2)), tuple((a, b) for a in range(5, 60) for b in (a, a + 2))
         sampling = replace(sampling, allowed_token_ids=allowed, bad_words_token_ids=((7,), *bad))
-    return Wish(tuple(rng.randrange(5, 500) for _ in range(rng.choice([1, 3, 20, 40, 90]))), sampling)
+    prompt = _tokens(rng, rng.choice([1, 3, 20, 40, 90]))
+    return Wish((*trunk[: len(prompt) - 1], *prompt[len(trunk) :]) if len(prompt) > len(trunk) else prompt, sampling)
 
 
 async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HERE) -> list[Expected]:
@@ -122,6 +129,7 @@ async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HE
 _MOST_DISTURBANCES = 12  # of a kind: on a slow machine there is time for so many that nothing would come to its end
 _OVER = (Phase.DONE, Phase.ABORTED)
 _LOSES = 0.15  # share of the changes that begin with a loss, where that is possible
+_CACHING = 0.75  # of clusters have a prefix cache
 Spans = list[list[tuple[str, int, int]]]  # groups of (worker, first layer, last layer)
 
 
@@ -150,6 +158,7 @@ class Tally:
     offline: int = 0  # requests
     yields: int = 0  # of those, and
     preempted: int = 0  # steps of theirs that gave way between two layers
+    hits: int = 0  # tokens whose KV was found in the prefix cache
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -190,6 +199,7 @@ class History:
             max_batch_tokens=rng.choice([32, 64]),
             handover_timeout_s=1.0,
             swap_block_count=64 if seed % 4 == 1 else 0,
+            prefix_caching=random.Random(f"prefixes {seed}").random() < _CACHING,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             activation_log_bytes=(seed % 3 != 0) << 20,
             harvest=_harvest(seed),
@@ -422,7 +432,9 @@ class History:
         for worker in cluster.workers.values():
             for group in worker.core._group_schedulers:
                 self.tally.preempted += group.scheduler.offline_work.preemptions_total
-            self.tally.yields += worker.shell.load().offline_yields_total
+            load = worker.shell.load()
+            self.tally.yields += load.offline_yields_total
+            self.tally.hits += load.prefix_hits_total
             self.tally.moved += worker.core.totals.moved
             self.tally.swapped_in_pipelines += 0 if worker.copier is None else worker.copier.in_pipelines
             migrations = worker.member.published.migrations
@@ -523,6 +535,7 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
             assert not kv.retired_layers
             assert worker.engine.memory.leaving is None
             assert worker.book.block_count == kv.block_count
+            assert worker.book.numbers == cluster.workers[group.leader.worker_id].book.numbers
             assert not worker.core.sequence_ids
             assert not worker.engine.runner.sequence_ids
             assert not worker.shell._turns.texts

@@ -206,7 +206,9 @@ class Hub:
             return  # not expected
         size, expected = 0 if packed is None else packed.numel(), sum(tensor.nbytes for tensor in place)
         if size != expected:
-            self.post(KvLanded(peer, piece, delivered=False))  # its destination was taken: no other event reports it
+            self.post(
+                KvLanded(peer, piece, delivered=False)
+            )  # `_place` removed the destination: no other event reports it
             raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
         unpack = None if packed is None else partial(link.unpack, packed, place)
         self.post(KvLanded(peer, piece, delivered=True, unpack=unpack))
