@@ -55,6 +55,7 @@ def flags_at(port: int) -> list[str]:
     return ["--tensor-parallel-size", "2", "--nnodes", "2", "--dist-init-addr", f"{FIRST}:{port}"]
 
 
+@pytest.mark.timeout(120)
 def test_the_commands_of_the_page_serve_a_model_on_two_hosts(tmp_path: Path) -> None:
     page = steps(ROOT / "docs/hosts.md")
     places = {"two-hosts": str(tmp_path), f"{FIRST}:29500": f"{FIRST}:{free_ports(1, FIRST)[0]}"}
@@ -64,7 +65,8 @@ def test_the_commands_of_the_page_serve_a_model_on_two_hosts(tmp_path: Path) -> 
     )
     with session("--port 0 --http-port 0") as shell, contextlib.ExitStack() as ending:
         shell.run(files)
-        other = subprocess.Popen(["sh", "-c", f"exec {ranks.source.strip().rstrip('&')}"], cwd=ROOT)
+        command = ranks.source.strip().rstrip("&").replace("python", sys.executable, 1)
+        other = subprocess.Popen(["sh", "-c", f"exec {command}"], cwd=ROOT)
         ending.callback(lambda: other.wait(20))
         ending.callback(other.terminate)
         assert "ready: 1 worker" in shell.run(up)
