@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc.aio
@@ -27,7 +26,6 @@ from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, Exposition, MetricsServer
-from ballast.service.models import find_model, hub_name
 from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
@@ -38,7 +36,7 @@ from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
-from services.worker.engine.model_config import read_model_config
+from services.worker.found_model import with_model
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.activations import HostActivations
@@ -512,16 +510,6 @@ class WorkerProcess:
             log.warning("not drained in time", running=left.running_count, waiting=left.waiting_count)
 
 
-def _with_model(settings: WorkerSettings) -> WorkerSettings:
-    """Replace a hub's model name by its snapshot's folder, downloaded if need be."""
-    name = hub_name(str(settings.model))
-    if name is None:
-        return settings
-    found = find_model(settings.model, weights=settings.engine == "torch", check=_check_of(settings))
-    named = {"model": found.folder, "served_model_name": settings.served_model_name or found.name}
-    return settings.model_copy(update=named)
-
-
 def _with_limits(settings: WorkerSettings) -> WorkerSettings:
     """Fill in step limits from the GPU's memory where the settings leave them open."""
     if settings.engine != "torch" or settings.device == "cpu":
@@ -531,21 +519,6 @@ def _with_limits(settings: WorkerSettings) -> WorkerSettings:
     most = step_limits_of(settings, gpu_bytes(settings.device))
     found = {"max_num_seqs": most.sequences, "max_num_batched_tokens": most.tokens, "max_num_queued_reqs": most.queued}
     return settings.model_copy(update=found)
-
-
-def _check_of(settings: WorkerSettings) -> Callable[[Path], object]:
-    if settings.engine != "torch":
-        return read_model_config
-    from services.worker.engine.choice import choose_model
-
-    return functools.partial(
-        choose_model,
-        model_impl=settings.model_impl,
-        dtype=settings.dtype,
-        device=settings.device.partition(":")[0],
-        kernels=settings.kernels,
-        max_model_len=settings.max_model_len,
-    )
 
 
 async def main(life: Lifecycle) -> None:
@@ -564,7 +537,7 @@ async def main(life: Lifecycle) -> None:
     security.ensure_guarded(hosts, links=True)
     if not settings.node_rank:
         ensure_free(settings.host, settings.port)  # before loading the model, which may take minutes
-    settings = await asyncio.to_thread(_with_model, settings)
+    settings = await asyncio.to_thread(with_model, settings)
     state = state_server(settings)
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service="worker", instance=worker_id)
     lost = ""

@@ -120,7 +120,7 @@ class Failed:
 def _bytes_of(tensor: torch.Tensor) -> memoryview:
     import torch
 
-    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
 
 
 def body_of(message: object) -> bytes:

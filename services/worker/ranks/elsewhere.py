@@ -37,14 +37,14 @@ class _Blocks:
 
 
 @dataclass(frozen=True, slots=True)
-class _Fetch:
+class _FetchBytes:
     """Answered by Done and the bytes."""
 
     what: _Blocks | int  # or a layer's parameters
 
 
 @dataclass(frozen=True, slots=True)
-class _Store:
+class _StoreBytes:
     """Followed by the bytes. Answered by Done."""
 
     what: _Blocks | int
@@ -109,11 +109,11 @@ class RemoteRank:
             self._ask(self._parameters, _ReadLayer(layer), _READ_S)
 
     def _fetch(self, channel: RankChannel, what: _Blocks | int) -> None:
-        self._ask(channel, _Fetch(what), _ANSWER_S)
+        self._ask(channel, _FetchBytes(what), _ANSWER_S)
         channel.receive_into(_pieces(self._image, what), _ANSWER_S)
 
     def _store(self, channel: RankChannel, what: _Blocks | int) -> None:
-        channel.send(_Store(what), _ANSWER_S)
+        channel.send(_StoreBytes(what), _ANSWER_S)
         channel.send_tensors(_pieces(self._image, what), _ANSWER_S)
         self._answer(channel, _ANSWER_S)
 
@@ -149,10 +149,10 @@ def _serve_lane(engine: Engine, channel: RankChannel) -> None:
 
 def _handle(engine: Engine, channel: RankChannel, message: object) -> None:
     match message:
-        case _Fetch(what):
+        case _FetchBytes(what):
             channel.send(Done(None), _ANSWER_S)
             channel.send_tensors(_pieces(engine.memory, what), _ANSWER_S)
-        case _Store(what):
+        case _StoreBytes(what):
             channel.receive_into(_pieces(engine.memory, what), _ANSWER_S)
             channel.send(Done(None), _ANSWER_S)
         case _ChecksumWanted(layer, by):
