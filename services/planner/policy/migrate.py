@@ -17,21 +17,21 @@ from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport
 
-_MORE_TARGETS = 3  # for a group that gives everything away, per round
+_MORE_TARGETS = 3  # further targets per round of a group that gives all its requests away
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRules:
     balances: bool  # otherwise only draining and leaving groups give
-    below_tokens: float = 32.0  # less freeness: source
-    above_tokens: float = 96.0  # more freeness: target
+    below_tokens: float = 32.0  # groups with less freeness are sources
+    above_tokens: float = 96.0  # groups with more freeness are targets
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     source: Group
     target: Group
-    block_budget: int  # of sequences, in all layers
+    block_budget: int  # maximum KV blocks of the moved sequences
 
 
 @dataclass(slots=True)
@@ -42,7 +42,7 @@ class _MigrationCandidate:
 
     @property
     def free_blocks(self) -> int:
-        """Negative if the waiting line needs more than there is."""
+        """Blocks neither used nor needed by the waiting line; negative if that needs more than there are."""
         load = self.load
         return load.block_count - load.used_block_count - load.waiting_block_count
 
@@ -66,7 +66,7 @@ def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
 
 
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
-    """Pairs of groups: each in at most one, except those that give everything away."""
+    """Moves between pairs of groups. Each group is in at most one, except those that give all their requests away."""
     candidates = [
         _MigrationCandidate(
             group, loads[group.leader.worker_id], any(not m.takes_new or _drains(m, loads) for m in group.members)
@@ -102,7 +102,7 @@ def _takes(candidate: _MigrationCandidate, rules: MigrationRules) -> bool:
 
 
 def _paired(sources: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate]) -> list[Move]:
-    """One target per source; groups that give everything away get further free targets."""
+    """Moves from each source to one target; groups that give all their requests away get further free targets."""
     free = [target for target in targets if target not in sources]
     pairs = list(zip(sources, free, strict=False))
     emptied = [source for source in sources if source.drains]

@@ -30,7 +30,7 @@ class Balancing:
         load: Callable[[], Awaitable[ClusterLoad]],
         next_cause: Callable[[str], str],
     ) -> None:
-        """`at_rest`: as of the planner's core."""
+        """`at_rest`: returns the core's layout; None while it changes or another planner leads."""
         self._members = members
         self._rules = rules
         self._counting = counting
