@@ -217,7 +217,9 @@ def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
 
 
 def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
-    """By default static pipelines form microbatches by token counts, like the systems they represent."""
+    """The rules with a policy's knobs applied. By default static pipelines form microbatches by token counts, like the
+    systems they represent.
+    """
     worker, transitions, knobs = rules.worker, rules.planner.transitions, dict(spec.knobs)
     if spec.policy == "static-pipeline":
         knobs.setdefault("microbatching", "token-count")
@@ -380,7 +382,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
 
 
 def replay_run(run: SimRun) -> ReplayRun:
-    """The run in the format of a measurement."""
+    """A simulated run in the format of a measurement."""
     records = [
         BenchRecord(
             index=r.index,
