@@ -67,7 +67,7 @@ class TransportConfig:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
 
     def naive(self) -> Self:
-        """A baseline: bulk in one piece, in order of arrival, without priorities."""
+        """These settings as a baseline: bulk in one piece, in order of arrival, without priorities."""
         whole = self.max_message_bytes
         return replace(
             self,
@@ -83,8 +83,8 @@ class TransportConfig:
         )
 
     def on_device(self) -> Self:
-        """The same for GPU memory: chunks of one slot, as each costs a copy, an event and a message. Sending takes no
-        time from the processors that serve.
+        """These settings for GPU memory: chunks of one slot, as each costs a copy, an event and a message. Sending
+        takes no time from the processors that serve.
         """
         if not self.sized_by_device:
             return self
