@@ -166,7 +166,7 @@ def phantom(tensor: torch.Tensor) -> Phantom:
 
 
 def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The marks of several, concatenated."""
+    """The marks of several tensors, concatenated."""
     marks = array(_MARK)
     for tensor in tensors:
         marks.extend(phantom(tensor).read())
@@ -174,9 +174,7 @@ def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def write_all(tensors: Sequence[torch.Tensor], contents: bytes) -> None:
-    """Raises:
-    ValueError: the number of cells differs.
-    """
+    """Write the marks of `read_all` into tensors. Raises ValueError if the number of cells differs."""
     marks, at = array(_MARK, contents), 0
     for each in map(phantom, tensors):
         count = len(each.read())
@@ -234,7 +232,7 @@ class PhantomBackend:
         area.forget_all()
 
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
-        """Fresh memory has no marks."""
+        """Map extents, which takes time but has no effect: fresh memory has no marks."""
         if self.takes_time:
             time.sleep(sum(run.count for run in runs) * self._extent_bytes * self._remap_s_per_byte)
 

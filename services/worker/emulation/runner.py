@@ -34,8 +34,8 @@ class Activation:
 
 
 class _KnownSequence:
-    """A sequence: hash of its first `position` tokens. `before`: position, hash and mark of a partial block before its
-    last slice, in case that is repeated.
+    """State of a sequence, with the hash of its first `position` tokens. `before`: position, hash and mark of a partial
+    block before its last slice, in case that is repeated.
     """
 
     __slots__ = ("before", "hash", "is_wrong", "logprobs", "position", "scored", "start")
@@ -77,7 +77,9 @@ class Marks:
             self.known[new.sequence_id] = _KnownSequence(new)
 
     def compute(self, batch: Batch, tables: Sequence[Sequence[int]], before: bytes, layers: range) -> bytes:
-        """Returns the slices with errors here or, by `before`, in earlier stages."""
+        """Verify and write the marks of a batch. Returns a byte per slice: 1 if there was an error here or, by
+        `before`, in earlier stages.
+        """
         self._memory.kv.guard(max(max(table) for table in tables) + 1, layers)
         self._check_layers(layers)
         wrong = bytearray(before)
@@ -86,13 +88,13 @@ class Marks:
         return bytes(wrong)
 
     def forget_all(self) -> None:
-        """Another leader's batches follow: they add every sequence anew."""
+        """Forget all sequences and verified layers: another leader's batches follow, and add every sequence anew."""
         self.known.clear()
         self._checked_layers.clear()
         self._wrong_layers.clear()
 
     def _compute(self, part: Slice, table: Sequence[int], layers: range) -> bool:
-        """False: the KV before it is not this sequence's."""
+        """Verify and write the marks of a slice. Returns False if a read was wrong now or before."""
         known = self.known.get(part.sequence_id)
         if known is None:
             raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
