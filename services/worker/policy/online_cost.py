@@ -39,7 +39,7 @@ _ANCHOR_TERMS: Floats = np.array([terms_of(chunks) for chunks in _ANCHORS])
 
 
 class OnlineCost:
-    """The cost model of the stage that this worker executes. One thread.
+    """The cost model of the stage that this worker executes. Used by one thread.
 
     `current` has no larger mean relative error on the kept steps than the profile.
     """

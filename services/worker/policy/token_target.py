@@ -73,7 +73,7 @@ class TokenTarget:
         return math.isfinite(self._target_s)
 
     def ended(self, prompt_tokens: int, answer_tokens: int) -> None:
-        """A running request has ended, with at least one token."""
+        """Record a running request that has ended with at least one token."""
         self._ended.append((prompt_tokens, answer_tokens))
 
     @property
