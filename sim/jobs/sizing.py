@@ -259,7 +259,7 @@ class Judge:
         self._open, self._coming = [], []
 
     def _kept(self, record: RequestRecord, now_s: float) -> bool | None:
-        """Whether the request meets the goal; None: open."""
+        """True if the request meets the goal; None: that is still open."""
         slo, times_s = self._slo, record.token_times_s
         if record.outcome not in (Outcome.OPEN, Outcome.FINISHED):
             return False

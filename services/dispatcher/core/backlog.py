@@ -51,7 +51,7 @@ class Backlog:
         self._caller_tokens: Counter[str] = Counter()
         self.count = 0
         self.token_count = 0
-        self.shares = False  # workers cache prompt prefixes
+        self.shares = False  # True: workers cache prompt prefixes
         self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> prefix marks of its prompt
         self._mark_counts: Counter[Mark] = Counter()
         self._repeated_count = 0  # marks, minus distinct marks

@@ -489,8 +489,8 @@ class DispatcherCore:
     def contenders(self, request: d.Request, at_s: float) -> list[WorkerKey]:
         """The possible choices for the request if it were submitted now with an empty backlog; none if it would wait.
 
-        For callers with newer loads than the dispatcher, in which only free blocks have decreased: if no contender is
-        affected, the choice would be the same.
+        A caller may have newer loads than the dispatcher: if only free blocks have decreased in them, and those of no
+        contender, the choice would be the same.
         """
         return self._placement.contenders(request, at_s)
 

@@ -253,7 +253,7 @@ class Fleet:
         return True
 
     def remember(self, load: LoadReport) -> None:
-        """Record the largest capacity of any worker, to tell which requests were accepted rightly."""
+        """Record the largest capacity of any worker, to tell which requests were right to accept."""
         self.most_tokens = max(self.most_tokens, load.block_count * load.block_tokens)
 
     @property

@@ -214,8 +214,8 @@ def _told(counts: list[int]) -> tuple[int, ...]:
 
 
 def _calm(counts: Sequence[int]) -> int:
-    """The median of the spans in WINDOW_S, where spans before the first are assumed like the calmest tenth: otherwise a
-    burst would count as calm after half of the known time.
+    """The median of the spans' counts in WINDOW_S. Spans before the first request are assumed to be as calm as the
+    calmest tenth: otherwise a burst that lasts for half of the known time would count as calm.
     """
     ordered = sorted(counts)
     unknown = [ordered[len(ordered) // 10]] * (_SPAN_COUNT - len(ordered))

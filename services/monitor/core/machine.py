@@ -96,7 +96,8 @@ class MonitorCore:
     _ticked_at_s: float | None = None
     _evaluated_at_s: float = -math.inf  # last evaluation of total demand
     _long_at_s: float = -math.inf  # last long-request event
-    _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])  # with a request that will need a larger group
+    # Instances with a request that will need a larger group.
+    _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])
     _registry_at_s: float = 0.0
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
 

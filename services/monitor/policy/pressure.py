@@ -112,8 +112,8 @@ class Pressure:
     rules: PressureRules
     history: deque[ClusterDemand] = field(init=False)
     forecast: Forecast | None = None  # of the newest sample
-    quiet_until_s: float = -math.inf  # no event before
-    _changeable_from_s: float = -math.inf  # the same, without the last relief
+    quiet_until_s: float = -math.inf  # no signal is raised before this time
+    _changeable_from_s: float = -math.inf  # like `quiet_until_s`, but not extended by a relief
     _relieving: bool = False  # a relief was raised, and groups have not changed since
     _low_since_s: float | None = None
     _given_back_s: float | None = None  # start of low demand before the last restore, unless a drop followed

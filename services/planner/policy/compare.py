@@ -341,7 +341,7 @@ def loss_of(one: Prediction, targets: ComparisonTargets) -> float:
 
 
 def _wait_loss(p99_s: float, lost_share: float, targets: ComparisonTargets) -> float:
-    """If all are lost, twice the loss of the case in which one in a hundred just is."""
+    """Loss by waiting: log of P99 TTFT over its target, up to `LOST`, and as much again if all requests are lost."""
     return math.log(min(max(p99_s / targets.ttft_s, 1.0), LOST)) + lost_share * math.log(LOST)
 
 

@@ -22,7 +22,7 @@ from ballast.common.errors import InvariantViolation
 MOST_MOVES = 10  # items moved per operation: theorem 3
 _FULL = 0.75  # fraction of a bin that properties 3 and 5 demand
 
-Key = Hashable  # of a request
+Key = Hashable  # identifies a request
 
 
 class MellSize(IntEnum):

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from services.planner.policy.snapshot import InstanceState, ModelShape
 
 STATE_LIMIT = 256
-TOWARD_MEMORY = (0.0, 0.5, 1.0)  # tried for unlike members
+TOWARD_MEMORY = (0.0, 0.5, 1.0)  # values of `toward_memory` tried for unlike members
 _ROUNDING = 1e-9
 
 
@@ -78,7 +78,7 @@ class Aftermath(NamedTuple):
     block_count: int  # KV blocks after the exchange
 
 
-Kinds = tuple[tuple[MemberKind, int], ...]  # with the number of members of each, in order
+Kinds = tuple[tuple[MemberKind, int], ...]  # each kind with its number of members, in order
 Reach = list[list[int]]  # by kind and first layer: the largest last layer of a stage
 
 

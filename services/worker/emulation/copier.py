@@ -60,4 +60,4 @@ class EmulatedCopier:
         return self._took_s
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""

@@ -40,7 +40,7 @@ class EmulatedEngine:
         return self.memory.kv.block_count
 
     def compute_here(self) -> None:
-        """Nothing to set up."""
+        """No-op."""
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         return self.runner.step(batch, block_tables)

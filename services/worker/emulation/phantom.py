@@ -209,10 +209,10 @@ class PhantomBackend:
         self._created, self._extent_bytes = True, extent_bytes
 
     def give_up(self, runs: Sequence[ExtentRun]) -> None:
-        """Nothing to release."""
+        """No-op: there is no memory."""
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
-        """Nothing to allocate."""
+        """No-op: there is no memory."""
 
     def export(self, first: int, count: int) -> list[int]:
         raise InvariantViolation("an emulated instance has one rank")
@@ -264,10 +264,10 @@ class PhantomBackend:
         yield memoryview(read_all([tensor]))
 
     def synchronise(self) -> None:
-        """Nothing is asynchronous."""
+        """No-op: nothing is asynchronous."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
     def _at(self, address: int) -> tuple[Area, int]:
         index = bisect_right(self._bases, address) - 1

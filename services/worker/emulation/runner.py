@@ -99,7 +99,8 @@ class Marks:
         if known is None:
             raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
         first, size, left = part.first_position, self._block_tokens, 0
-        if first and first != known.position and first == known.before[0]:  # a later stage was preempted
+        # The slice is repeated if a later stage was preempted.
+        if first and first != known.position and first == known.before[0]:
             known.position, known.hash, left = known.before
         if first != known.position:
             known.is_wrong |= not self._read_all(known, first, table, layers)

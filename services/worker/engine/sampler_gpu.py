@@ -23,10 +23,8 @@ from services.worker.engine.sampler import Sampled, SampleRow, require_new
 from services.worker.engine.upload import upload
 
 _TILE, _WARPS = 4096, 16  # logits that a program reads per iteration
-_LEAST, _ROOM = (
-    512,
-    1024,
-)  # candidates that find_best collects for a filtered row; ties may exceed the first number
+# Minimum and maximum candidates that `find_best` collects for a filtered row; ties may exceed the minimum.
+_LEAST, _ROOM = 512, 1024
 _EDITS = 128
 _ADJUSTED = 2048
 _FIRST_HISTORIES, _FIRST_PLACES = 8, 256

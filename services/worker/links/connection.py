@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _IDLE_S = 60.0  # time without an epoch until a connection is closed: its workers are likely to share a group again
 _MAX_EPOCHS = 64  # epochs that the peer has joined; the oldest of those joined by it only are dropped
-_LOOK_S = 0.1  # between two checks whether the peer has ended this connection
+_LOOK_S = 0.1  # interval of checks whether the peer has ended this connection
 
 
 class Receiver(Protocol):
@@ -68,7 +68,7 @@ class Link:
         self.connection = connection
         self.peer_id = connection.peer_id
         self.epoch = epoch
-        self.retired = False  # by this side: nothing is sent, and arriving messages are refused and counted
+        self.retired = False  # this side has retired it: nothing is sent, arriving messages are refused and counted
         self.met = False  # the peer has joined the epoch at some time
         self.ended: LinkState | None = None  # set by the connection, before the receiver is notified
 

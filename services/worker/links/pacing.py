@@ -127,7 +127,7 @@ class BulkSchedule:
         return True
 
     def next(self, at_s: float, *, urgent: bool) -> Grant | Hold | None:
-        """The next chunk or hold; None: nothing to send. The only side effect is to record the start of a hold."""
+        """The next chunk or hold; None: there is nothing to send. Its only side effect is to record a hold's start."""
         if not self._entries:
             self._holding_since_s = None
             return None

@@ -120,7 +120,7 @@ class DataPlane:
             except FutureTimeout:
                 raise DeadlineExceeded(f"link to {peer_id}: not up after {timeout_s} s") from None
             finally:
-                del others  # as below
+                del others  # like `mine` below
         try:
             link = self._join(peer_id, address, incarnation, epoch, deadline_s)
         except BaseException as error:

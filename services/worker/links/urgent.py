@@ -211,7 +211,8 @@ class UrgentSender:
                     raise ChannelBroken(outgoing.failure)
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
-                outgoing.pending = [Broken(str(error))]  # found by the thread; the caller gets it from the future
+                # The sending thread finds it; the caller gets the error from the future.
+                outgoing.pending = [Broken(str(error))]
             if outgoing.header.kind is FrameKind.MESSAGE:
                 counted = self._counts.sent[outgoing.header.traffic]
                 counted.messages += 1

@@ -66,7 +66,7 @@ class HostBackend(TensorOperations):
         self._size_bytes = 0
         self._parking = 0  # address of the mapping of the whole file
         self._tables_move = False
-        self._parked = bytearray()  # extent -> whether its page table entries are in the parking
+        self._parked = bytearray()  # extent -> 1 if its page table entries are in the parking
 
     @property
     def device(self) -> torch.device:

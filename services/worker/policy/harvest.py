@@ -14,11 +14,11 @@ from ballast.common.cost import Chunk, CostModel
 from ballast.common.sampling import PriorityClass
 from ballast.common.targets import NO_TARGETS, Targets
 
-MIN_CHUNK_TOKENS = 16  # of an offline prompt in a batch
+MIN_CHUNK_TOKENS = 16  # minimum tokens of an offline prompt in a batch
 _BATCHES_AHEAD = 2  # batches of prompts in progress; more would fill the cache with sequences without a token
-_MOST_OF_THE_BEST = 0.95  # of the best tokens/s of any batch: counts as efficient
+_MOST_OF_THE_BEST = 0.95  # fraction of the best tokens/s of any batch that counts as efficient
 _LEAST_EFFICIENT_TOKENS = 32
-_WORTH_CUTTING = 0.25  # fraction of a TTFT target: a shorter batch is not split; the parts are as long
+_WORTH_CUTTING = 0.25  # fraction of a TTFT target: shorter batches are not split, and parts of others are as long
 
 
 class OfflineView(NamedTuple):

@@ -38,5 +38,5 @@ def _routing(report: LoadReport) -> tuple[int | bool, ...]:
         report.prompt_token_count < report.max_prompt_token_count,
         report.draining,
         report.offline_wanted_tokens > 0,
-        report.memory.parameter_bytes,  # of a parked or woken instance, displayed to people
+        report.memory.parameter_bytes,  # changes when an instance is parked or woken, and is displayed to people
     )

@@ -21,7 +21,7 @@ from ballast.common.errors import ConfigError
 from services.worker.policy.splitting import added_s
 
 _ENDED_COUNT = 64  # ended requests remembered
-_LEAST_COUNT = 8  # fewer are not representative, as those with short answers end first
+_LEAST_COUNT = 8  # fewer ended requests are not representative, as those with short answers end first
 
 
 class Decoders(NamedTuple):

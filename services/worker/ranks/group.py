@@ -12,7 +12,7 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, FileStore, Pro
 from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost
 
-_MEET_S = 60.0  # for all to load torch and join
+_MEET_S = 60.0  # time for all ranks to load torch and join
 _TOGETHER_S = 30.0  # maximum wait of a rank at an all-reduce for the others, which may compile a kernel before
 
 
