@@ -174,8 +174,9 @@ def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = Non
     return _result(job, runs, created_unix_s)
 
 
-def world_of(job: SimJob, rules: ClusterRules) -> World:
-    return World(_options(job, rules), arrivals_of(job.trace))
+def world_of(job: SimJob, rules: ClusterRules, arrivals: Sequence[Arrival] | None = None) -> World:
+    """`arrivals`: in place of those of the job's trace."""
+    return World(_options(job, rules), arrivals_of(job.trace) if arrivals is None else arrivals)
 
 
 def arrivals_of(trace: Trace) -> list[Arrival]:
