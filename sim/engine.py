@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple, cast
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
-from services.worker.core.batch import Batch, StepResult
+from services.worker.core.batch import Batch, Slice, StepResult
 from services.worker.core.events import BlockCopy
 from services.worker.emulation.copier import HostMarks, copy_marks, one_way
 from services.worker.emulation.phantom import phantom
@@ -67,7 +68,7 @@ class SimEngine:
     def __init__(
         self, busy: Busy, execution: ExecutionModel, layer_count: int, token_bytes: int, marks: Marks | None = None
     ) -> None:
-        """`token_bytes`: size of a token's activations. With `marks`, reading wrong KV or wrong layers is detected."""
+        """`token_bytes`: size of a token's activations. `marks`: to detect reads of wrong KV or layers; None: none."""
         self._busy = busy
         self._execution = execution
         self._layer_count = layer_count
@@ -109,6 +110,17 @@ class SimEngine:
             part = next(part for part, is_wrong in zip(batch.slices, wrong, strict=True) if is_wrong)
             what = f"sequence {part.sequence_id} reads KV or layers that are not its own, from {part.first_position} on"
             raise InvariantViolation(what)
+
+    def slot_count(self, hidden_TD: object) -> int:
+        """See `ActivationStore.slot_count`: unlimited, as nothing is stored."""
+        return sys.maxsize
+
+    def write(self, hidden_TD: object, rows: Sequence[int], slots: Sequence[int]) -> None: ...
+
+    def read(self, slots: Sequence[int]) -> torch.Tensor:
+        part = Slice(0, 0, (0,) * len(slots), samples=False)
+        batch = Batch(0, (), (), (part,))
+        return cast("torch.Tensor", flight_of(batch, self._execution.work(batch), token_bytes=self._token_bytes))
 
     def forget_all(self) -> None:
         if self._marks is not None:
@@ -220,7 +232,7 @@ class SimBackground:
         self._clock.at(self._host_free_at_s, self._label, done)
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> None:
-        """Jobs without urgency take no time here."""
+        """No-op: jobs without urgency take no time here."""
 
     def shutdown(self) -> None:
         """No-op."""

@@ -41,8 +41,9 @@ from services.worker.emulation.machine import read_machine
 from services.worker.engine.model_config import read_model_config
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
+from services.worker.pipeline.activations import HostActivations
 from services.worker.pipeline.build import BuiltInstance, join, stage_core
-from services.worker.pipeline.context import BlockCopier
+from services.worker.pipeline.context import ActivationStore, BlockCopier
 from services.worker.pipeline.events import GrammarAnnounced
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.planner_side import Transitions
@@ -89,6 +90,7 @@ class Kit:
     device: str = "emulated"
     lost_rank: Callable[[], str | None] | None = None  # which of several ranks has ended
     swap_blocks: int = 0  # of the copier
+    activations: ActivationStore | None = None  # of the activation log
     joins: bool = True  # may join groups and migrate KV
 
 
@@ -153,7 +155,17 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         raise
     compile_grammar = engine.grammars.ahead if engine.grammars is not None else None
     device = describe(engine.memory.pool.backend.device)
-    kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device, swap_blocks=swap_blocks)
+    log_bytes = int(settings.activation_log_bytes)
+    kit = Kit(
+        engine,
+        costs.current,
+        costs,
+        copier,
+        compile_grammar,
+        device=device,
+        swap_blocks=swap_blocks,
+        activations=HostActivations(log_bytes) if log_bytes else None,
+    )
     if ranked is None:
         return replace(kit, joins=engine.implementation.pipelines)
     kit = replace(kit, device=f"{len(devices)} ranks from {device} on")
@@ -164,6 +176,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
     from services.worker.emulation.connection import EmulatedOpener
     from services.worker.emulation.copier import EmulatedCopier
     from services.worker.emulation.engine import emulate
+    from services.worker.emulation.runner import EmulatedActivations
     from services.worker.links.pace import StagePace
     from services.worker.links.plane import DataPlane
     from services.worker.links.rendezvous import resolve_host
@@ -187,7 +200,16 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
     swap_blocks = swap_block_count(settings, engine.info)
     copier = EmulatedCopier(engine.memory, swap_blocks, machine.host_bytes_per_s) if swap_blocks else None
-    return Kit(cast(LoadedEngine, engine), lambda: cost, None, copier, open_plane=open_plane, swap_blocks=swap_blocks)
+    log_bytes = int(settings.activation_log_bytes)
+    return Kit(
+        cast(LoadedEngine, engine),
+        lambda: cost,
+        None,
+        copier,
+        open_plane=open_plane,
+        swap_blocks=swap_blocks,
+        activations=cast(ActivationStore, EmulatedActivations(log_bytes)) if log_bytes else None,
+    )
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
@@ -353,6 +375,7 @@ class WorkerProcess:
             open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
             secret=self._security.secret,
             compile_grammar=kit.compile_grammar,
+            activations=kit.activations,
         )
         published = self._membership.member.published
         export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)

@@ -128,6 +128,7 @@ async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HE
 
 _MOST_DISTURBANCES = 12  # of a kind: on a slow machine there is time for so many that nothing would come to its end
 _OVER = (Phase.DONE, Phase.ABORTED)
+_LOSES = 0.15  # share of the changes that begin with a loss, where that is possible
 _CACHING = 0.75  # of clusters have a prefix cache
 Spans = list[list[tuple[str, int, int]]]  # groups of (worker, first layer, last layer)
 
@@ -151,6 +152,8 @@ class Tally:
     migrated: int = 0  # by live migrations
     not_migrated: int = 0  # begun, and given up
     migrated_anew: int = 0  # without all of their KV
+    stand_ins: int = 0  # of lost followers
+    refilled: int = 0  # tokens that they computed from a log
     swapped_in_pipelines: int = 0  # copies to host memory and back
     offline: int = 0  # requests
     yields: int = 0  # of those, and
@@ -198,6 +201,7 @@ class History:
             swap_block_count=64 if seed % 4 == 1 else 0,
             prefix_caching=random.Random(f"prefixes {seed}").random() < _CACHING,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
+            activation_log_bytes=(seed % 3 != 0) << 20,
             harvest=_harvest(seed),
             transport=TransportConfig(rate_bytes_per_s=rate),
             place=place,
@@ -299,6 +303,7 @@ class History:
 
     async def _change_layouts(self, cluster: Cluster) -> None:
         rng, epoch, said, give_up_at_s = self._rng, 1, -1, 0.0
+        losses = random.Random(f"losses {self._seed}")
         if self._crowded:
             await until(lambda: not self._under_way() or _is_full(cluster))
         while self._under_way():
@@ -310,6 +315,8 @@ class History:
                 raise AssertionError(f"epoch {epoch}; without an end: {stuck}; {cluster.describe()}")
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random())
             epoch += 1
+            if losses.random() < _LOSES and await self._lose_follower(cluster, losses, epoch):
+                continue
             kind, target = self._next_layout(cluster, epoch)
             if rng.random() < 0.25:
                 members = cluster.ask_to_prepare(kind, target)
@@ -343,6 +350,35 @@ class History:
             if rng.random() < 0.6:  # else the next plan comes while KV is on its way
                 await cluster.done(members, target.epoch)
         await _all_done(cluster)
+
+    async def _lose_follower(self, cluster: Cluster, rng: random.Random, epoch: int) -> bool:
+        """One of a pipeline hears nobody of its links any more, and one that serves alone takes its place. It is whole
+        again, and alone, afterwards. False: there is no such pipeline, or a layout changes.
+        """
+        groups = cluster.in_force.groups
+        followers = [m.worker_id for g in groups for m in g.members[1:]]
+        alone = [g.leader.worker_id for g in groups if len(g.members) == 1]
+        if not followers or not alone:
+            return False
+        await _all_done(cluster)
+        lost, outside = rng.choice(followers), rng.choice(alone)
+        spans: Spans = [
+            [(outside if m.worker_id == lost else m.worker_id, m.first_layer, m.last_layer) for m in g.members]
+            for g in groups
+            if g.leader.worker_id != outside
+        ]
+        worker = cluster.workers[lost]
+        for connection in list(worker.membership.plane._connections.values()):
+            connection.give_up("the history has cut it")
+        target = layout(epoch, spans, cluster.layer_count)
+        members = await cluster.prepare(TransitionKind.DROP, target)
+        cluster.commit(members, target)
+        cluster.in_force = layout(epoch, [*spans, [(lost, 0, cluster.layer_count)]], cluster.layer_count)
+        await cluster.done(members, target.epoch)
+        await until(lambda: not worker.member.role.stages and worker.member._rescue is None)
+        self.tally.epochs.append(epoch)
+        self.tally.stand_ins += 1
+        return True
 
     def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[TransitionKind, Layout]:
         """Some pipelines dissolved, or some groups merged, several at once."""
@@ -412,6 +448,7 @@ class History:
                     self.tally.by_tokens += progress.victims_recomputed if epoch in self._restores else 0
                     self.tally.later_waves += max(0, progress.waves - 1)
                     self.tally.exchanged_bytes += progress.kv_bytes_sent
+                    self.tally.refilled += progress.refilled_tokens
 
     def _compare(self) -> None:
         for index, answer in self._asked:

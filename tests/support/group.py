@@ -30,6 +30,7 @@ from services.worker.links.config import TransportConfig
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
+from services.worker.pipeline.activations import HostActivations
 from services.worker.pipeline.build import BuiltMembership, join, stage_core
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
@@ -125,6 +126,7 @@ class Sizes:
     max_waiting_count: int = 64
     handover_timeout_s: float = 10.0
     swap_block_count: int = 0
+    activation_log_bytes: int = 0
     prefix_caching: bool = False
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     harvest: Harvest | None = None  # by what offline work is bounded
@@ -215,6 +217,7 @@ class GroupWorker:
             advertise_host="127.0.0.1",
             copier=self.copier,
             compile_grammar=self.engine.grammars.ahead if self.engine.grammars is not None else None,
+            activations=HostActivations(sizes.activation_log_bytes) if sizes.activation_log_bytes else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )
 

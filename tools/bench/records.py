@@ -107,3 +107,4 @@ class ReplayRun:
     failed_sample_count: int
     transitions: list[TimedTransition] = field(default_factory=list[TimedTransition])
     bubble_fraction: float | None = None  # share of time in which stages were idle although there was work
+    offline_token_count: int | None = None  # prompt and answer tokens of the offline requests beside the trace

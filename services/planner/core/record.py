@@ -43,7 +43,7 @@ class TransitionRecord:
 
     @property
     def prepare_s(self) -> float:
-        """From the plan to the decision or the end (seconds)."""
+        """Seconds from the plan to the decision or the end."""
         until_s = self.reached_at_s.get(Stage.COMMITTING, self.ended_at_s)
         return 0.0 if until_s is None else until_s - self.began_at_s
 
@@ -55,7 +55,7 @@ class TransitionRecord:
 
     @property
     def waves(self) -> int:
-        """Number of rounds of the exchange."""
+        """Number of waves of the KV exchange."""
         return max((status.waves for status in self.statuses.values()), default=0)
 
     @property
@@ -132,6 +132,8 @@ class TransitionRecord:
         told = [f", {counted(self.victim_count, 'request')} moved"]
         if recomputed := self.total("victims_recomputed"):
             told.append(f" ({recomputed} computed anew)")
+        if refilled := self.total("refilled_tokens"):
+            told.append(f", lost KV of {counted(refilled, 'token')} computed from logged activations")
         exchanged, took_s = self.total("kv_bytes_sent"), self.longest_s("exchange_s")
         told.append(f", {human_bytes(exchanged)} of KV exchanged in {took_s:.2f} s")
         if self.waves > 1:

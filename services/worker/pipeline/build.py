@@ -14,7 +14,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.turns import MemberEvent
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.background import Threads
-from services.worker.pipeline.context import BlockCopier, MemberEnvironment, StageEngine
+from services.worker.pipeline.context import ActivationStore, BlockCopier, MemberEnvironment, StageEngine
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
@@ -104,6 +104,7 @@ def join(
     transport: str = "auto",
     secret: bytes | None = None,
     compile_grammar: CompileGrammar | None = None,
+    activations: ActivationStore | None = None,
 ) -> BuiltMembership:
     """Opens the data plane; the shell closes it when its engine thread ends. `costs` records durations of stages.
     `copier`: required if the core's limits allow swapping. `compile_grammar`: for the engine, with caching; None:
@@ -147,6 +148,7 @@ def join(
             links=Links,
             copier=copier,
             compile_grammar=compile_grammar,
+            activations=activations,
             preempts=shell.preempts,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),
         ),
