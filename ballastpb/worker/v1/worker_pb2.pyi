@@ -864,6 +864,7 @@ class MigrateRequest(_message.Message):
     BLOCK_BUDGET_FIELD_NUMBER: _builtins.int
     WITHIN_S_FIELD_NUMBER: _builtins.int
     CAUSE_ID_FIELD_NUMBER: _builtins.int
+    LONGEST_FIRST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Of the layout that the order was made from."""
     block_budget: _builtins.int
@@ -871,6 +872,8 @@ class MigrateRequest(_message.Message):
     within_s: _builtins.float
     """None begins to move later than that."""
     cause_id: _builtins.str
+    longest_first: _builtins.bool
+    """The longest requests go first instead of the shortest."""
     @_builtins.property
     def source(self) -> _containers.RepeatedCompositeFieldContainer[Global___MigrationParty]:
         """The members of either group, its leader first."""
@@ -886,10 +889,11 @@ class MigrateRequest(_message.Message):
         block_budget: _builtins.int = ...,
         within_s: _builtins.float = ...,
         cause_id: _builtins.str = ...,
+        longest_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_budget", b"block_budget", "cause_id", b"cause_id", "epoch", b"epoch", "source", b"source", "target", b"target", "within_s", b"within_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_budget", b"block_budget", "cause_id", b"cause_id", "epoch", b"epoch", "longest_first", b"longest_first", "source", b"source", "target", b"target", "within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,8 @@ the reports then.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
 
 from ballast.common.errors import BallastError
@@ -17,6 +19,12 @@ from services.planner.shell.ports import Counting, MembersPort
 INTERVAL_S = 0.25
 WITHIN_S = 2 * INTERVAL_S  # deadline of an order: the next one replaces it before
 _TIMEOUT_S = 2.0
+_LOOKED_AT_PER_S = 1000.0
+
+
+def look_interval_s(group_count: int) -> float:
+    """Interval of searches for nearly full groups, each of which reads the reports of all groups."""
+    return max(1.0, group_count / _LOOKED_AT_PER_S)
 
 
 class Balancing:
@@ -30,19 +38,23 @@ class Balancing:
         load: Callable[[], Awaitable[ClusterLoad]],
         next_cause: Callable[[str], str],
     ) -> None:
-        """`at_rest`: as of the planner's core."""
+        """`at_rest`: returns the core's layout; None while it changes or another planner leads."""
         self._members = members
         self._rules = rules
         self._counting = counting
         self._at_rest = at_rest
         self._load = load
         self._next_cause = next_cause
+        self._looked_at_s = -math.inf
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            layout = self._at_rest()
-            if layout is not None and is_round_due(layout, self._rules):
+            if (layout := self._at_rest()) is None:
+                continue
+            looks = time.monotonic() - self._looked_at_s >= look_interval_s(len(layout.groups))
+            if is_round_due(layout, self._rules, looks=looks):
+                self._looked_at_s = time.monotonic()
                 await self._round(layout)
 
     async def _round(self, layout: Layout) -> None:

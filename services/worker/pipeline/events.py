@@ -233,6 +233,7 @@ class MigrationOrdered(MemberEvent):
     block_budget: int
     until_s: float
     cause_id: str
+    longest_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

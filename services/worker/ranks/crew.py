@@ -24,11 +24,11 @@ from services.worker.ranks.channel import (
 )
 from services.worker.ranks.nodes import CONTROL, FarRank
 
-_START_S = 120.0  # until a process has loaded torch
-_LOAD_S = 1800.0  # until it has loaded its shard
-_ANSWER_S = 30.0  # of a rank between two steps
+_START_S = 120.0  # time limit for a process to load torch
+_LOAD_S = 1800.0  # time limit for a rank to load its shard
+_ANSWER_S = 30.0  # time limit for a rank's answer between two steps
 _END_S = 5.0
-_FILES = 64  # sent at once: each is open on both sides meanwhile
+_FILES = 64  # files sent at once: each is open on both sides meanwhile
 
 
 class _RankProcess:
@@ -77,10 +77,10 @@ class _RankElsewhere:
 
 
 class Crew:
-    """Used by one thread at a time, but for `lost`."""
+    """The processes of the other ranks. Used by one thread at a time, except for `lost`."""
 
     def __init__(self, count: int, elsewhere: Mapping[int, FarRank] | None = None) -> None:
-        """Starts a process for each rank but 0 and those elsewhere, which it takes over; `count`: of all ranks."""
+        """Start a process for each rank but 0 and those elsewhere, which it takes over; `count`: of all ranks."""
         self._ranks: list[_RankProcess | _RankElsewhere] = []
         self._closing = False
         far = elsewhere or {}
@@ -100,7 +100,7 @@ class Crew:
             self._answer(rank, _START_S)
 
     def loaded(self) -> list[RankReady]:
-        """Wait until each has its shard.
+        """Wait until each rank has loaded its shard.
 
         Raises:
             ConfigError: one could not load it.
@@ -109,7 +109,7 @@ class Crew:
         return [answer for answer in answers if isinstance(answer, RankReady)]
 
     def complain(self) -> None:
-        """A rank has ended while others may wait for it: raise its error.
+        """Raise the error of a rank that has ended while others may wait for it.
 
         Raises:
             ConfigError: it could not load its shard.
@@ -154,14 +154,14 @@ class Crew:
         return {rank.name: self._answer(rank, _ANSWER_S) for rank in self._ranks}
 
     def lost(self) -> str | None:
-        """Which rank has ended, and how. From any thread."""
+        """Text that says which rank has ended, and how; None: no rank has. Callable from any thread."""
         for rank in self._ranks:
             if not self._closing and (how := rank.ended()) is not None:
                 return how
         return None
 
     def close(self) -> None:
-        """Idempotent."""
+        """End all processes. Idempotent."""
         self._closing = True
         for rank in self._ranks:
             rank.channel.close()  # which ends it

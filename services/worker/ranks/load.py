@@ -38,7 +38,7 @@ class Ranked:
     group: RankGroup
 
     def lost(self) -> str | None:
-        """Which other rank has ended, and how; waits for it are aborted then. From any thread."""
+        """Text that says which other rank has ended, and how; waits for it are aborted then. Safe from any thread."""
         if (who := self.crew.lost()) is not None:
             self.group.abort()
         return who
@@ -109,7 +109,7 @@ def load_ranked(
 
 
 def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, group: RankGroup) -> Engine:
-    """Load rank 0's shard; waits for no rank that has ended."""
+    """Load rank 0's shard; aborted if another rank ends meanwhile."""
     over = threading.Event()
 
     def watch() -> None:
@@ -132,8 +132,8 @@ def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, gr
 
 
 def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirror]:
-    """The memory of the other ranks, by their exported files. None if rank 0's device cannot access it: the instance
-    then takes part in no drop.
+    """The memory of the other ranks, mapped from their exported files. Empty if rank 0's device cannot access it: the
+    instance then takes part in no drop.
     """
     with contextlib.ExitStack() as undo:
         mirrors: list[Mirror] = []
