@@ -18,7 +18,7 @@ from services.planner.policy.merged import group_plan
 from services.planner.policy.snapshot import Columns, GroupState, ModelShape, Snapshot, columns_of
 from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, kinds_of
 
-MOST_STAGES = 8  # of a group made by a comparison
+MOST_STAGES = 8  # maximum stages of a group made by a comparison
 _LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
 # A drop stalls moved sequences for this time plus that of moving the KV over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
@@ -33,8 +33,8 @@ _SAMPLED = 8  # merges of unlike members whose capacity is computed; the others 
 class Running:
     """Running and waiting requests of a snapshot's groups."""
 
-    max_running_count: int  # of an instance that does not report it
-    waiting_count: int  # in the workers' waiting lines
+    max_running_count: int  # maximum for an instance that does not report its own
+    waiting_count: int  # requests in the workers' waiting lines
 
 
 class _Sums(NamedTuple):

@@ -49,8 +49,8 @@ class PackedStep:
     decode_contexts_S: Ints  # context tokens, the new one included; ascending
     decode_blocks_SW: Ints  # whole tables, padded with the sequence's first block
     chunks: tuple[PackedChunk, ...]
-    first_rows: Ints  # aligned with the batch's slices: row of its first token
-    sample_rows: Ints  # aligned with the batch's slices that sample: row of the last token
+    first_rows: Ints  # for each of the batch's slices, the row of its first token
+    sample_rows: Ints  # for each of the batch's slices that sample, the row of its last token
     blocks_end: int  # highest block id in use, plus one
 
     @property
@@ -69,8 +69,8 @@ class PackedStep:
 
 class _Table(NamedTuple):
     given: Sequence[int]
-    row: int  # in the packer's tables
-    length: int  # in blocks
+    row: int  # row in the packer's tables
+    length: int  # number of blocks
     end: int  # highest block id, plus one
 
 

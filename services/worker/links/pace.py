@@ -52,7 +52,7 @@ class ChunkSize:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._rates: deque[float] = deque([] if rate_bytes_per_s is None else [rate_bytes_per_s], _MEASUREMENTS)
-        self._chunks, self._bytes, self._seconds = 0, 0, 0.0  # of the current measurement
+        self._chunks, self._bytes, self._seconds = 0, 0, 0.0  # sums of the current measurement
 
     @property
     def rate_bytes_per_s(self) -> float | None:

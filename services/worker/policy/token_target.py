@@ -28,7 +28,7 @@ class Decoders(NamedTuple):
     """The decoding sequences of a group."""
 
     sequence_count: int
-    context_tokens: int  # of all of them together
+    context_tokens: int  # context tokens of all sequences together
     stage_count: int = 1  # also the number of microbatches in flight
 
 
