@@ -245,8 +245,8 @@ class Fleet:
         return any(worker.usable for worker in self._workers.values())
 
     def fits_nobody(self, token_count: int) -> bool:
-        """True if a request of this many tokens exceeds every usable worker. One that has just woken may have reported
-        no blocks yet.
+        """True if a request of this many tokens exceeds every usable worker. A worker that has reported no blocks yet,
+        as when it has just woken, counts as large enough.
         """
         for worker in self._workers.values():
             load = worker.load

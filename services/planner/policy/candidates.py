@@ -119,7 +119,7 @@ def _slowness(group: GroupState) -> float:
 
 
 def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
-    """Machines that are alone in their speed class join the largest class; otherwise they could not be merged."""
+    """The speed classes, with lone machines added to the largest class: otherwise they could not be merged."""
     many = [groups for groups in classes if len(groups) > 1]
     loners = [group for groups in classes if len(groups) == 1 for group in groups]
     if not loners:

@@ -25,7 +25,7 @@ def carried_on(payload: torch.device, channel: torch.device) -> torch.device:
 
 
 class Copies(Protocol):
-    """Safe for use from any thread."""
+    """Copies of a worker between a device and the host. Safe for use from any thread."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         """Flat bytes to receive into or send from; pinned host memory if the device needs that."""

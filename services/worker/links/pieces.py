@@ -39,7 +39,7 @@ class Pieces:
 
     def chunk_bytes(self, offset: int, limit: int, least_bytes: int) -> int:
         """Number of bytes, of the next `limit`, to send together: up to the end of the piece if these are at least
-        `least_bytes` or all that is left; otherwise a multiple of `_WHOLE_BYTES`, if possible.
+        `least_bytes`; otherwise all of `limit`, in whole `_WHOLE_BYTES` except at the end of the transfer.
         """
         run = min(self._ends[bisect_right(self._ends, offset)] - offset, limit)
         if run >= least_bytes or offset + limit >= self.total_bytes:

@@ -60,7 +60,7 @@ class TokenTarget:
     """The worker's default target for sequences. `cost` returns the current model of all layers; None: no limit."""
 
     def __init__(self, target_s: float, cost: Callable[[], CostModel | None]) -> None:
-        """Raises ConfigError if no batch is fast enough."""
+        """Raises ConfigError unless `target_s` is positive."""
         if not target_s > 0.0:
             raise ConfigError("tpot_target_s", f"must be positive, got {target_s}")
         self._target_s = target_s
