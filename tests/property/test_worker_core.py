@@ -206,9 +206,9 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 40))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            if not self.driver.may_want or self.driver.want_batch() is None:
-                if self.driver.pending is not None:
-                    self.driver.finish_step()
+            formed = self.driver.want_batch() if self.driver.may_want else None
+            if formed is None and self.driver.pending is not None:
+                self.driver.finish_step()
 
     @precondition(lambda self: self.driver.pending is not None and len(self.driver.executed) % 7 == 0)
     @rule()

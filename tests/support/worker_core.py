@@ -348,11 +348,11 @@ class Driver:
         assert self.pending is not None or not had_work or not self.core.has_work, "work to do, and no batch"
         return self._launched[-1][0] if len(self._launched) > before else None
 
-    def finish_step(self) -> None:
+    def finish_step(self) -> list[Command]:
         execute, ran = self._launched.popleft()
         result, texts = ran or self.engine.run(execute)
         self.at_s += 0.001
-        self.feed(StepDone(self.at_s, result, texts))
+        return self.feed(StepDone(self.at_s, result, texts))
 
     def fail_step(self) -> None:
         """Nothing of it is written, unless it was launched."""

@@ -27,7 +27,7 @@ class BatchPlan:
 Share = tuple[list[Sequence], list[tuple[Sequence, int]]]  # decodes; chunks, with their number of tokens
 
 
-def ready(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
+def ready_alone(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
     """Running sequences that are in no batch after `completed_step_id` and have the blocks they need."""
     return [s for s in running if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
 
@@ -66,7 +66,7 @@ class BatchFormer:
             found = ready_ahead(running, completed_step_id)
             decodes = [s for s in found if s.left_tokens == 1]
         else:
-            found = running if all_ready else ready(running, completed_step_id)
+            found = running if all_ready else ready_alone(running, completed_step_id)
             decodes = [s for s in found if s.token_count - s.computed_tokens == 1]
         prefills = [] if len(decodes) == len(found) else [s for s in found if s.left_tokens != 1]
         prompt_tokens = sum(s.left_tokens for s in prefills) if self.prefill_limit else 0
@@ -122,7 +122,7 @@ class BatchFormer:
             else:
                 chunks.append((sequence, count))
         if limited and decodes:
-            self._add_leftover_decodes(decodes, chunks, ready(running, completed_step_id))
+            self._add_leftover_decodes(decodes, chunks, ready_alone(running, completed_step_id))
         return decodes, chunks
 
     def _add_leftover_decodes(
@@ -132,7 +132,7 @@ class BatchFormer:
         and deferring them to the next microbatch costs half a pipeline round.
         """
         taken = {s.sequence_id for s in decodes}
-        left = [s for s in found if s.token_count - s.computed_tokens == 1 and s.sequence_id not in taken]
+        left = [s for s in ready if s.token_count - s.computed_tokens == 1 and s.sequence_id not in taken]
         room = self._limits.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
         if len(left) <= min(room, max(1, int(len(decodes) * _FEW))):
             decodes.extend(left)

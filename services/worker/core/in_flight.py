@@ -58,7 +58,7 @@ class InFlightBatches:
 
     Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. What follows a
     sampling slice has its token as input: in a pipeline nothing does until that has completed; a lone instance refers
-    to it (`IN_FLIGHT`). If that token ends the sequence, the row that follows is computed in vain, in a block of its own.
+    to it (`IN_FLIGHT`). If that token ends the sequence, the row that follows is computed in vain, in its own block.
     """
 
     def __init__(self, book: BlockBook, steps: Steps, prefixes: PrefixIndex) -> None:

@@ -21,7 +21,7 @@ from collections.abc import Container
 from dataclasses import replace
 
 from services.worker.core.batch import BlockKey, SequenceId
-from services.worker.core.batch_former import BatchPlan, ready, ready_ahead
+from services.worker.core.batch_former import BatchPlan, ready_ahead, ready_alone
 from services.worker.core.blocks import blocks_for
 from services.worker.core.counts import GroupCounts
 from services.worker.core.line import OFFLINE_RANK, order
@@ -64,8 +64,8 @@ class Scheduler(GroupCounts):
         return self.settled and not claims and self._preemption_candidates(head, 0) is None
 
     def has_ready_ahead(self, completed_step_id: int) -> bool:
-        """True if a lone instance may have a batch to run behind the one in flight: while it preempts and swaps nothing,
-        as sequences in flight cannot be preempted, and copies must not touch what is still being written.
+        """True if a lone instance may have a batch to run behind the one in flight. Not while it preempts or swaps:
+        sequences in flight cannot be preempted, and copies must not touch what is still being written.
         """
         swap = self.swap
         if swap.entries or swap.enabled or self.suspended or self.expected_block_count or not self.settled:
@@ -354,7 +354,8 @@ class Scheduler(GroupCounts):
             plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
-        if self.swap.entries and not ahead and (busy or not in_flight_count):  # without a batch, copies would delay those in flight
+        # Without a batch, copies would delay those in flight.
+        if self.swap.entries and not ahead and (busy or not in_flight_count):
             swaps = self.swap.order(left, busy=online_busy)
         if offline and busy:
             swaps = self.swap.mirror(swaps, [s for s in reversed(offline) if s.state is SequenceState.RUNNING])
@@ -368,8 +369,8 @@ class Scheduler(GroupCounts):
         return self.swap.has_space and self.prefixes.wants_copies
 
     def _reserve_ahead(self, completed_step_id: int) -> bool:
-        """Reserve the blocks that sequences need with the tokens in flight. False: there are too few, or the head of the
-        line needs some of another sequence; this waits until nothing is in flight, as then any may be preempted.
+        """Reserve the blocks that sequences need with the tokens in flight. False: there are too few, or the head of
+        the line needs some of another sequence; that waits until nothing is in flight and any may be preempted.
         """
         growing = [
             s
@@ -405,7 +406,7 @@ class Scheduler(GroupCounts):
         return self.offline_work.fill(
             plan.decodes,
             plan.chunks,
-            ready_ahead(running, completed_step_id) if ahead else ready(running, completed_step_id),
+            ready_ahead(running, completed_step_id) if ahead else ready_alone(running, completed_step_id),
             stage_count=self.stage_count,
             in_flight_count=in_flight_count,
             prefill_limit=self.former.prefill_limit,
