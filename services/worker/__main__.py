@@ -88,6 +88,7 @@ class Kit:
     device: str = "emulated"
     lost_rank: Callable[[], str | None] | None = None  # which of several ranks has ended
     swap_blocks: int = 0  # of the copier
+    launches: bool = False  # batches are launched, and collected later
     joins: bool = True  # may join groups and migrate KV
 
 
@@ -154,7 +155,9 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     device = describe(engine.memory.pool.backend.device)
     kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device, swap_blocks=swap_blocks)
     if ranked is None:
-        return replace(kit, joins=engine.implementation.pipelines)
+        on_gpu = settings.async_scheduling == "auto" and settings.device != "cpu"
+        launches = on_gpu or settings.async_scheduling == "on"
+        return replace(kit, joins=engine.implementation.pipelines, launches=launches)
     kit = replace(kit, device=f"{len(devices)} ranks from {device} on")
     return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)
 
@@ -235,7 +238,7 @@ def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> St
     )
 
 
-def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: int) -> WorkerLimits:
+def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: int, *, launches: bool) -> WorkerLimits:
     most = step_limits_of(settings)
     return WorkerLimits(
         block_tokens=settings.block_size,
@@ -251,6 +254,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
         swap_block_count=swap_block_count,
         swap_blocks_per_step=settings.swap_blocks_per_step,
         swaps_online=settings.swaps,
+        async_scheduling=launches,
         prefix_caching=settings.enable_prefix_caching,
         prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
     )
@@ -324,7 +328,7 @@ class WorkerProcess:
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
         target = target_of(kit)
         core, book = stage_core(
-            limits_of(settings, engine, kit.swap_blocks),
+            limits_of(settings, engine, kit.swap_blocks, launches=kit.launches),
             engine,
             secrets.randbits(31),
             microbatching,
@@ -352,6 +356,7 @@ class WorkerProcess:
             open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
             secret=self._security.secret,
             compile_grammar=kit.compile_grammar,
+            launches=kit.launches,
         )
         published = self._membership.member.published
         export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)

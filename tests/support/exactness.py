@@ -144,6 +144,7 @@ class Tally:
     not_migrated: int = 0  # begun, and given up
     migrated_anew: int = 0  # without all of their KV
     swapped_in_pipelines: int = 0  # copies to host memory and back
+    steps_ahead: int = 0  # of lone workers: launched before all their tokens were known
     offline: int = 0  # requests
     yields: int = 0  # of those, and
     preempted: int = 0  # steps of theirs that gave way between two layers
@@ -190,6 +191,7 @@ class History:
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
             harvest=_harvest(seed),
             transport=TransportConfig(rate_bytes_per_s=rate),
+            async_scheduling=place.ranks == 1 and seed % 4 < 3,
             place=place,
         )
         if self._crowded:
@@ -387,6 +389,7 @@ class History:
             for group in worker.core._group_schedulers:
                 self.tally.preempted += group.scheduler.offline_work.preemptions_total
             self.tally.yields += worker.shell.load().offline_yields_total
+            self.tally.steps_ahead += worker.steps_ahead
             self.tally.moved += worker.core.totals.moved
             self.tally.swapped_in_pipelines += 0 if worker.copier is None else worker.copier.in_pipelines
             migrations = worker.member.published.migrations

@@ -83,6 +83,11 @@ class GroupScheduler:
         return scheduler.has_ready(completed_step_id)
 
     @property
+    def goes_ahead(self) -> bool:
+        """True if a batch may stay launched while the next one is formed."""
+        return self._limits.async_scheduling
+
+    @property
     def is_busy(self) -> bool:
         """True if a batch is in flight or one could be formed."""
         batches_in_flight = self.batches_in_flight

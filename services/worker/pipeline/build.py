@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ballast.common.ids import WorkerId
+from services.worker.core.batch import Batch, LaunchedStep
 from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.turns import MemberEvent
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from services.worker.links.plane import DataPlane
     from services.worker.memory.device import DeviceMemory
     from services.worker.policy.online_cost import OnlineCost
+
+
+class Launching(Protocol):
+    """An engine that launches batches."""
+
+    def launch(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> LaunchedStep: ...
 
 
 class BuiltInstance(Protocol):
@@ -104,11 +111,12 @@ def join(
     transport: str = "auto",
     secret: bytes | None = None,
     compile_grammar: CompileGrammar | None = None,
+    launches: bool = False,
 ) -> BuiltMembership:
     """Opens the data plane; the shell closes it when its engine thread ends. `costs` records durations of stages.
     `copier`: required if the core's limits allow swapping. `compile_grammar`: for the engine, with caching; None:
     constraints are not applied. `runner` replaces the engine's own, `open_plane` the data plane. `secret`: see
-    `links.plane.DataPlane`.
+    `links.plane.DataPlane`. `launches`: batches of the whole model are launched and collected later.
     """
 
     def post(event: MemberEvent) -> None:
@@ -147,6 +155,7 @@ def join(
             links=Links,
             copier=copier,
             compile_grammar=compile_grammar,
+            launch=cast("Launching", runner or own).launch if launches else None,
             preempts=shell.preempts,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),
         ),
