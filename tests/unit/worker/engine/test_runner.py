@@ -109,9 +109,9 @@ def test_a_launched_step_computes_tokens_that_the_host_does_not_know_yet(model_d
         for job, tokens in zip(jobs, chosen, strict=True):
             assert tokens == job.chosen[: len(tokens)]
         engine.runner.forget_all()
+        alone = Batch(9, (), (NewSequence(0, (5,), (), GREEDY),), (Slice(0, 0, (IN_FLIGHT,), True),))
         with pytest.raises(InvariantViolation, match="no step that samples"):
-            again = NewSequence(0, (5,), (), GREEDY)
-            engine.step(Batch(9, (), (again,), (Slice(0, 0, (IN_FLIGHT,), True),)), tables[:1])
+            engine.step(alone, tables[:1])
 
 
 def test_the_first_batch_may_have_nothing_to_sample(model_dir: Path) -> None:
