@@ -194,8 +194,8 @@ def contention(levels: Sequence[Level], background: float, processors: int) -> C
 
 
 def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tuple[float, float, float]:
-    """(overhead of a single request's step, overhead per further sequence, slowdown beside another engine) that fit all
-    levels best. `whole`: the profile's costs of all layers.
+    """Least-squares fit to all levels: overhead of a step with one request, overhead per further sequence, and slowdown
+    while another engine runs. `whole`: the profile's costs of all layers.
     """
     unit_s = levels[0].tpot_s
     best = (math.inf, 0.0, 0.0, 1.0)

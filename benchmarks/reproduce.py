@@ -126,7 +126,7 @@ def gathered(out: Path) -> dict[str, BenchResult]:
 
 @dataclass(frozen=True, slots=True)
 class PaperClaim:
-    """One row of the table."""
+    """A result that the paper reports, as a range, and how to measure it in a simulated run."""
 
     figure: str
     what: str

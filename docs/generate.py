@@ -178,7 +178,7 @@ def metrics_table() -> str:
 
 
 def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
-    """The common one is looked at after each import that adds to it."""
+    """(service, registry) pairs; the shared registry again after each import that adds metrics to it."""
     importlib.import_module("ballast.service.refusals")
     yield "all", REGISTRY
     yield "gateway", _of_gateway()

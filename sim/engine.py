@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Protocol, TypeVar, TypeVarTuple, cast
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
-from services.worker.core.batch import Batch, StepResult
+from services.worker.core.batch import Batch, Slice, StepResult
 from services.worker.core.events import BlockCopy
 from services.worker.emulation.copier import HostMarks, copy_marks, one_way
 from services.worker.emulation.phantom import phantom
@@ -109,6 +110,17 @@ class SimEngine:
             part = next(part for part, is_wrong in zip(batch.slices, wrong, strict=True) if is_wrong)
             what = f"sequence {part.sequence_id} reads KV or layers that are not its own, from {part.first_position} on"
             raise InvariantViolation(what)
+
+    def slot_count(self, hidden_TD: object) -> int:
+        """As `ActivationStore`: the log has no bound, and holds nothing."""
+        return sys.maxsize
+
+    def write(self, hidden_TD: object, rows: Sequence[int], slots: Sequence[int]) -> None: ...
+
+    def read(self, slots: Sequence[int]) -> torch.Tensor:
+        part = Slice(0, 0, (0,) * len(slots), samples=False)
+        batch = Batch(0, (), (), (part,))
+        return cast("torch.Tensor", flight_of(batch, self._execution.work(batch), token_bytes=self._token_bytes))
 
     def forget_all(self) -> None:
         if self._marks is not None:

@@ -25,7 +25,7 @@ from services.planner.core.transition import Journal, MemberSaid
 from services.planner.peers import PROBE_TIMEOUT_S
 from services.planner.policy.migrate import MigrationRules, Move, is_round_due, migrations
 from services.planner.policy.partners import likely_partners
-from services.planner.shell.balancing import INTERVAL_S, WITHIN_S
+from services.planner.shell.balancing import INTERVAL_S, WITHIN_S, look_interval_s
 from services.planner.shell.partners import MOST
 from services.planner.shell.reaching import SOON_S, reach_now
 from services.worker.core import plan as wp
@@ -99,8 +99,9 @@ class PlannerNode:
             clock.every(_LOOK_UP_S, b"planner looks", lambda: self.process.run_due("look", self._find_monitor))
         else:
             self._lead(lead_for_ever(state, "planner", name))
-        if migrations.balances:
-            clock.every(INTERVAL_S, b"planner balances", lambda: self.process.run_due("balance", self._balance))
+        if migrations.balances or migrations.relieves:
+            interval_s = INTERVAL_S if migrations.balances else look_interval_s(len(members))
+            clock.every(interval_s, b"planner balances", lambda: self.process.run_due("balance", self._balance))
 
     def _lead(self, token: int | None) -> None:
         if token is not None:
@@ -280,7 +281,7 @@ class PlannerNode:
     def _balance(self) -> None:
         """A round of `services.planner.shell.balancing`."""
         layout = self.core.layout_at_rest
-        if layout is None or not is_round_due(layout, self._migrations):
+        if layout is None or not is_round_due(layout, self._migrations, looks=True):
             return
 
         def order(load: p.ClusterLoad, why: str) -> None:
@@ -312,6 +313,7 @@ class PlannerNode:
             block_budget=move.block_budget,
             within_s=WITHIN_S,
             cause_id=self._cause("migrate"),
+            longest_first=move.longest_first,
         )
         token = self._token
         for member in (*move.target.members, *reversed(move.source.members)):

@@ -23,7 +23,9 @@ def _swapping(rules: WorkerRules) -> WorkerRules:
 
 
 POLICIES: Mapping[str, Policy] = {
-    "drop": lambda rules: _with(rules, OverloadPolicy.DROP),
+    "drop": lambda rules: replace(
+        _with(rules, OverloadPolicy.DROP), migrations=replace(rules.migrations, relieves=True)
+    ),
     "swap": lambda rules: _with(replace(rules, worker=_swapping(rules.worker)), OverloadPolicy.SWAP),
     "migrate": lambda rules: replace(
         _with(rules, OverloadPolicy.MIGRATE), migrations=replace(rules.migrations, balances=True)

@@ -26,6 +26,7 @@ class WorkerRules:
     swap_space_bytes: int = 0  # host memory per instance for KV of preempted requests; 0: recompute them
     swaps_online: bool = True  # False: for offline requests only
     swap_blocks_per_step: int = 0  # 0: as many as can be copied during a step
+    activation_log: bool = False  # a stand-in for a lost stage computes its layers alone
     prefix_caching: bool = False  # for clients with `hash_ids`
 
 

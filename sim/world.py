@@ -254,16 +254,12 @@ class World:
         token_bytes = options.model.hidden_size * ELEMENT_BYTES
         block_s = kind.geometry.block_bytes / (gpu.host_bytes_per_s * gpus)
         copier = SimCopier(memory if options.marks else None, block_s, instance.now, instance.spend)
+        marks = Marks(memory) if options.marks else None
+        engine = SimEngine(instance, kind.execution, kind.geometry.layer_count, token_bytes, marks)
         environment = MemberEnvironment(
             plane=plane,
             hub=hub,
-            engine=SimEngine(
-                instance,
-                kind.execution,
-                kind.geometry.layer_count,
-                token_bytes,
-                Marks(memory) if options.marks else None,
-            ),
+            engine=engine,
             background=SimBackground(
                 worker_id,
                 memory,
@@ -276,6 +272,7 @@ class World:
             post=instance.post,
             links=SimLinks,
             copier=copier,
+            activations=engine if rules.activation_log else None,
         )
         member = GroupMember(worker_id, core, book, memory, environment)
         transitions = Transitions(member, incarnation, instance.post, lambda: self.clock.now_s, self._later)

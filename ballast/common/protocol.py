@@ -2,7 +2,7 @@
 
 # Of stage messages, frames on links and the layout of KV: two workers can share a group or move KV only with equal
 # numbers. Raise it with each change of one of these; `tests/unit/repository/test_protocol.py` sees them.
-PROTOCOL = 10
+PROTOCOL = 11
 # A dispatcher of one number serves workers of the number before and of the next one, so that either may be upgraded
 # first.
 _DISPATCHER_REACH = 1

@@ -41,7 +41,8 @@ class Status:
     parameter_bytes_pulled: int = 0
     victim_count: int = 0  # running requests of the whole group; reported by the leader
     victims_waiting: int = 0
-    victims_recomputed: int = 0  # recomputed for lack of room
+    victims_recomputed: int = 0  # recomputed for lack of room, or of activations for a stand-in
+    refilled_tokens: int = 0  # whose KV this stand-in has computed from logged activations
     prepare_s: float = 0.0
     layers_s: float = 0.0  # of a restore: from its start on this member until all layers are loaded
     remap_s: float = 0.0

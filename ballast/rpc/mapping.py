@@ -172,7 +172,12 @@ class EnumMapper(Generic[E]):
         _ENUMS.setdefault((enum_type, numbers.full_name), self)
 
     def member(self, number: int, field: str = "") -> E:
-        """Raises InvalidRequest, of `field`, for UNSPECIFIED and for an unknown number, unless they mean something."""
+        """The member for a number.
+
+        Raises:
+            InvalidRequest: naming `field`, for UNSPECIFIED or an unknown number that `absent` or `unknown` gives no
+                meaning.
+        """
         try:
             return self.inner_member(number)
         except _Refused as error:

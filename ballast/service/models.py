@@ -12,7 +12,8 @@ from pathlib import Path
 from ballast.common.errors import ConfigError
 
 _NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[\w./-]+))?")
-_FACTS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "*.jinja")
+_VOCABULARY = ("tokenizer*", "vocab.*", "merges.txt", "tekken.json", "*.model", "*.tiktoken", "*_tokens*.json")
+_FACTS = ("config.json", "generation_config.json", "*.jinja", *_VOCABULARY)
 _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 

@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
 from ballast.common.sampling import Grammar
+from ballast.service.tokenizer import load_tokenizer
 from services.dispatcher.grammars import GrammarChecks
 from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
@@ -43,7 +44,7 @@ class PromptEncoder:
     """
 
     def __init__(self, model: Path, chat_template: Path | None = None, generation_config: str = "auto") -> None:
-        self._tokenizer = _load_tokenizer(model)
+        self._tokenizer = load_tokenizer(model)
         config = _read_json(model / "tokenizer_config.json")
         variables = {name: _token_text(config.get(name)) for name in _SPECIAL_TOKENS if name in config}
         self._template = ChatTemplate(model, config, variables, chat_template)
@@ -177,20 +178,6 @@ def _byte_level_alphabet() -> dict[str, int]:
 
 
 _BYTE_OF = _byte_level_alphabet()
-
-
-def _load_tokenizer(model: Path) -> Tokenizer:
-    path = model / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(str(path), "no such file; --model names a checkpoint folder with its tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))  # pyright: ignore[reportUnknownMemberType]
-    except Exception as error:  # the library raises bare Exception
-        raise ConfigError(str(path), f"is not a valid tokenizer: {error}") from error
-    # A file may contain the padding and truncation of a training run.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    return tokenizer
 
 
 def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, looked at key by key

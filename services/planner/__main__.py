@@ -124,6 +124,7 @@ def build_shell(
         planner_id=settings.planner_id,
         migrations=MigrationRules(
             balances=settings.overload_policy is OverloadPolicy.MIGRATE,
+            relieves=settings.overload_policy is OverloadPolicy.DROP,
             below_tokens=settings.migrate_below_tokens,
             above_tokens=settings.migrate_above_tokens,
         ),

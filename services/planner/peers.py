@@ -305,6 +305,7 @@ class Members:
             block_budget=move.block_budget,
             within_s=within_s,
             cause_id=cause_id,
+            longest_first=move.longest_first,
         )
         for member in (*move.target.members, *reversed(move.source.members)):
             with self._asking(member.worker_id):

@@ -33,6 +33,7 @@ from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
 from ballast.service.state import StateServer, state_server
 from ballast.service.tasks import run_supervised
+from ballast.service.tokenizer import load_tokenizer
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
@@ -40,8 +41,9 @@ from services.worker.emulation.machine import read_machine
 from services.worker.engine.model_config import read_model_config
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
+from services.worker.pipeline.activations import HostActivations
 from services.worker.pipeline.build import BuiltInstance, join, stage_core
-from services.worker.pipeline.context import BlockCopier
+from services.worker.pipeline.context import ActivationStore, BlockCopier
 from services.worker.pipeline.events import GrammarAnnounced
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.planner_side import Transitions
@@ -57,7 +59,7 @@ from services.worker.shell import StepEngine as ShellEngine
 from services.worker.shell import WorkerShell
 from services.worker.spans import RequestSpans
 from services.worker.store import StoredGpu, claimed_devices
-from services.worker.text import load_tokenizer, primed_detokenizer
+from services.worker.text import primed_detokenizer
 
 if TYPE_CHECKING:
     from ballast.common.cost import CostModel
@@ -89,6 +91,7 @@ class Kit:
     lost_rank: Callable[[], str | None] | None = None  # which of several ranks has ended
     swap_blocks: int = 0  # of the copier
     launches: bool = False  # batches are launched, and collected later
+    activations: ActivationStore | None = None  # of the activation log
     joins: bool = True  # may join groups and migrate KV
 
 
@@ -153,7 +156,17 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         raise
     compile_grammar = engine.grammars.ahead if engine.grammars is not None else None
     device = describe(engine.memory.pool.backend.device)
-    kit = Kit(engine, costs.current, costs, copier, compile_grammar, device=device, swap_blocks=swap_blocks)
+    log_bytes = int(settings.activation_log_bytes)
+    kit = Kit(
+        engine,
+        costs.current,
+        costs,
+        copier,
+        compile_grammar,
+        device=device,
+        swap_blocks=swap_blocks,
+        activations=HostActivations(log_bytes) if log_bytes else None,
+    )
     if ranked is None:
         on_gpu = settings.async_scheduling == "auto" and settings.device != "cpu"
         launches = on_gpu or settings.async_scheduling == "on"
@@ -166,6 +179,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
     from services.worker.emulation.connection import EmulatedOpener
     from services.worker.emulation.copier import EmulatedCopier
     from services.worker.emulation.engine import emulate
+    from services.worker.emulation.runner import EmulatedActivations
     from services.worker.links.pace import StagePace
     from services.worker.links.plane import DataPlane
     from services.worker.links.rendezvous import resolve_host
@@ -189,7 +203,16 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
     swap_blocks = swap_block_count(settings, engine.info)
     copier = EmulatedCopier(engine.memory, swap_blocks, machine.host_bytes_per_s) if swap_blocks else None
-    return Kit(cast(LoadedEngine, engine), lambda: cost, None, copier, open_plane=open_plane, swap_blocks=swap_blocks)
+    log_bytes = int(settings.activation_log_bytes)
+    return Kit(
+        cast(LoadedEngine, engine),
+        lambda: cost,
+        None,
+        copier,
+        open_plane=open_plane,
+        swap_blocks=swap_blocks,
+        activations=cast(ActivationStore, EmulatedActivations(log_bytes)) if log_bytes else None,
+    )
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
@@ -357,6 +380,7 @@ class WorkerProcess:
             secret=self._security.secret,
             compile_grammar=kit.compile_grammar,
             launches=kit.launches,
+            activations=kit.activations,
         )
         published = self._membership.member.published
         export(self._shell.load, REGISTRY, lambda: published.clock.times, published.migrations)

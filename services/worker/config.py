@@ -24,6 +24,7 @@ class WorkerSettings(ServiceSettings):
             "transfers",
             "check_every_steps",
             "swap_blocks_per_step",
+            "activation_log_bytes",
             "self_profile_s",
             "report_interval_s",
             "link_bytes_per_s",
@@ -136,6 +137,9 @@ class WorkerSettings(ServiceSettings):
     swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)
     """Host memory for KV: of requests that give way (offline ones with any policy) and, with prefix caching, of prompts
     that the device has no room for any more. 0: they are computed anew."""
+    activation_log_bytes: ByteSize = Field(ByteSize(0), ge=0)
+    """Host memory in which a stage of a pipeline keeps what it has sent to the next one, some 5 % of the KV: if that
+    one is lost, a stand-in computes its layers alone. 0: the group's requests are computed anew."""
     swap_blocks_per_step: int = Field(0, ge=0)
     """KV blocks that are copied there and back during one step; 0: as many as hide behind it."""
     threads: int = Field(1, ge=1, le=1024)

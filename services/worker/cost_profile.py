@@ -106,7 +106,7 @@ class HeldOut(_Strict):
 
 
 class LinkCosts(_Strict):
-    """Between two processes on this machine, over the loopback device."""
+    """Cost of a transfer between two processes on this machine, over the loopback device."""
 
     bandwidth_bytes_per_s: float = Field(gt=0)
     latency_s: float = Field(gt=0)  # half a round trip of a small activation

@@ -28,6 +28,7 @@ from services.worker.core.events import (
     Execute,
     HandedOver,
     Removed,
+    StepsLost,
     StreamClosed,
     StreamOpened,
     StreamsLost,
@@ -115,6 +116,9 @@ class EngineTurns(Turns):
         elif isinstance(command, StreamsLost):
             self.texts.clear()
             self._in_flight.clear()
+        elif isinstance(command, StepsLost):
+            for step_id in command.step_ids:
+                self._in_flight.pop(step_id, None)
 
     def texts_of(self, outcome: StepOutcome) -> tuple[str, ...]:
         batch, result, texts = self._in_flight.pop(outcome.step_id), outcome.result, self.texts

@@ -7,32 +7,15 @@ at the end of generation.
 """
 
 from collections.abc import Sequence
-from pathlib import Path
 
 from tokenizers import Tokenizer
 
-from ballast.common.errors import ConfigError
 from services.worker.core.batch import NewSequence
 
 _CONTEXT_TOKENS = 6  # tokens before the window that preserve the decoder's context
 _WINDOW_TOKENS = 16  # the window is shortened to the context when it reaches this length
 _REPLACEMENT = "\ufffd"
 _INCOMPLETE_CHARS = 3  # bytes that a UTF-8 character can lack its last one of
-
-
-def load_tokenizer(model: Path) -> Tokenizer:
-    """The `tokenizer.json` of a checkpoint.
-
-    Raises:
-        ConfigError: it is missing or corrupt.
-    """
-    path = model / "tokenizer.json"
-    if not path.is_file():
-        raise ConfigError(str(path), "no such file; a checkpoint needs its tokenizer.json")
-    try:
-        return Tokenizer.from_file(str(path))  # pyright: ignore[reportUnknownMemberType]
-    except Exception as error:
-        raise ConfigError(str(path), f"is not a valid tokenizer: {error}") from error
 
 
 class Detokenizer:

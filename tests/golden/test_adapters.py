@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from ballast.common.sampling import SamplingParams
+from ballast.service.tokenizer import load_tokenizer
 from services.worker.engine.load import Engine, load_engine
-from services.worker.text import load_tokenizer
 from tests.golden.conftest import CheckpointMaker
 from tests.support.adapters import merged, write_adapter
 from tests.support.engine import GREEDY, Job, generate

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from ballast.common.sampling import FinishReason, SamplingParams
+from ballast.service.tokenizer import load_tokenizer
 from services.worker.engine.load import load_engine
-from services.worker.text import load_tokenizer
 from tests.golden.conftest import MAX_LEN, CheckpointMaker
 from tests.support.engine_loop import Answer, EngineLoop
 from tests.support.reference import NEAR_TIE, reference_model

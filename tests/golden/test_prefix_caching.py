@@ -5,8 +5,8 @@ import random
 import pytest
 
 from ballast.common.sampling import SamplingParams
+from ballast.service.tokenizer import load_tokenizer
 from services.worker.engine.load import load_engine
-from services.worker.text import load_tokenizer
 from tests.golden.conftest import CheckpointMaker
 from tests.support.engine_loop import Answer, EngineLoop
 

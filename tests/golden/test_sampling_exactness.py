@@ -8,8 +8,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.service.tokenizer import load_tokenizer
 from services.worker.engine.load import Engine, load_engine
-from services.worker.text import load_tokenizer
 from tests.golden.conftest import CheckpointMaker
 from tests.support.engine_loop import Answer, EngineLoop
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,29 @@ def test_an_instance_outside_takes_the_place_of_a_lost_follower(lost: str, model
             assert said["w0"].victims_recomputed > 0
             tokens = await whole(cluster, answers)
             assert max(answer.attempts for answer in answers) <= 2  # those of the stand-in have moved
+            assert [answer.attempts for answer in answers[::3]] == [1, 1]
+            return tokens
+
+    assert asyncio.run(run()) == expected
+
+
+LOGGING = replace(ROOMY, activation_log_bytes=4 << 20)
+
+
+@pytest.mark.parametrize("lost", ["w1", "w2", "w3"])
+def test_with_a_log_the_stand_in_computes_the_lost_layers_alone(lost: str, model_dir: Path, expected: Tokens) -> None:
+    async def run() -> Tokens:
+        async with running_group(model_dir, NAMES, LOGGING) as cluster:
+            await a_group_and_one_outside(cluster)
+            answers = await ask(cluster, ["w0", "w0", "w4"])
+            await tokens_flow(answers, 10)
+            kill(cluster, lost, NAMES)
+            said = await cluster.change(TransitionKind.DROP, replaced(lost))
+            survivors = [w for w, _, _ in GROUP if w != lost]
+            assert [said[w].kv_bytes_sent for w in survivors] == [0, 0, 0]
+            assert [said[w].victims_recomputed for w in survivors] == [0, 0, 0]
+            assert said["w4"].refilled_tokens >= sum(len(answer.prompt) + 9 for answer in answers[::3] + answers[1::3])
+            tokens = await whole(cluster, answers)
             assert [answer.attempts for answer in answers[::3]] == [1, 1]
             return tokens
 

@@ -32,6 +32,7 @@ from ballast.rpc.errors import from_rpc_error
 from ballast.rpc.fencing import MAX_TOKEN, PLANNER_TOKEN, with_token
 from ballast.rpc.server import RpcServer
 from ballast.service.grammar import Grammars
+from ballast.service.tokenizer import load_tokenizer
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import worker_pb2 as pb
 from ballastpb.worker.v1 import worker_pb2_grpc
@@ -40,7 +41,7 @@ from services.worker import servicer as servicer_module
 from services.worker.engine import load as loading
 from services.worker.pipeline.stage_clock import StageClock
 from services.worker.servicer import WorkerIdentity, WorkerServicer
-from services.worker.text import load_tokenizer, primed_detokenizer
+from services.worker.text import primed_detokenizer
 from tests.support.attached import Attached, hello, status_of, until_idle
 from tests.support.shells import running_shell, slow
 from tools.model.tiny import make_tiny

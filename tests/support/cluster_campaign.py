@@ -112,7 +112,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
             swap_blocks_per_step=of_swap.choice((0, 1, 3)),
             admission_reserve_fraction=0.0,
         )
-    worker = replace(worker, prefix_caching=of_swap.random() < _CACHING)
+    worker = replace(worker, prefix_caching=of_swap.random() < _CACHING, activation_log=seed % 4 != 0)
     offline = None
     if of_swap.random() < _OFFLINE:
         lengths = [(of_swap.randint(5, 120), of_swap.randint(3, 60)) for _ in range(64)]

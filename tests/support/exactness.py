@@ -82,11 +82,17 @@ def _harvest(seed: int) -> Harvest | None:
 
 
 def make_wishes(count: int, seed: int) -> list[Wish]:
+    """Half of the longer prompts begin like others."""
     rng = random.Random(seed)
-    return [_wish(rng, i) for i in range(count)]
+    trunks = [_tokens(rng, 90) for _ in range(3)]
+    return [_wish(rng, i, trunks[i % 3][: rng.choice([0, 0, 30, 85])]) for i in range(count)]
 
 
-def _wish(rng: random.Random, seed: int) -> Wish:
+def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
+    return tuple(rng.randrange(5, 500) for _ in range(count))
+
+
+def _wish(rng: random.Random, seed: int, trunk: tuple[int, ...]) -> Wish:
     penalised = rng.random() < 0.3
     sampling = SamplingParams(
         temperature=0.0 if rng.random() < 0.5 else rng.uniform(0.5, 1.5),
@@ -106,7 +112,8 @@ def _wish(rng: random.Random, seed: int) -> Wish:
     if seed % 5 == 2:
         allowed, bad = tuple(range(seed % 3, 500, 2)), tuple((a, b) for a in range(5, 60) for b in (a, a + 2))
         sampling = replace(sampling, allowed_token_ids=allowed, bad_words_token_ids=((7,), *bad))
-    return Wish(tuple(rng.randrange(5, 500) for _ in range(rng.choice([1, 3, 20, 40, 90]))), sampling)
+    prompt = _tokens(rng, rng.choice([1, 3, 20, 40, 90]))
+    return Wish((*trunk[: len(prompt) - 1], *prompt[len(trunk) :]) if len(prompt) > len(trunk) else prompt, sampling)
 
 
 async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HERE) -> list[Expected]:
@@ -121,6 +128,8 @@ async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HE
 
 _MOST_DISTURBANCES = 12  # of a kind: on a slow machine there is time for so many that nothing would come to its end
 _OVER = (Phase.DONE, Phase.ABORTED)
+_LOSES = 0.15  # share of the changes that begin with a loss, where that is possible
+_CACHING = 0.75  # of clusters have a prefix cache
 Spans = list[list[tuple[str, int, int]]]  # groups of (worker, first layer, last layer)
 
 
@@ -143,11 +152,14 @@ class Tally:
     migrated: int = 0  # by live migrations
     not_migrated: int = 0  # begun, and given up
     migrated_anew: int = 0  # without all of their KV
+    stand_ins: int = 0  # of lost followers
+    refilled: int = 0  # tokens that they computed from a log
     swapped_in_pipelines: int = 0  # copies to host memory and back
     steps_ahead: int = 0  # of lone workers: launched before all their tokens were known
     offline: int = 0  # requests
     yields: int = 0  # of those, and
     preempted: int = 0  # steps of theirs that gave way between two layers
+    hits: int = 0  # tokens whose KV was found in the prefix cache
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -188,7 +200,9 @@ class History:
             max_batch_tokens=rng.choice([32, 64]),
             handover_timeout_s=1.0,
             swap_block_count=64 if seed % 4 == 1 else 0,
+            prefix_caching=random.Random(f"prefixes {seed}").random() < _CACHING,
             cost=random.Random(f"microbatching {seed}").choice(_COSTS),
+            activation_log_bytes=(seed % 3 != 0) << 20,
             harvest=_harvest(seed),
             transport=TransportConfig(rate_bytes_per_s=rate),
             async_scheduling=place.ranks == 1 and seed % 4 < 3,
@@ -291,6 +305,7 @@ class History:
 
     async def _change_layouts(self, cluster: Cluster) -> None:
         rng, epoch, said, give_up_at_s = self._rng, 1, -1, 0.0
+        losses = random.Random(f"losses {self._seed}")
         if self._crowded:
             await until(lambda: not self._under_way() or _is_full(cluster))
         while self._under_way():
@@ -302,6 +317,8 @@ class History:
                 raise AssertionError(f"epoch {epoch}; without an end: {stuck}; {cluster.describe()}")
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random())
             epoch += 1
+            if losses.random() < _LOSES and await self._lose_follower(cluster, losses, epoch):
+                continue
             kind, target = self._next_layout(cluster, epoch)
             if rng.random() < 0.25:
                 members = cluster.ask_to_prepare(kind, target)
@@ -335,6 +352,35 @@ class History:
             if rng.random() < 0.6:  # else the next plan comes while KV is on its way
                 await cluster.done(members, target.epoch)
         await _all_done(cluster)
+
+    async def _lose_follower(self, cluster: Cluster, rng: random.Random, epoch: int) -> bool:
+        """One of a pipeline hears nobody of its links any more, and one that serves alone takes its place. It is whole
+        again, and alone, afterwards. False: there is no such pipeline, or a layout changes.
+        """
+        groups = cluster.in_force.groups
+        followers = [m.worker_id for g in groups for m in g.members[1:]]
+        alone = [g.leader.worker_id for g in groups if len(g.members) == 1]
+        if not followers or not alone:
+            return False
+        await _all_done(cluster)
+        lost, outside = rng.choice(followers), rng.choice(alone)
+        spans: Spans = [
+            [(outside if m.worker_id == lost else m.worker_id, m.first_layer, m.last_layer) for m in g.members]
+            for g in groups
+            if g.leader.worker_id != outside
+        ]
+        worker = cluster.workers[lost]
+        for connection in list(worker.membership.plane._connections.values()):
+            connection.give_up("the history has cut it")
+        target = layout(epoch, spans, cluster.layer_count)
+        members = await cluster.prepare(TransitionKind.DROP, target)
+        cluster.commit(members, target)
+        cluster.in_force = layout(epoch, [*spans, [(lost, 0, cluster.layer_count)]], cluster.layer_count)
+        await cluster.done(members, target.epoch)
+        await until(lambda: not worker.member.role.stages and worker.member._rescue is None)
+        self.tally.epochs.append(epoch)
+        self.tally.stand_ins += 1
+        return True
 
     def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[TransitionKind, Layout]:
         """Some pipelines dissolved, or some groups merged, several at once."""
@@ -388,7 +434,9 @@ class History:
         for worker in cluster.workers.values():
             for group in worker.core._group_schedulers:
                 self.tally.preempted += group.scheduler.offline_work.preemptions_total
-            self.tally.yields += worker.shell.load().offline_yields_total
+            load = worker.shell.load()
+            self.tally.yields += load.offline_yields_total
+            self.tally.hits += load.prefix_hits_total
             self.tally.steps_ahead += worker.steps_ahead
             self.tally.moved += worker.core.totals.moved
             self.tally.swapped_in_pipelines += 0 if worker.copier is None else worker.copier.in_pipelines
@@ -403,6 +451,7 @@ class History:
                     self.tally.by_tokens += progress.victims_recomputed if epoch in self._restores else 0
                     self.tally.later_waves += max(0, progress.waves - 1)
                     self.tally.exchanged_bytes += progress.kv_bytes_sent
+                    self.tally.refilled += progress.refilled_tokens
 
     def _compare(self) -> None:
         for index, answer in self._asked:
@@ -489,6 +538,7 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
             assert not kv.retired_layers
             assert worker.engine.memory.leaving is None
             assert worker.book.block_count == kv.block_count
+            assert worker.book.numbers == cluster.workers[group.leader.worker_id].book.numbers
             assert not worker.core.sequence_ids
             assert not worker.engine.runner.sequence_ids
             assert not worker.shell._turns.texts

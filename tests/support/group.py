@@ -17,6 +17,7 @@ from ballast.common.ids import Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member, group_of
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
+from ballast.service.tokenizer import load_tokenizer
 from services.worker.core.batch import IN_FLIGHT, Batch, LaunchedStep, NewSequence, TokenLogprobs
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Aborted, BlockCopy, Emit, Ending, SequenceKey, Submitted
@@ -29,6 +30,7 @@ from services.worker.links.config import TransportConfig
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
+from services.worker.pipeline.activations import HostActivations
 from services.worker.pipeline.build import BuiltMembership, join, stage_core
 from services.worker.pipeline.context import Launch
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
@@ -39,7 +41,7 @@ from services.worker.policy.lookahead import lookahead
 from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
 from services.worker.shell import WorkerShell
-from services.worker.text import load_tokenizer, primed_detokenizer
+from services.worker.text import primed_detokenizer
 from tests.conftest import DEVICE
 from tests.support import fake_driver
 from tests.support.shells import until
@@ -125,6 +127,8 @@ class Sizes:
     max_waiting_count: int = 64
     handover_timeout_s: float = 10.0
     swap_block_count: int = 0
+    activation_log_bytes: int = 0
+    prefix_caching: bool = False
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     harvest: Harvest | None = None  # by what offline work is bounded
     place: Place = HERE
@@ -201,6 +205,7 @@ class GroupWorker:
             swap_block_count=sizes.swap_block_count,
             swap_blocks_per_step=2,
             async_scheduling=sizes.async_scheduling,
+            prefix_caching=sizes.prefix_caching,
         )
         microbatching = lookahead(lambda: sizes.cost)
         self.core, book = stage_core(limits, self.engine, ordinal, microbatching, harvest=sizes.harvest)
@@ -223,6 +228,7 @@ class GroupWorker:
             copier=self.copier,
             compile_grammar=self.engine.grammars.ahead if self.engine.grammars is not None else None,
             launches=sizes.async_scheduling,
+            activations=HostActivations(sizes.activation_log_bytes) if sizes.activation_log_bytes else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )
 
@@ -516,7 +522,7 @@ class Cluster:
         return {name: _left(worker) for name, worker in self.workers.items()}
 
     async def quiet(self) -> None:
-        """Waits until no worker holds a block, and no group dissolves; KV may wait for its request."""
+        """Waits until workers hold retained blocks only, and no group dissolves; KV may wait for its request."""
         try:
             await until(lambda: not any(_occupied(worker) for worker in self.workers.values()))
         except AssertionError as error:
@@ -526,7 +532,8 @@ class Cluster:
 
 
 def _occupied(worker: GroupWorker) -> bool:
-    return bool(worker.book.used_count or worker.core.kept_count or worker.member._driver.leaving)
+    held_count = worker.book.used_count - len(worker.book.numbers)
+    return bool(held_count or worker.core.kept_count or worker.member._driver.leaving)
 
 
 def _left(worker: GroupWorker) -> str:

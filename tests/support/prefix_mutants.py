@@ -16,6 +16,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -199,6 +200,19 @@ def _without_seed(chain: Any) -> Any:
     return made
 
 
+def _without_adapter(chain: Any) -> Any:
+    """A key says nothing of the adapter with which its block was computed."""
+
+    def made(self: PrefixIndex, sequence: Any, block_count: int) -> Any:
+        sampling, sequence.sampling = sequence.sampling, replace(sequence.sampling, adapter="")
+        try:
+            return chain(self, sequence, block_count)
+        finally:
+            sequence.sampling = sampling
+
+    return made
+
+
 def _holds_once(take: Any) -> Any:
     """The leader counts one holder of a block, however many there are."""
 
@@ -281,7 +295,7 @@ def _computed_at_once(bring: Any) -> Any:
 
     def brought(self: SwapSpace, sequence: Any, first: int, keys: Any) -> None:
         bring(self, sequence, first, keys)
-        self._entries[sequence.sequence_id].copied_count = len(keys)
+        self.entries[sequence.sequence_id].copied_count = len(keys)
 
     return brought
 
@@ -309,6 +323,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "computed-before-any-batch-says-so": (_instead(PrefixIndex, "take", _begins_late),),
     "role-change-keeps-numbers": (_instead(BlockBook, "forget_numbers", _nothing),),
     "key-without-seed": (_instead(PrefixIndex, "_chain", _without_seed),),
+    "key-without-adapter": (_instead(PrefixIndex, "_chain", _without_adapter),),
     "holder-too-few": (_instead(PrefixIndex, "take", _holds_once),),
     "given-up-while-held": (_instead(PrefixIndex, "leave", _gives_up_held),),
     "kept-though-lost": (_instead(Scheduler, "_unreserve", _kept_though_lost),),

@@ -13,6 +13,7 @@ from pathlib import Path
 from ballast.common.ids import RequestId
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.common.sampling import SamplingParams
+from ballast.service.tokenizer import load_tokenizer
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.events import Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
@@ -20,7 +21,7 @@ from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import load_engine
 from services.worker.output_stream import OutputStream
 from services.worker.shell import StepEngine, WorkerShell
-from services.worker.text import load_tokenizer, primed_detokenizer
+from services.worker.text import primed_detokenizer
 
 MEMORY_BYTES = 4 << 20
 _handles = count(1)

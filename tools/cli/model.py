@@ -20,6 +20,7 @@ from tools.cli.served import check_served, describe, served_lines
 from tools.model.info import read_info
 from tools.model.safetensors_file import DTYPES
 from tools.model.tiny import ARCHITECTURES, PRESETS, TinyShape, write_checkpoint
+from tools.model.vocabulary import ensure_tokenizer
 
 _SIZES = {
     "hidden": "hidden size",
@@ -41,7 +42,9 @@ def add_parser(commands: Commands) -> None:
     inner = parser.add_subparsers(dest="model_command", required=True, metavar="WHAT")
     listing = inner.add_parser("list", help="models of the hub that are in this machine's cache")
     listing.set_defaults(run=run_list)
-    fetching = inner.add_parser("fetch", help="download a model of the hub into the cache")
+    fetching = inner.add_parser(
+        "fetch", help="download a model of the hub into the cache; makes tokenizer.json where that is missing"
+    )
     fetching.set_defaults(run=run_fetch)
     fetching.add_argument("model", help=_WHICH)
     info = inner.add_parser("info", help="what computes a checkpoint, its parameters, its KV, and what a drop gains")
@@ -90,6 +93,7 @@ def run_list(args: argparse.Namespace) -> int:
 
 def run_fetch(args: argparse.Namespace) -> int:
     found = find_model(args.model, weights=True, check=check_served)
+    ensure_tokenizer(found.folder)
     if args.json:
         print_json({"name": found.name, "folder": str(found.folder)})
     else:

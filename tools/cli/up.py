@@ -33,6 +33,7 @@ from tools.local.keeper import Keeper
 from tools.local.scaling import Scaler, hearing
 from tools.model.info import read_info
 from tools.model.tiny import make_preset
+from tools.model.vocabulary import ensure_tokenizer
 
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
@@ -205,6 +206,8 @@ def run(args: argparse.Namespace) -> int:
             ranks = int(args.tensor_parallel_size or 1)
             check = functools.partial(check_served, model_impl=args.model_impl or "auto", ranks=ranks)
             found = find_model(args.model, weights=True, check=check)
+            if ensure_tokenizer(found.folder):
+                _say(f"{found.folder / 'tokenizer.json'} was missing: made from the model's vocabulary files")
             check_memory(args, read_info(found.folder))
             check_adapters(adapters_of(args.lora_modules), found.folder, args.model_impl or "auto")
         starting = _Up(args)

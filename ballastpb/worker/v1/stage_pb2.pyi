@@ -366,6 +366,7 @@ class Handover(_message.Message):
     BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     FINAL_BLOCK_COUNT_FIELD_NUMBER: _builtins.int
     MORE_FIELD_NUMBER: _builtins.int
+    LACKING_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     block_count: _builtins.int
     """Blocks of this member's stage in the coming group; and when all KV of layers given up has been sent."""
@@ -374,6 +375,10 @@ class Handover(_message.Message):
     """Another one follows: sequences of a group that dissolves go one by one."""
     @_builtins.property
     def sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___SequenceState]: ...
+    @_builtins.property
+    def lacking(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """If a stage was lost: sequences of which this member has not all KV, or not all activations that a stand-in needs."""
+
     def __init__(
         self,
         *,
@@ -382,14 +387,48 @@ class Handover(_message.Message):
         block_count: _builtins.int = ...,
         final_block_count: _builtins.int = ...,
         more: _builtins.bool = ...,
+        lacking: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "final_block_count", b"final_block_count", "more", b"more", "sequences", b"sequences"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count", b"block_count", "epoch", b"epoch", "final_block_count", b"final_block_count", "lacking", b"lacking", "more", b"more", "sequences", b"sequences"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Handover: _TypeAlias = Handover  # noqa: Y015
+
+@_typing.final
+class Activations(_message.Message):
+    """Of tokens [first, first + count), from the log of a stage: asked for, or the tensor beside it has them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_ID_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    sequence_id: _builtins.int
+    first: _builtins.int
+    count: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Beside the tensor."""
+
+    def __init__(
+        self,
+        *,
+        sequence_id: _builtins.int = ...,
+        first: _builtins.int = ...,
+        count: _builtins.int = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "first", b"first", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Activations: _TypeAlias = Activations  # noqa: Y015
 
 @_typing.final
 class Victim(_message.Message):

@@ -782,6 +782,7 @@ class TransitionStatus(_message.Message):
     P99_STALL_S_FIELD_NUMBER: _builtins.int
     WAVES_FIELD_NUMBER: _builtins.int
     LAYERS_S_FIELD_NUMBER: _builtins.int
+    REFILLED_TOKENS_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     phase: Global___TransitionPhase.ValueType
     why: _builtins.str
@@ -815,6 +816,8 @@ class TransitionStatus(_message.Message):
     """In which the exchange goes, as the KV of some makes room for that of others. Counted by the leader, 0 at others."""
     layers_s: _builtins.float
     """Restore: from hearing of it until all layers are here."""
+    refilled_tokens: _builtins.int
+    """Whose KV this stand-in has computed from another stage's activations."""
     def __init__(
         self,
         *,
@@ -841,10 +844,11 @@ class TransitionStatus(_message.Message):
         p99_stall_s: _builtins.float = ...,
         waves: _builtins.int = ...,
         layers_s: _builtins.float = ...,
+        refilled_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "waves", b"waves", "why", b"why"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_count_after", b"block_count_after", "block_count_before", b"block_count_before", "boundary_wait_s", b"boundary_wait_s", "epoch", b"epoch", "exchange_s", b"exchange_s", "freed_parameter_bytes", b"freed_parameter_bytes", "kv_bytes_received", b"kv_bytes_received", "kv_bytes_sent", b"kv_bytes_sent", "kv_bytes_to_send", b"kv_bytes_to_send", "layers_s", b"layers_s", "max_stall_s", b"max_stall_s", "p99_stall_s", b"p99_stall_s", "parameter_bytes_pulled", b"parameter_bytes_pulled", "parameter_bytes_to_pull", b"parameter_bytes_to_pull", "phase", b"phase", "prepare_s", b"prepare_s", "refilled_tokens", b"refilled_tokens", "remap_s", b"remap_s", "repulled_layers", b"repulled_layers", "victim_count", b"victim_count", "victims_recomputed", b"victims_recomputed", "victims_waiting", b"victims_waiting", "waves", b"waves", "why", b"why"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -860,6 +864,7 @@ class MigrateRequest(_message.Message):
     BLOCK_BUDGET_FIELD_NUMBER: _builtins.int
     WITHIN_S_FIELD_NUMBER: _builtins.int
     CAUSE_ID_FIELD_NUMBER: _builtins.int
+    LONGEST_FIRST_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Of the layout that the order was made from."""
     block_budget: _builtins.int
@@ -867,6 +872,8 @@ class MigrateRequest(_message.Message):
     within_s: _builtins.float
     """None begins to move later than that."""
     cause_id: _builtins.str
+    longest_first: _builtins.bool
+    """The longest requests go first instead of the shortest."""
     @_builtins.property
     def source(self) -> _containers.RepeatedCompositeFieldContainer[Global___MigrationParty]:
         """The members of either group, its leader first."""
@@ -882,10 +889,11 @@ class MigrateRequest(_message.Message):
         block_budget: _builtins.int = ...,
         within_s: _builtins.float = ...,
         cause_id: _builtins.str = ...,
+        longest_first: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_budget", b"block_budget", "cause_id", b"cause_id", "epoch", b"epoch", "source", b"source", "target", b"target", "within_s", b"within_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_budget", b"block_budget", "cause_id", b"cause_id", "epoch", b"epoch", "longest_first", b"longest_first", "source", b"source", "target", b"target", "within_s", b"within_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -245,10 +245,14 @@ class Fleet:
         return any(worker.usable for worker in self._workers.values())
 
     def fits_nobody(self, token_count: int) -> bool:
-        """True if a request of this many tokens exceeds every usable worker."""
+        """True if a request of this many tokens exceeds every usable worker. One that has just woken may have reported
+        no blocks yet.
+        """
         for worker in self._workers.values():
             load = worker.load
-            if worker.usable and (load is None or blocks_for(token_count, load.block_tokens) <= load.block_count):
+            if not worker.usable:
+                continue
+            if load is None or not load.block_count or blocks_for(token_count, load.block_tokens) <= load.block_count:
                 return False
         return True
 

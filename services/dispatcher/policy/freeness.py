@@ -71,7 +71,7 @@ class WorkerView:
     kept_block_count: int = 0  # not available to a new request while another one runs
     prompt_token_count: int = 0  # uncomputed prompt tokens there
     max_prompt_token_count: int = 0  # limit of the above, beyond which a new request waits; 0: no limit
-    uncomputed_token_count: int = 0  # uncomputed prompt tokens, without the cap for long prompts
+    uncomputed_token_count: int = 0  # uncomputed prompt tokens, long prompts counted in full
     has_long_prompt: bool = False  # it computes a prompt that exceeds every single instance: batches are slow
 
     @property

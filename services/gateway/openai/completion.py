@@ -30,14 +30,14 @@ def _nothing_of(part: Part) -> Part:
 
 
 class CompletionWriter:
-    """Writes one answer, in one piece or chunk by chunk.
+    """Writes one completion response, whole or as stream chunks.
 
     Args:
-        head: What it begins with.
-        wishes: What it shall hold.
-        echoes: Of each choice: what stands before its text, that is its prompt if it is to be echoed.
-        choices_per_prompt: So many choices, one behind the other, have the same prompt.
-        drops: No token is wanted: the one that was generated, since there is no less, is left out.
+        head: Fields that the response starts with.
+        wishes: Optional fields that the client asked for.
+        echoes: Text before each choice's own: its prompt if `echo` is set, otherwise empty.
+        choices_per_prompt: Number of consecutive choices that share a prompt.
+        drops: `max_tokens` is 0: leave out the one token that an engine generates at least.
     """
 
     def __init__(

@@ -89,7 +89,7 @@ class Queue:
         return one.ready.popleft()
 
     def ended(self, pick: Pick) -> None:
-        """The line has a result."""
+        """Release the slot of a line that is no longer in flight."""
         one = self._open.get(pick.batch_id)
         if one is not None:
             one.in_flight -= 1

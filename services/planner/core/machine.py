@@ -388,7 +388,9 @@ class PlannerCore:
         return self.membership.model.layer_count if self.membership.model is not None else self.layout.layer_count
 
     def _act(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Start the one store operation that is due; reads before writes."""
+        """Start what is due, at most one store operation at a time: a pending journal write, a read, or a change of the
+        layout.
+        """
         store, journal = self.store, self.conductor.to_write
         if store.busy:
             return []

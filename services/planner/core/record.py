@@ -132,6 +132,8 @@ class TransitionRecord:
         told = [f", {counted(self.victim_count, 'request')} moved"]
         if recomputed := self.total("victims_recomputed"):
             told.append(f" ({recomputed} computed anew)")
+        if refilled := self.total("refilled_tokens"):
+            told.append(f", lost KV of {counted(refilled, 'token')} computed from logged activations")
         exchanged, took_s = self.total("kv_bytes_sent"), self.longest_s("exchange_s")
         told.append(f", {human_bytes(exchanged)} of KV exchanged in {took_s:.2f} s")
         if self.waves > 1:

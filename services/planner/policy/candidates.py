@@ -212,7 +212,7 @@ class _Worth(NamedTuple):
     """Capacity and speed of pipelines."""
 
     block_count: int
-    longest: float  # layers times slowdown of the member with the longest stage
+    longest: float  # maximum over the members of layers times slowdown: the stage that sets the pace
 
 
 class Candidates:

@@ -47,7 +47,7 @@ class GroupKind:
     used_tokens: float  # of KV
     uncomputed_tokens: float = 0.0  # of prompts of admitted requests without a token
     max_running_count: float = 0.0  # in total; 0: the machine's
-    stall_s: float = 0.0  # no progress before: a transition
+    stall_s: float = 0.0  # nothing progresses until then, because of a transition
     kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
     kept_s: float = 0.0
     slowness: float = 1.0  # factor on the machine's batch durations

@@ -7,6 +7,10 @@ leaving member has none.
 
 Periodically the groups below one bound are paired with those above another, the least free with the freest. The amount
 evens the two out; the source chooses the sequences.
+
+Requests are spread evenly over instances, but answers are not alike. Where long ones fill an instance, most of all
+one with little memory, it computes no new prompts and preempts, while others have memory to spare. So an instance that
+is nearly full gives its longest requests to one that is at most half as full, until both are as full.
 """
 
 import math
@@ -18,11 +22,13 @@ from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport
 
 _MORE_TARGETS = 3  # for a group that gives everything away, per round
+_FREEST = 32  # targets from which nearly full groups choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRules:
-    balances: bool  # otherwise only draining and leaving groups give
+    balances: bool  # otherwise only draining and leaving groups give, and if `relieves`, nearly full ones
+    relieves: bool = False
     below_tokens: float = 32.0  # less freeness: source
     above_tokens: float = 96.0  # more freeness: target
 
@@ -32,6 +38,7 @@ class Move:
     source: Group
     target: Group
     block_budget: int  # of sequences, in all layers
+    longest_first: bool = False
 
 
 @dataclass(slots=True)
@@ -52,6 +59,10 @@ class _MigrationCandidate:
         return self.free_blocks - (self.load.kept_block_count if self.load.running_count else 0)
 
     @property
+    def fill(self) -> float:
+        return 1.0 - self.free_blocks / self.load.block_count if self.load.block_count else 0.0
+
+    @property
     def freeness(self) -> float:
         """Free tokens for each running request."""
         if self.drains:
@@ -59,10 +70,12 @@ class _MigrationCandidate:
         return self.free_blocks * self.load.block_tokens / max(1, self.load.running_count)
 
 
-def is_round_due(layout: Layout, rules: MigrationRules) -> bool:
-    """True if a round may have migrations: there are several groups, and one may have to give."""
+def is_round_due(layout: Layout, rules: MigrationRules, *, looks: bool) -> bool:
+    """True if a round may have migrations: there are several groups, and one may have to give. `looks`: it is time to
+    look whether one is nearly full.
+    """
     drains = any(_must_empty(member) for group in layout.groups for member in group.members)
-    return len(layout.groups) > 1 and (rules.balances or drains)
+    return len(layout.groups) > 1 and (rules.balances or drains or (rules.relieves and looks))
 
 
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
@@ -77,7 +90,26 @@ def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: Migr
     candidates.sort(key=lambda c: (c.freeness, c.group.leader.worker_id))
     sources = [c for c in candidates if c.load.running_count and _gives(c, rules)]
     targets = [c for c in reversed(candidates) if _takes(c, rules)]
-    return _paired(sources, targets)
+    moves = _paired(sources, targets)
+    return moves if rules.balances or not rules.relieves else [*moves, *_relieved(candidates, targets, rules)]
+
+
+def _relieved(
+    candidates: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate], rules: MigrationRules
+) -> list[Move]:
+    """Nearly full groups, in turn with those that are at most half as full."""
+    moves: list[Move] = []
+    full = [c for c in candidates if c.load.running_count > 1 and not c.drains and c.freeness < rules.above_tokens]
+    for number, source in enumerate(full):
+        emptier = [target for target in targets[:_FREEST] if target.fill < source.fill / 2]
+        if not emptier:
+            continue
+        target = emptier[number % len(emptier)]
+        own, its = source.load.block_count, target.load.block_count
+        even = int((source.fill - target.fill) * own * its / (own + its))
+        if (budget := min(even, target.room_blocks)) > 0:
+            moves.append(Move(source.group, target.group, budget, longest_first=True))
+    return moves
 
 
 def _must_empty(member: Member) -> bool:

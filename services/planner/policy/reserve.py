@@ -29,7 +29,7 @@ class Reserve:
     wake_s: float = 0.0  # time to wake another one
     peak: float = 0.0  # maximum memory demand of the last minute, in instances
     recent_peak_count: int = 0  # maximum number of arrivals within RECENT_S in the last minute
-    gain: float = 1.0  # factor of capacity if parameters are dropped in pairs; 1: not allowed
+    gain: float = 1.0  # KV capacity multiplier if two instances share one copy of the parameters; 1: not allowed
     jump: float = math.inf  # possible rise of demand before an instance serves, in instances; infinity: unknown
 
     @property

@@ -5,6 +5,8 @@ the reports then.
 """
 
 import asyncio
+import math
+import time
 from collections.abc import Awaitable, Callable
 
 from ballast.common.errors import BallastError
@@ -17,6 +19,12 @@ from services.planner.shell.ports import Counting, MembersPort
 INTERVAL_S = 0.25
 WITHIN_S = 2 * INTERVAL_S  # deadline of an order: the next one replaces it before
 _TIMEOUT_S = 2.0
+_LOOKED_AT_PER_S = 1000.0
+
+
+def look_interval_s(group_count: int) -> float:
+    """Between two looks whether a group is nearly full: they read the reports of all."""
+    return max(1.0, group_count / _LOOKED_AT_PER_S)
 
 
 class Balancing:
@@ -37,12 +45,16 @@ class Balancing:
         self._at_rest = at_rest
         self._load = load
         self._next_cause = next_cause
+        self._looked_at_s = -math.inf
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(INTERVAL_S)
-            layout = self._at_rest()
-            if layout is not None and is_round_due(layout, self._rules):
+            if (layout := self._at_rest()) is None:
+                continue
+            looks = time.monotonic() - self._looked_at_s >= look_interval_s(len(layout.groups))
+            if is_round_due(layout, self._rules, looks=looks):
+                self._looked_at_s = time.monotonic()
                 await self._round(layout)
 
     async def _round(self, layout: Layout) -> None:

@@ -286,7 +286,7 @@ class KvArrivals:
         return [Say(arrival.source, Off(arrival.migration_id, why)) for arrival in copying]
 
     def give_up_all(self, why: str) -> list[TargetCommand]:
-        """The layout changes: cancel all migrations that were not handed over; the others go on."""
+        """Cancel all migrations that have not been handed over, as the layout is about to change."""
         commands: list[TargetCommand] = []
         for arrival in [a for a in self._open.values() if a.phase is ArrivalPhase.COPYING]:
             commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]

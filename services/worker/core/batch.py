@@ -5,6 +5,7 @@ the same batch can be executed by every stage of a pipeline. What is sent about 
 parameters, prompt for the penalties) is sent once, in `added`.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -40,6 +41,13 @@ class Slice(NamedTuple):
     first_position: int  # number of the sequence's tokens with KV in the cache
     token_ids: tuple[int, ...]  # `(IN_FLIGHT,)` if the only one is not known yet
     samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
+
+
+def row_order(slices: Sequence[Slice]) -> list[int]:
+    """Indices of the slices in the order of their rows in hidden states: decodes first, shorter contexts before longer
+    ones. An engine packs them so.
+    """
+    return sorted(range(len(slices)), key=lambda i: (len(slices[i][2]) > 1, slices[i][1] + len(slices[i][2])))
 
 
 BlockNumber = int  # of a block that several sequences may read: see `core.prefixes`

@@ -63,6 +63,7 @@ class BlockBook:
         self._audit: _Audit | None = None  # result of the last check; None: the next one is a full check
         self._changed: dict[SequenceId, None] = {}  # tables that changed since the last check
         self._renumbered: dict[BlockNumber, None] = {}  # likewise
+        self.compaction_count = 0  # of those that moved blocks
 
     @property
     def block_count(self) -> int:
@@ -236,6 +237,7 @@ class BlockBook:
         if not moves:
             return
         moved = dict(moves)
+        self.compaction_count += 1
         self._audit = None
         held = self._held()
         fresh = max(self._fresh, max(moved.values()) + 1)

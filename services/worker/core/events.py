@@ -440,4 +440,11 @@ class StreamsLost:
     """Close every dispatcher's stream; batches in flight do not complete."""
 
 
-Command = Execute | Removed | HandedOver | Emit | StreamsLost
+@dataclass(frozen=True, slots=True)
+class StepsLost:
+    """These batches do not complete. Answers BatchesLost."""
+
+    step_ids: tuple[int, ...]
+
+
+Command = Execute | Removed | HandedOver | Emit | StreamsLost | StepsLost

@@ -328,12 +328,15 @@ class GroupScheduler:
             self._forget_prefixes()
         self._forget_swapped(at_s, who)
 
-    def lose_batches(self, at_s: float) -> None:
-        """Drop the batches in flight, and all that the stages were to be told."""
-        self.batches_in_flight.abandon()
-        for sequence in self.scheduler.running:
-            sequence.on_stages = sequence.in_engine = False
+    def lose_batches(self, at_s: float, *, for_good: bool) -> tuple[int, ...]:
+        """Drop the batches in flight, whose steps are returned; with `for_good`, also what stages were to be told."""
+        lost = self.batches_in_flight.lose()
+        if for_good:
+            self.batches_in_flight.abandon()
+            for sequence in self.scheduler.running:
+                sequence.on_stages = sequence.in_engine = False
         self.shed(at_s)
+        return lost
 
     def may_leave(self, *, running: bool) -> list[Sequence]:
         """Waiting sequences, and with `running` those with nothing in flight."""

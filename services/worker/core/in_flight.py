@@ -151,10 +151,16 @@ class InFlightBatches:
         self.completed_step_id = self._steps.last
         return self.completed_step_id
 
-    def abandon(self) -> None:
-        """Drop all batches in flight and pending removals: no stage is left."""
+    def lose(self) -> tuple[int, ...]:
+        """Drop all batches in flight. Returns their steps."""
+        lost = tuple([batch.step_id for batch in self._batches])
         self._batches.clear()
         self.completed_step_id = self._steps.last
+        return lost
+
+    def abandon(self) -> None:
+        """Drop all batches in flight and pending removals: no stage is left."""
+        self.lose()
         self.to_remove.clear()
 
     def require_none(self, why: str) -> None:

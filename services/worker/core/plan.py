@@ -3,11 +3,11 @@
 The KV of (sequence, layer) moves if and only if the layer's holder changes.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
-from ballast.common.layout import Group, Layout, group_of, lost_members, members_of, participants, peers_of
+from ballast.common.layout import Group, Layout, group_of, lost_members, members_of, participants, peers_of, worker_ids
 from ballast.common.transition import TransitionKind
 from services.worker.core.batch import SequenceId
 from services.worker.core.spans import Hop, hops
@@ -18,6 +18,10 @@ class Plan:
     kind: TransitionKind
     base: Layout
     target: Layout
+    lost: frozenset[WorkerId] = field(init=False, compare=False)  # of the base, and not of the target
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "lost", frozenset(worker_ids(self.base) - worker_ids(self.target)))
 
     @property
     def epoch(self) -> Epoch:
@@ -81,4 +85,14 @@ def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
     old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
     if old is None or new is None or victim.computed_tokens == 0:
         return []
-    return [hop for hop in hops(old.members, new.members) if hop.giver != hop.taker]
+    return [hop for hop in hops(old.members, new.members) if hop.giver not in (hop.taker, *plan.lost)]
+
+
+def refills(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
+    """The lost layers, whose KV a stand-in computes from the log of the stage before: that is the giver."""
+    old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
+    if not plan.lost or old is None or new is None or victim.computed_tokens == 0:
+        return []
+    before = dict(zip(members_of(old)[1:], members_of(old), strict=False))
+    found = [hop for hop in hops(old.members, new.members) if hop.giver in plan.lost and hop.giver in before]
+    return [hop._replace(giver=before[hop.giver]) for hop in found]

@@ -298,12 +298,12 @@ class SwapSpace:
         return sum(self._mirrors.values())
 
     def mirror(self, orders: SwapOrders, sequences: Iterable[Sequence]) -> SwapOrders:
-        """Add copies of full blocks to a computing step, for sequences in the order of preemption. They use half of the
-        copies that overlap with it, so that those for online sequences are never delayed.
+        """Add copies to the host of full blocks of running offline sequences to a step that computes anyway. They get
+        at most half of the copies that the step hides, so that copies for online sequences are never delayed.
 
         Args:
-            orders: Of the step so far.
-            sequences: Running offline ones, in the order of preemption.
+            orders: The step's swap orders so far.
+            sequences: Running offline sequences, the next to be preempted first.
         """
         budget, copies = max(1, self.budget_blocks // 2) - orders.block_count, list(orders.copies)
         chosen = list(sequences)

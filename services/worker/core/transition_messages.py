@@ -390,6 +390,15 @@ class ExpectKv:
 
 
 @dataclass(frozen=True, slots=True)
+class RefillKv:
+    """Compute the KV of this stage's layers from the activations that `giver` has logged. Answered with KvReceived."""
+
+    epoch: Epoch
+    victim: Victim
+    giver: WorkerId
+
+
+@dataclass(frozen=True, slots=True)
 class SendKvComplete:
     epoch: Epoch
     sequence_id: SequenceId
@@ -456,6 +465,7 @@ Command = (
     | SendRoster
     | SendKv
     | ExpectKv
+    | RefillKv
     | SendKvComplete
     | Resume
     | ReleaseSent

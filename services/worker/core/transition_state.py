@@ -10,7 +10,7 @@ from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import group_of, members_of
 from services.worker.core import transition_messages as t
 from services.worker.core.draining import Draining
-from services.worker.core.plan import Plan, SequenceId, Victim, part_of, transfers
+from services.worker.core.plan import Plan, SequenceId, Victim, part_of, refills, transfers
 
 Commands = list[t.Command]
 
@@ -211,7 +211,7 @@ class TransitionState:
     def led(self, event: t.Led) -> Commands:
         self._wave_missing = set() if event.last else set(members_of(self.part.new))
         for victim in event.victims:
-            stages = {to for _, to, _, _ in transfers(self.plan, victim, self.me)}
+            stages = {hop.taker for find in (transfers, refills) for hop in find(self.plan, victim, self.me)}
             if stages:
                 self._stages_missing[victim.sequence_id] = stages
         commands: Commands = [t.SendRoster(self.epoch, event.victims, self.part.roster_to, event.wave, event.last)]
@@ -242,8 +242,10 @@ class TransitionState:
             coming = tuple(hop for hop in moves if hop.taker == self.me)
             if self.me in members_of(group_of(self.plan.target, source)):
                 commands.append(t.ExpectKv(self.epoch, victim, coming))
-            if coming:
-                self._incoming[victim.sequence_id] = {hop.giver for hop in coming}
+            refilled = [hop for hop in refills(self.plan, victim, source) if hop.taker == self.me]
+            commands += [t.RefillKv(self.epoch, victim, hop.giver) for hop in refilled]
+            if coming or refilled:
+                self._incoming[victim.sequence_id] = {hop.giver for hop in (*coming, *refilled)}
             going = [hop for hop in moves if hop.giver == self.me]
             self._outgoing.update((victim.sequence_id, hop.taker) for hop in going)
             commands += [t.SendKv(self.epoch, victim, hop) for hop in going]

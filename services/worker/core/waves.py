@@ -30,7 +30,7 @@ from services.worker.core.events import (
     KvTravels,
 )
 from services.worker.core.group_scheduler import GroupScheduler
-from services.worker.core.plan import Plan, PlanPart, Victim, transfers
+from services.worker.core.plan import Plan, PlanPart, Victim, refills, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 
 _SPARE_BLOCKS = 1  # per sequence of a wave, for tokens that it generates while others wait
@@ -203,13 +203,16 @@ class Leading:
         coming: Sequence[SequenceSnapshot],
         counts: Mapping[WorkerId, int],
         counts_in_the_end: Mapping[WorkerId, int],
+        lacking: Collection[SequenceId] = (),
     ) -> Decision:
-        """All members are ready. `counts`: blocks of each stage, now and once all KV has been sent."""
+        """All members are ready. `counts`: blocks of each stage, now and once all KV has been sent. `lacking`: if a
+        stage is lost, sequences of which another one has not all that is needed.
+        """
         alive = self._group_scheduler.kv_tokens  # own sequences may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
         present = [v for v in victims if v.sequence_id not in gone_ids]
         self._in_the_end = min((counts_in_the_end if self._may_wait else counts).values())
-        without = frozenset(v.sequence_id for v in present if not self._has_all_kv(v))
+        without = self._without_kv(present, lacking)
         weights = {
             **self._group_scheduler.weights(),
             **{snapshot.sequence_id: self._weight(snapshot, now_s) for snapshot in coming},
@@ -223,7 +226,8 @@ class Leading:
         wave = replace(wave, lost=(*wave.lost, *(v for v in present if v.sequence_id in without)))
         waiting, lost_ids = self._waves.waiting_ids, {v.sequence_id for v in wave.lost}
         kept = [v for v in present if v.sequence_id not in lost_ids]
-        moving = frozenset(v.sequence_id for v in kept if transfers(self._plan, v, self._me)) | waiting
+        moved = (v for v in kept if transfers(self._plan, v, self._me) or refills(self._plan, v, self._me))
+        moving = frozenset(v.sequence_id for v in moved) | waiting
         own = frozenset(v.sequence_id for v in present if v.old_leader == self._me)
         events: list[Event] = [
             AdmissionLimited(now_s, None if wave.last else 0),
@@ -277,9 +281,15 @@ class Leading:
         wave = Wave(tuple(kept[sequence_id] for sequence_id in sorted(kept)), lost, last=True)
         return Decision(wave, tuple(events), tuple(sorted(lost_ids)), len(victims))
 
-    def _has_all_kv(self, victim: Victim) -> bool:
-        """False if a stage of its old group is lost."""
-        return victim.old_leader != self._me or not self._part.lost
+    def _without_kv(self, victims: Iterable[Victim], lacking: Collection[SequenceId]) -> frozenset[SequenceId]:
+        """Own ones whose lost KV a stand-in cannot compute: it knows no adapters, and log-probabilities of prompts are
+        those of one engine.
+        """
+        if not self._part.lost:
+            return frozenset()
+        able = {s.sequence_id for s in self._group_scheduler.sequences if not (s.sampling.adapter or s.scores_prompt)}
+        own = [v.sequence_id for v in victims if v.old_leader == self._me]
+        return frozenset(i for i in own if i not in able or i in lacking)
 
     def capacity(self, now_s: float, counts: Mapping[WorkerId, int]) -> CapacityChanged:
         """Blocks available, without those held on some stages by waiting sequences."""

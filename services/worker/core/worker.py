@@ -46,6 +46,7 @@ from services.worker.core.events import (
     StepDone,
     StepFailed,
     StepPreempted,
+    StepsLost,
     StreamClosed,
     StreamOpened,
     StreamsLost,
@@ -133,7 +134,7 @@ class WorkerCore:
             each.scheduler.prefixes.at_s = event.at_s
         execute: Execute | Removed | None = None
         handed_over: HandedOver | None = None
-        lost = isinstance(event, GroupLost)
+        lost, steps_lost = isinstance(event, GroupLost), tuple[int, ...]()
         match event:
             case BatchWanted():
                 execute = self._form(event.at_s)
@@ -173,7 +174,8 @@ class WorkerCore:
             case MovedOver():
                 self._handovers.move_over(self._leaving(), group_scheduler, event)
             case BatchesLost(in_force=in_force):
-                (group_scheduler if in_force else self._leaving()).lose_batches(event.at_s)
+                of = group_scheduler if in_force else self._leaving()
+                steps_lost = of.lose_batches(event.at_s, for_good=not in_force)
             case GroupClosed():
                 self._close_leaving()
             case _:
@@ -192,6 +194,8 @@ class WorkerCore:
             commands.append(handed_over)
         if lost:
             commands.append(StreamsLost())
+        if steps_lost:
+            commands.append(StepsLost(steps_lost))
         if execute is not None:
             commands.append(execute)
         return commands
@@ -289,14 +293,8 @@ class WorkerCore:
         return tuple(self._request_table.live)
 
     @property
-    def max_running_count(self) -> int:
-        """Maximum running sequences per pipeline stage."""
-        return self._limits.max_running_count
-
-    @property
-    def swap_block_count(self) -> int:
-        """Blocks of host memory."""
-        return self._limits.swap_block_count
+    def limits(self) -> WorkerLimits:
+        return self._limits
 
     @property
     def kept_count(self) -> int:

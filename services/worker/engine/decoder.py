@@ -68,7 +68,7 @@ class Decoder:
         try:
             with torch.device("meta"):
                 made: Any = AutoModelForCausalLM.from_config(self.config, dtype=dtype, attn_implementation="eager")
-        except Exception as error:  # its class does not validate the configuration
+        except Exception as error:  # model classes do not validate the configuration: anything may be raised
             raise ConfigError("config.json", f"transformers cannot make the model: {error}") from error
         self.model, self.config = made.eval(), made.config
         self.packed, self.cuts = packed or {}, cuts or {}

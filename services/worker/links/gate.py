@@ -80,7 +80,7 @@ class SharedWire:
         return not self._ended.wait(max(crossed_at_s - time.monotonic(), 0))
 
     def end(self) -> None:
-        """Wake all waiting threads."""
+        """The link has ended: every waiting or later `cross` returns False."""
         with self._changed:
             self._ended.set()
             self._changed.notify_all()

@@ -15,7 +15,7 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.turns import MemberEvent
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.background import Threads
-from services.worker.pipeline.context import BlockCopier, MemberEnvironment, StageEngine
+from services.worker.pipeline.context import ActivationStore, BlockCopier, MemberEnvironment, StageEngine
 from services.worker.pipeline.grammars import CompileGrammar
 from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.links import Links
@@ -112,6 +112,7 @@ def join(
     secret: bytes | None = None,
     compile_grammar: CompileGrammar | None = None,
     launches: bool = False,
+    activations: ActivationStore | None = None,
 ) -> BuiltMembership:
     """Opens the data plane; the shell closes it when its engine thread ends. `costs` records durations of stages.
     `copier`: required if the core's limits allow swapping. `compile_grammar`: for the engine, with caching; None:
@@ -156,6 +157,7 @@ def join(
             copier=copier,
             compile_grammar=compile_grammar,
             launch=cast("Launching", runner or own).launch if launches else None,
+            activations=activations,
             preempts=shell.preempts,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),
         ),

@@ -84,6 +84,18 @@ class BlockCopier(Protocol):
     def close(self) -> None: ...
 
 
+class ActivationStore(Protocol):
+    """Rows of activations in host memory, by slot."""
+
+    def slot_count(self, hidden_TD: torch.Tensor) -> int:
+        """For activations of this width."""
+        ...
+
+    def write(self, hidden_TD: torch.Tensor, rows: Sequence[int], slots: Sequence[int]) -> None: ...
+
+    def read(self, slots: Sequence[int]) -> torch.Tensor: ...
+
+
 class Background(Protocol):
     """Background jobs beside the engine: checksums and loading of layers."""
 
@@ -123,6 +135,7 @@ class MemberEnvironment:
     compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: constraints are not applied
     watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
     launch: Launch | None = None  # of the engine; None: it only executes synchronously
+    activations: ActivationStore | None = None  # for the activation log; None: there is none
     preempts: Callable[[], bool] = never  # online work has arrived since the engine thread last took events
 
 

@@ -22,8 +22,10 @@ from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Victim
 from services.worker.core.transition import AFTER_COMMIT, Transition
 from services.worker.links.traffic import TrafficClass
+from services.worker.pipeline.activations import Refill
 from services.worker.pipeline.context import MemberContext
 from services.worker.pipeline.events import (
+    ActivationsArrived,
     HandoverArrived,
     KvAsked,
     KvLeft,
@@ -56,6 +58,7 @@ class TransitionDriver:
         mover: KvMover,
         layer_loading: LayerLoading,
         migrations: Migrations,
+        refill: Refill,
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[MemberContext, MemberRole], tuple[MemberContext, StageRunner]],
     ) -> None:
@@ -75,6 +78,7 @@ class TransitionDriver:
         self._memory = context.memory
         self._broken = broken
         self._second = second
+        self._refill = refill
         self._now = context.now
         self.transition: Transition | None = None  # current or last one
         self._received: PlanReceived | None = None
@@ -230,6 +234,10 @@ class TransitionDriver:
         if self.is_current(event.epoch):
             self._mover.asked(event)
 
+    def activations_arrived(self, event: ActivationsArrived) -> None:
+        if self.is_current(event.epoch) and (news := self._refill.arrived(event)) is not None:
+            self.drive(news)
+
     def kv_left(self, event: KvLeft) -> None:
         if self.is_current(event.send.epoch):
             self.drive(*self._mover.left(event))
@@ -277,6 +285,7 @@ class TransitionDriver:
     def abandon(self) -> None:
         """The group is lost."""
         self._handover.begin()
+        self._refill.forget()
         self.transition = self.leaving = None
         self._offline_paused = False
 
@@ -358,7 +367,7 @@ class TransitionDriver:
                     self._answers.tell(BatchesLost(self._now(), in_force=True))
             case t.SendEpochEnded(epoch=epoch, to=to):
                 if self._current().part.lost:
-                    self._end_for(epoch, to)
+                    self._handover.end_for(epoch, to)
                 else:
                     self._pass_end_on(epoch)
             case t.TakeUp():
@@ -381,6 +390,8 @@ class TransitionDriver:
                 self._mover.send(command)
             case t.ExpectKv():
                 self._mover.expect(command)
+            case t.RefillKv(epoch=epoch, victim=victim, giver=giver):
+                self._refill.begin(epoch, victim, giver)
             case t.SendKvComplete(sequence_id=sequence_id, to=to):
                 self._links.send(to, TrafficClass.CONTROL, Topic.KV_COMPLETE, b"", stream=sequence_id)
             case t.Resume(sequence_id=sequence_id):
@@ -452,9 +463,11 @@ class TransitionDriver:
         """Between two batches: hand sequences over, move memory, change role."""
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
-        new = transition.part.new
-        if transition.part.lost:
-            self._keep_only(self._handover.own_victims() if transition.led_before else transition.kept)
+        new, logged = transition.part.new, self._refill.logged
+        if lost := transition.part.lost:
+            self._handover.keep_only(transition, logged, gives=not role.is_last and role.next_stage in lost)
+        elif logged is not None:
+            logged.clear()
         own = self._handover.give(new.leader.worker_id, now_s) if transition.led_before else ()
         self._stage.forget_all()
         self._remap(transition)
@@ -479,7 +492,7 @@ class TransitionDriver:
         self._layer_loading.end()
         if role.leads:
             progress.victim_count = progress.victims_waiting = len(context.group_scheduler.sequence_ids)
-        homes, places = context.room.homes, context.core.max_running_count
+        homes, places = context.room.homes, context.core.limits.max_running_count
         targets = [MemberView(stage.worker_id, homes[stage.worker_id], places) for stage in role.stages]
         old_context, stage = self._second(context, copy.copy(role))
         draining = Draining(role.me, now_s, role.stages, targets, context.book.block_count)
@@ -513,18 +526,6 @@ class TransitionDriver:
             self.leaving.pass_end_on()
         else:
             self._links.pass_on(Topic.EPOCH_ENDED, epoch)
-
-    def _end_for(self, epoch: Epoch, followers: Sequence[WorkerId]) -> None:
-        """To each of them: the pipeline is broken."""
-        body = roster_to_bytes(t.SendRoster(epoch, self._handover.own_victims(), ()), ())
-        for to in followers:
-            self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
-
-    def _keep_only(self, kept: Sequence[Victim]) -> None:
-        """Release the blocks of batches that were lost with a stage, and of sequences that ended meanwhile."""
-        book, tokens = self._context.book, {victim.sequence_id: victim.computed_tokens for victim in kept}
-        for sequence_id in book.sequence_ids:
-            book.trim(sequence_id, tokens.get(sequence_id, 0))
 
     def _remap(self, transition: Transition) -> None:
         lost, began_s = self._layers_lost(transition), self._now()

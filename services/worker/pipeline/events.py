@@ -85,6 +85,27 @@ class HandoverArrived(MemberEvent):
     block_count: int
     final_block_count: int  # when all KV of layers given up has been sent
     more: bool = False  # another one follows
+    lacking: tuple[SequenceId, ...] = ()  # if a stage was lost: without all that a stand-in needs
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationsAsked(MemberEvent):
+    """A stand-in asks for those of tokens `[first, first + count)`."""
+
+    epoch: Epoch
+    peer: WorkerId
+    sequence_id: SequenceId
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationsArrived(MemberEvent):
+    epoch: Epoch
+    sequence_id: SequenceId
+    first: int
+    token_ids: tuple[int, ...]
+    hidden_TD: torch.Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +233,7 @@ class MigrationOrdered(MemberEvent):
     block_budget: int
     until_s: float
     cause_id: str
+    longest_first: bool = False
 
 
 @dataclass(frozen=True, slots=True)

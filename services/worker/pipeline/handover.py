@@ -1,6 +1,6 @@
 """Sequences that change leaders in a transition: receivers, arrivals, and which keep their KV."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
@@ -9,6 +9,7 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.events import Adopted, HandedOver, HandOver, OfLeaving, RoomWanted
+from services.worker.core.logged import LoggedTokens
 from services.worker.core.plan import Victim
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.transition import Transition
@@ -37,11 +38,35 @@ class Handover:
         self._final_counts: dict[WorkerId, int] = {}  # the same, once all KV of layers given up has been sent
         self._recomputed: tuple[SequenceId, ...] = ()  # new leader: sequences without room
         self._leading: Leading | None = None
+        self._lacking: set[SequenceId] = set()  # if a stage was lost: here or, at the new leader, anywhere
 
     def begin(self) -> None:
         self._going, self._coming, self._told_counts, self._final_counts = {}, [], {}, {}
         self._leading = None
         self._by_tokens = []
+        self._lacking = set()
+
+    def keep_only(self, transition: Transition, log: LoggedTokens | None, *, gives: bool) -> None:
+        """Before the take-up that replaces a lost stage: release the blocks of batches that were lost with it, and of
+        sequences that have ended meanwhile. `gives`: the stand-in computes from this worker's log.
+        """
+        kept = self._own_victims() if transition.led_before else transition.kept
+        size, book = self._memory.kv.shape.block_tokens, self._context.book
+        tokens = {victim.sequence_id: victim.computed_tokens for victim in kept}
+        for sequence_id, count in tokens.items():
+            logged = not gives or (log is not None and log.covers(book, sequence_id, count))
+            if len(book.table(sequence_id)) * size < count or not logged:
+                self._lacking.add(sequence_id)
+        for sequence_id in book.sequence_ids:
+            book.trim(sequence_id, tokens.get(sequence_id, 0))
+        if log is not None:
+            log.forget_numbers()
+
+    def end_for(self, epoch: Epoch, followers: Iterable[WorkerId]) -> None:
+        """Tell each of them that the epoch ends, and what is kept: the pipeline is broken."""
+        body = roster_to_bytes(SendRoster(epoch, self._own_victims(), ()), ())
+        for to in followers:
+            self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
 
     def note_final(self, block_count: int) -> None:
         """Record this worker's blocks once all KV of layers given up has been sent."""
@@ -52,7 +77,7 @@ class Handover:
     def give(self, leader: WorkerId, now_s: float) -> tuple[Victim, ...]:
         """Hand this worker's sequences over to the leader of its new group; if that is itself, keep them."""
         if leader == self._role.me:
-            return self.own_victims()
+            return self._own_victims()
         self._hand_over(HandOver(now_s, leader))
         return ()
 
@@ -69,7 +94,7 @@ class Handover:
         for to in sorted(self._going) if isinstance(event.event, HandOver) and event.event.by_tokens else ():
             self.send(epoch, to, more=True)
 
-    def own_victims(self) -> tuple[Victim, ...]:
+    def _own_victims(self) -> tuple[Victim, ...]:
         return tuple(
             Victim(i, count, self._role.me) for i, count in sorted(self._context.group_scheduler.kv_tokens.items())
         )
@@ -81,6 +106,7 @@ class Handover:
             block_count=self._context.book.block_count,
             final_block_count=self._final_counts.get(self._role.me, 0),
             more=more,
+            lacking=sorted(self._lacking),
         )
         self._links.send(to, TrafficClass.CONTROL, Topic.HANDOVER, body.SerializeToString())
 
@@ -103,6 +129,7 @@ class Handover:
         self._coming.extend(event.snapshots)
         self._told_counts[event.source] = event.block_count
         self._final_counts[event.source] = event.final_block_count
+        self._lacking.update(event.lacking)
         return tuple(
             Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
         )
@@ -131,7 +158,7 @@ class Handover:
             counts = self._context.room.counts
             counts |= {peer: count for peer, count in self._told_counts.items() if peer in members}
             in_the_end = {peer: count for peer, count in self._final_counts.items() if peer in members}
-            decision = leading.lead(now_s, victims, self._coming, counts, in_the_end)
+            decision = leading.lead(now_s, victims, self._coming, counts, in_the_end, self._lacking)
             progress.victim_count, progress.waves = decision.victim_count, 1
         progress.victims_waiting = decision.victim_count
         self._context.room.leading = leading

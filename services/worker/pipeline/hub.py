@@ -25,6 +25,8 @@ from services.worker.core.turns import MemberEvent
 from services.worker.links.transfer import Refusal, TransferOutcome
 from services.worker.memory.backend import Algorithm
 from services.worker.pipeline.events import (
+    ActivationsArrived,
+    ActivationsAsked,
     BatchArrived,
     CapacityTold,
     GrammarAnnounced,
@@ -136,7 +138,7 @@ class Hub:
 
     def device_of(self, topic: int) -> torch.device | str:
         """Hidden states go to the device. Other payloads are decoded on the host, or written to their destination."""
-        return self._device if topic == Topic.BATCH else "cpu"
+        return self._device if topic in (Topic.BATCH, Topic.ACTIVATIONS) else "cpu"
 
     def on_message(self, link: Link, message: Message) -> None:
         epoch, peer, now_s = Epoch(link.epoch), WorkerId(link.peer_id), self._now()
@@ -159,7 +161,14 @@ class Hub:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(SNAPSHOT.record(s) for s in handover.sequences)
                 counts = handover.block_count, handover.final_block_count
-                self.post(HandoverArrived(epoch, peer, snapshots, *counts, handover.more))
+                self.post(HandoverArrived(epoch, peer, snapshots, *counts, handover.more, tuple(handover.lacking)))
+            case Topic.ACTIVATIONS_WANTED:
+                asked = pb.Activations.FromString(message.meta)
+                self.post(ActivationsAsked(epoch, peer, asked.sequence_id, asked.first, asked.count))
+            case Topic.ACTIVATIONS:
+                given = pb.Activations.FromString(message.meta or self._heads.pop(link))
+                token_ids = tuple(given.token_ids)
+                self.post(ActivationsArrived(epoch, given.sequence_id, given.first, token_ids, message.tensor))
             case Topic.ROSTER | Topic.WAVE:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
@@ -197,7 +206,9 @@ class Hub:
             return  # not expected
         size, expected = 0 if packed is None else packed.numel(), sum(tensor.nbytes for tensor in place)
         if size != expected:
-            self.post(KvLanded(peer, piece, delivered=False))  # its destination was taken: no other event reports it
+            self.post(
+                KvLanded(peer, piece, delivered=False)
+            )  # `_place` removed the destination: no other event reports it
             raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
         unpack = None if packed is None else partial(link.unpack, packed, place)
         self.post(KvLanded(peer, piece, delivered=True, unpack=unpack))

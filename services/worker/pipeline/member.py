@@ -27,9 +27,12 @@ from services.worker.core.transition_messages import KvReceived, PeerLost
 from services.worker.core.turns import LaunchedBatch, MemberEvent, StepOutcome
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline.activations import ActivationLog, Refill
 from services.worker.pipeline.context import Answer, MemberAnswers, MemberContext, MemberEnvironment
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.events import (
+    ActivationsArrived,
+    ActivationsAsked,
     BatchArrived,
     CapacityTold,
     GrammarAnnounced,
@@ -92,7 +95,7 @@ class GroupMember:
         pace = environment.plane.pace
 
         def sizes() -> RoomSizes:
-            return RoomSizes(memory.leaving_block_count, memory.home_block_count, core.swap_block_count)
+            return RoomSizes(memory.leaving_block_count, memory.home_block_count, core.limits.swap_block_count)
 
         self._context = context = MemberContext(
             me, core, book, memory, role, links, hub, published, answers, now, environment.post, GroupRoom(me, sizes)
@@ -108,6 +111,9 @@ class GroupMember:
         def awaits_roster(epoch: Epoch) -> bool:
             return self._driver.awaits_roster(epoch)
 
+        store, block_tokens = environment.activations, memory.kv.shape.block_tokens
+        log = None if store is None else ActivationLog(store, block_tokens)
+        self._refill = Refill(context, environment.engine, log, core.limits.max_batch_tokens)
         self._copier = environment.copier
         self._stage = stage = StageRunner(
             context,
@@ -118,6 +124,7 @@ class GroupMember:
             awaits_roster=awaits_roster,
             preempts=environment.preempts,
             launch=environment.launch,
+            log=log,
         )
 
         def second(context: MemberContext, role: MemberRole) -> tuple[MemberContext, StageRunner]:
@@ -138,6 +145,7 @@ class GroupMember:
             mover=mover,
             layer_loading=layer_loading,
             migrations=migrations,
+            refill=self._refill,
             broken=self._break_up,
             second=second,
         )
@@ -236,6 +244,10 @@ class GroupMember:
                 driver.roster_arrived(event)
             case KvAsked():
                 driver.kv_asked(event)
+            case ActivationsAsked():
+                self._refill.asked(event)
+            case ActivationsArrived():
+                driver.activations_arrived(event)
             case KvLeft(send=send) if send.mode is Mode.EXCHANGE:
                 driver.kv_left(event)
             case KvLanded():

@@ -65,6 +65,7 @@ class _MigrationOrder:
     blocks_left: int
     until_s: float
     cause_id: str
+    longest_first: bool
 
 
 class Migrations:
@@ -179,7 +180,9 @@ class Migrations:
         for peer, address in order.peers.items():
             self._links.meet(peer, address, order.epoch)
         if order.source == self._role.me:
-            self._orders[order.target] = _MigrationOrder(order.epoch, order.block_budget, order.until_s, order.cause_id)
+            self._orders[order.target] = _MigrationOrder(
+                order.epoch, order.block_budget, order.until_s, order.cause_id, order.longest_first
+            )
 
     def _begin(self, now_s: float) -> None:
         for to, order in list(self._orders.items()):
@@ -191,8 +194,9 @@ class Migrations:
 
     def _begin_some(self, to: WorkerId, order: _MigrationOrder, now_s: float) -> None:
         while self._departures.may_begin:
+            decoding = self._context.group_scheduler.decoding()
             chosen = choose_departure(
-                self._context.group_scheduler.decoding(), order.blocks_left, self._departures.leaving
+                decoding, order.blocks_left, self._departures.leaving, longest=order.longest_first
             )
             if chosen is None:
                 return

@@ -23,7 +23,7 @@ from services.worker.pipeline.layers import LayerLoading
 from services.worker.pipeline.progress import TransitionProgress
 
 _MEASURED = 5  # wake-ups; the slowest counts
-_HOST_BYTES_PER_S = 10e9  # assumed before the first: from pageable host memory
+_HOST_BYTES_PER_S = 10e9  # assumed until a wake-up has been measured; from pageable host memory
 
 
 class _ParkingState(Enum):

@@ -176,6 +176,7 @@ class Transitions:
                 block_budget=request.block_budget,
                 until_s=self._now() + request.within_s,
                 cause_id=request.cause_id,
+                longest_first=request.longest_first,
             )
         )
 

@@ -15,6 +15,7 @@ from services.worker.core.events import BlockCopy
 from services.worker.core.swapping import block_copies
 from services.worker.core.turns import LaunchedBatch, StepOutcome
 from services.worker.links.pace import StagePace
+from services.worker.pipeline.activations import ActivationLog
 from services.worker.pipeline.background import never
 from services.worker.pipeline.context import BlockCopier, Launch, MemberContext, StageEngine
 from services.worker.pipeline.events import BatchArrived, ResultArrived
@@ -38,6 +39,7 @@ class StageRunner:
         awaits_roster: Callable[[Epoch], bool],
         preempts: Callable[[], bool] = never,
         launch: Launch | None = None,
+        log: ActivationLog | None = None,
     ) -> None:
         """`awaits_roster(epoch)`: True while its free blocks are unknown. `preempts`: online work waits. `launch`: for
         batches of a stage that is the whole model.
@@ -55,6 +57,7 @@ class StageRunner:
         self._awaits_roster = awaits_roster
         self._preempts = preempts
         self._launch = launch
+        self._log = log
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
     def run(
@@ -90,6 +93,9 @@ class StageRunner:
             quiet_s, awaited = clock.take_quiet_s(), self._context.group_scheduler.memory_is_awaited
             if quiet_s or awaited:
                 batch = replace(batch, quiet_s=quiet_s, memory_is_awaited=awaited)
+        log = None if role.is_last else self._log
+        if log is not None:
+            log.tokens.follow(batch, self._context.book)
         began_s = self._watch.begin()
         in_pipeline = bool(role.stages and batch.slices)
         if in_pipeline:
@@ -123,7 +129,10 @@ class StageRunner:
         if launched is not None:
             return LaunchedBatch(batch.step_id, partial(self._collect, batch, launched))
         if not role.is_last:
-            self._send_on(batch, None if isinstance(out, StepResult) else out)
+            hidden_TD = None if isinstance(out, StepResult) else out
+            if log is not None and hidden_TD is not None:
+                log.take(batch, tables, hidden_TD)
+            self._send_on(batch, hidden_TD)
             return None
         if batch.failure:
             self._links.send_result((batch.step_id, batch.failure))

@@ -66,6 +66,8 @@ class Topic(IntEnum):
     MIGRATION = 19
     WAVE = 21  # a Roster sent from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
+    ACTIVATIONS_WANTED = 23
+    ACTIVATIONS = 24  # of a stage's log
     GRAMMAR = 30  # to the last stage: announces a grammar; SamplingParams with no other field
 
 

@@ -19,7 +19,7 @@ MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the better 
 _PREFILL = 0.25  # minimum fraction of a full microbatch for prefill, however many decodes there are
 # Rounds of the pipeline over which running prompts are spread while others wait for memory. If requests are admitted as
 # others end, 8 instead of 1 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four, and the mean
-# TTFT from 6.2 to 5.8 s (a model in virtual time; 4 is in between, 16 no better).
+# TTFT from 6.2 to 5.8 s (simulated; 4 is in between, 16 is no better).
 _RESERVE = 8
 # Relative to the average. A smaller value makes microbatches more equal in cost, and more of them: with 0.4 two stages
 # had as few bubbles, and 2 % more to execute (benchmarks/results: pipeline bubbles).

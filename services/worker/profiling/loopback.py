@@ -53,7 +53,7 @@ def measure_link() -> LinkFigures:
     finally:
         plane.close()
         with suppress(OSError, subprocess.TimeoutExpired):
-            other.communicate(timeout=_WAIT_S)  # the end of its input ends it
+            other.communicate(timeout=_WAIT_S)  # closes its stdin; it exits at EOF
         other.kill()
         other.wait()
 

@@ -1,7 +1,10 @@
 """The number of what workers say to each other changes with it."""
 
+import ast
 import hashlib
 import inspect
+import re
+import textwrap
 
 import pytest
 from google.protobuf.descriptor_pb2 import DescriptorProto, EnumDescriptorProto
@@ -16,6 +19,7 @@ from services.worker.links import frame
 from services.worker.links.frame_kinds import FrameKind
 from services.worker.links.traffic import TrafficClass
 from services.worker.memory.kv_cache import KvCache
+from services.worker.pipeline.hub import Hub
 from services.worker.pipeline.wire import Topic
 
 HASHES = {
@@ -29,11 +33,30 @@ HASHES = {
     8: "9a70b9f5154d4fec",
     9: "0331143d157f2d86",
     10: "fae438c20f1b302a",
+    11: "13852e17c9126f4f",
 }  # number -> of what was said then; those of old numbers stay
 
 
+def bodies_read() -> list[tuple[str, list[str]]]:
+    """Of each topic: what the receiver reads of its message, and as which message."""
+    [tree] = ast.parse(textwrap.dedent(inspect.getsource(Hub.on_message))).body
+    return [
+        (ast.unparse(case.pattern), sorted({name for statement in case.body for name in names_of_bodies(statement)}))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Match)
+        for case in node.cases
+    ]
+
+
+def names_of_bodies(statement: ast.stmt) -> list[str]:
+    names = [ast.unparse(node) for node in ast.walk(statement) if isinstance(node, ast.Name | ast.Attribute)]
+    return [name for name in names if re.fullmatch(r"(pb|message)\.\w+|\w+_from_bytes|_whole", name)]
+
+
 def what_is_said() -> list[object]:
-    """Messages between stages and what of the cluster's they hold, frames on links, and the order of KV in memory."""
+    """Messages between stages, in which topic each is, and what of the cluster's they hold, frames on links, and the
+    order of KV in memory.
+    """
     messages: list[DescriptorProto | EnumDescriptorProto] = []
     for name in ("SamplingParams", "TokenIds", "Grammar", "TokenLogprob", "Logprobs"):
         message = DescriptorProto()
@@ -47,7 +70,14 @@ def what_is_said() -> list[object]:
     kinds = [[(one.name, one.value) for one in kind] for kind in (FrameKind, TrafficClass, Topic)]
     kv = [line.strip() for line in inspect.getsource(KvCache).splitlines() if "full_shape =" in line]
     assert len(kv) == 1
-    return [stage_pb2.DESCRIPTOR.serialized_pb, [m.SerializeToString() for m in messages], header, kinds, kv]
+    return [
+        stage_pb2.DESCRIPTOR.serialized_pb,
+        [m.SerializeToString() for m in messages],
+        header,
+        kinds,
+        kv,
+        bodies_read(),
+    ]
 
 
 def test_a_change_of_what_workers_say_to_each_other_raises_the_number() -> None:

@@ -12,8 +12,11 @@ from tests.support.simulated import options
 def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
     """Stages of other block counts exchange KV exactly, and have more room together than alone."""
     wanted = options(cluster="1xA100-40G+1xH100-80G", check_every=5000)
+    # Otherwise requests would move to the large one, and fit.
+    rules = replace(wanted.rules, migrations=replace(wanted.rules.migrations, relieves=False))
+    wanted = replace(wanted, model=find_model("Qwen2.5-14B"), marks=True, rules=rules)
     arrivals = [Arrival(0.3 * i, 600, 2200 + i) for i in range(160)]
-    run = World(replace(wanted, model=find_model("Qwen2.5-14B"), marks=True), arrivals).run()
+    run = World(wanted, arrivals).run()
     for record in run.records:
         assert record.outcome is Outcome.FINISHED
         assert len(record.token_times_s) == record.wanted_tokens
@@ -22,3 +25,15 @@ def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
     assert max(capacities) > 1.3 * capacities[0]
     [first, *_] = run.transitions
     assert (str(first.journal.kind), str(first.journal.stage)) == ("drop", "done")
+
+
+def test_small_gpus_keep_computing_as_their_long_requests_move_to_large_ones() -> None:
+    """One answer in ten is long: small memory would fill with these, and leave the computing to the others."""
+    wanted = options(cluster="2xA100-40G+1xA100-80G", check_every=50000)
+    arrivals = [Arrival(0.024 * i, 400, 3000 if i % 10 == 3 else 60) for i in range(1500)]
+    world = World(replace(wanted, model=find_model("Qwen2.5-14B"), marks=True), arrivals)
+    run = world.run()
+    assert all(len(record.token_times_s) == record.wanted_tokens for record in run.records)
+    assert sum(instance.member.published.migrations.moved for instance in world.instances.values()) > 10
+    waits_s = sorted(record.token_times_s[0] - record.arrival_s for record in run.records)
+    assert waits_s[len(waits_s) * 95 // 100] < 2.0, "3.2 s where nothing moves"

@@ -11,11 +11,11 @@ import pytest
 
 from ballast.common.errors import DeadlineExceeded, InvariantViolation, Overloaded
 from ballast.common.sampling import FinishReason
+from ballast.service.tokenizer import load_tokenizer
 from services.worker import output_stream
 from services.worker import shell as shell_module
 from services.worker.core.events import Aborted, SequenceKey
 from services.worker.shell import INBOX_EVENTS
-from services.worker.text import load_tokenizer
 from tests.support.shells import (
     NOTHING_HELD,
     Gate,

@@ -7,7 +7,8 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from ballast.common.errors import ConfigError
-from services.worker.text import Detokenizer, load_tokenizer
+from ballast.service.tokenizer import load_tokenizer
+from services.worker.text import Detokenizer
 
 
 def byte_level() -> Tokenizer:

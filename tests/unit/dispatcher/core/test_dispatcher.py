@@ -493,3 +493,10 @@ def test_a_worker_that_changes_without_a_word_to_routing_is_noticed() -> None:
     worker.closed_in_layout = True
     with pytest.raises(InvariantViolation, match="routing was not told"):
         story.core._placement.check()
+
+
+def test_a_worker_that_has_woken_and_reported_no_blocks_yet_makes_no_request_hopeless() -> None:
+    story = Story("a")
+    story.connect("a", load(block_count=0))
+    assert story.submit("r", prompt=108).places == []
+    assert story.step("a", report=load(block_count=128)).places == [("r", "a")]

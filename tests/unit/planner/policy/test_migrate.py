@@ -5,18 +5,19 @@ from dataclasses import replace
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
 from ballast.common.load import LoadReport
-from services.planner.policy.migrate import MigrationRules, migrations
+from services.planner.policy.migrate import MigrationRules, is_round_due, migrations
 from tests.support.reporting_worker import load_report
 
 RULES = MigrationRules(balances=True, below_tokens=32, above_tokens=96)
 DRAINS_ONLY = replace(RULES, balances=False)
+RELIEVES = replace(DRAINS_ONLY, relieves=True)
 
 
-def load(used: int, running: int = 4, *, waiting: int = 0, draining: bool = False) -> LoadReport:
+def load(used: int, running: int = 4, *, waiting: int = 0, draining: bool = False, blocks: int = 100) -> LoadReport:
     """Load of a worker with 100 blocks of 16 tokens."""
     return replace(
         load_report(100),
-        block_count=100,
+        block_count=blocks,
         block_tokens=16,
         used_block_count=used,
         running_count=running,
@@ -100,3 +101,29 @@ def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
     assert found(load(0), load(96)) == [("w3", "w1")]
     assert found(load(10), load(10)) == []
     assert found(load(10), load(10), follower_drains=True) == [("w1", "w3")]
+
+
+def test_an_instance_that_is_nearly_full_gives_its_longest_requests_until_both_are_as_full() -> None:
+    large = load(100, 20, blocks=900)
+    assert moves({"w1": load(97), "w2": large}, RELIEVES) == [("w1", "w2", 77)], "20 of 100, and about 180 of 900"
+    assert moves({"w1": load(97), "w2": large}, DRAINS_ONLY) == []
+    assert moves({"w1": load(70), "w2": large}, RELIEVES) == [], "each of its requests can still grow by 120 tokens"
+    assert moves({"w1": load(97), "w2": replace(large, used_block_count=890)}, RELIEVES) == []
+    assert moves({"w1": load(97), "w2": load(10)}, RELIEVES) == [("w1", "w2", 43)]
+    assert moves({"w1": load(97), "w2": load(50)}, RELIEVES) == [], "more than half as full"
+    assert moves({"w1": load(97, 1), "w2": load(0)}, RELIEVES) == [], "it would be as large there"
+
+
+def test_nearly_full_instances_give_in_turn() -> None:
+    full = {name: load(97) for name in ("w1", "w2", "w3")}
+    found = moves({**full, "w4": load(0, 20, blocks=900), "w5": load(9, 20, blocks=900)}, RELIEVES)
+    assert [(source, target) for source, target, _ in found] == [("w1", "w4"), ("w2", "w5"), ("w3", "w4")]
+
+
+def test_rounds_are_due_where_it_is_time_to_look() -> None:
+    members = [Member(WorkerId(w), Incarnation(1), f"{w}:1", 0, 4, False, f"{w}:2") for w in ("w1", "w2")]
+    layout = Layout(Epoch(3), 4, tuple(Group(GroupId(m.worker_id), (m,)) for m in members), "test")
+    assert is_round_due(layout, RELIEVES, looks=True)
+    assert not is_round_due(layout, RELIEVES, looks=False)
+    assert not is_round_due(layout, DRAINS_ONLY, looks=True)
+    assert is_round_due(layout, RULES, looks=False)

@@ -366,3 +366,9 @@ def test_the_shortest_of_the_lowest_class_goes_first() -> None:
     assert choose_departure(candidates, 5) == candidates[0]
     assert choose_departure(candidates, 100, leaving={3}) == candidates[1]
     assert choose_departure(candidates, 2) is None
+
+
+def test_the_longest_goes_first_where_memory_is_what_lacks() -> None:
+    candidates = [Decoding(1, 1, 10, 3), Decoding(2, 2, 90, 23), Decoding(3, 2, 40, 10)]
+    assert choose_departure(candidates, 100, longest=True) == candidates[1]
+    assert choose_departure(candidates, 20, longest=True) == candidates[2]

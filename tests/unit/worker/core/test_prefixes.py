@@ -234,6 +234,18 @@ def test_keys_say_of_which_model_they_are() -> None:
     assert not {*chains[0]} & {*chains[1]}
 
 
+def test_keys_say_with_which_adapter_they_were_computed() -> None:
+    driver = Driver(replace(limits(prefix_caching=True, max_model_len=64), adapters=frozenset({"a", "b"})), 40)
+    driver.open(1)
+    hits: list[int] = []
+    for adapter in ("a", "b", "", "a", "b", ""):
+        before = index_of(driver).hit_tokens_total
+        driver.submit(tokens(17), replace(greedy(2), adapter=adapter))
+        driver.run_to_end()
+        hits.append(index_of(driver).hit_tokens_total - before)
+    assert hits == [0, 0, 0, 16, 16, 16]
+
+
 def test_kv_that_is_lost_is_not_found() -> None:
     driver = driver_of()
     driver.submit(tokens(17), greedy(8))

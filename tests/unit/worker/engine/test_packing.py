@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import Slice
+from services.worker.core.batch import Slice, row_order
 from services.worker.engine.packing import PackedStep, Packer
 from services.worker.ranks.channel import body_of
 from services.worker.ranks.crew import Crew
@@ -80,3 +80,14 @@ def test_a_layout_for_other_ranks_is_little_more_than_its_block_tables() -> None
     crew.tell(run_of(packed, None, 0, 1))
     assert len(sent) == 2
     assert len(set(sent)) == 1
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_rows_are_in_the_order_that_an_activation_log_takes_them_to_be_in(seed: int) -> None:
+    rng = random.Random(seed)
+    slices = [Slice(i, rng.randrange(30), (1,) * rng.choice((1, 1, 2, 5)), samples=False) for i in range(12)]
+    packed = Packer(4).pack(slices, [range(10 * i, 10 * i + 10) for i in range(12)])
+    row, expected = 0, [0] * len(slices)
+    for i in row_order(slices):
+        expected[i], row = row, row + len(slices[i].token_ids)
+    assert packed.first_rows.tolist() == expected
