@@ -90,7 +90,6 @@ class Kit:
     device: str = "emulated"
     lost_rank: Callable[[], str | None] | None = None  # which of several ranks has ended
     swap_blocks: int = 0  # of the copier
-    launches: bool = False  # batches are launched, and collected later
     activations: ActivationStore | None = None  # of the activation log
     joins: bool = True  # may join groups and migrate KV
 
@@ -168,9 +167,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         activations=HostActivations(log_bytes) if log_bytes else None,
     )
     if ranked is None:
-        on_gpu = settings.async_scheduling == "auto" and settings.device != "cpu"
-        launches = on_gpu or settings.async_scheduling == "on"
-        return replace(kit, joins=engine.implementation.pipelines, launches=launches)
+        return replace(kit, joins=engine.implementation.pipelines)
     kit = replace(kit, device=f"{len(devices)} ranks from {device} on")
     return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)
 
@@ -261,7 +258,7 @@ def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> St
     )
 
 
-def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: int, *, launches: bool) -> WorkerLimits:
+def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: int) -> WorkerLimits:
     most = step_limits_of(settings)
     return WorkerLimits(
         block_tokens=settings.block_size,
@@ -277,7 +274,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
         swap_block_count=swap_block_count,
         swap_blocks_per_step=settings.swap_blocks_per_step,
         swaps_online=settings.swaps,
-        async_scheduling=launches,
+        async_scheduling=settings.launches,
         prefix_caching=settings.enable_prefix_caching,
         prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
     )
@@ -351,7 +348,7 @@ class WorkerProcess:
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
         target = target_of(kit)
         core, book = stage_core(
-            limits_of(settings, engine, kit.swap_blocks, launches=kit.launches),
+            limits_of(settings, engine, kit.swap_blocks),
             engine,
             secrets.randbits(31),
             microbatching,
@@ -379,7 +376,6 @@ class WorkerProcess:
             open_plane=None if (opened := kit.open_plane) is None else functools.partial(opened, worker_id, host),
             secret=self._security.secret,
             compile_grammar=kit.compile_grammar,
-            launches=kit.launches,
             activations=kit.activations,
         )
         published = self._membership.member.published

@@ -191,6 +191,13 @@ class WorkerSettings(ServiceSettings):
         return {each: Targets(ttft.get(each, math.inf), tpot.get(each, math.inf)) for each in {*ttft, *tpot}}
 
     @property
+    def launches(self) -> bool:
+        """True if steps are launched before the tokens of the previous ones are known."""
+        computes_alone = self.engine == "torch" and self.tensor_parallel_size == 1
+        wanted = self.device != "cpu" if self.async_scheduling == "auto" else self.async_scheduling == "on"
+        return computes_alone and wanted
+
+    @property
     def swaps(self) -> bool:
         """True if preempted online requests keep their KV in host memory."""
         policy = self.overload_policy

@@ -227,7 +227,6 @@ class GroupWorker:
             advertise_host="127.0.0.1",
             copier=self.copier,
             compile_grammar=self.engine.grammars.ahead if self.engine.grammars is not None else None,
-            launches=sizes.async_scheduling,
             activations=HostActivations(sizes.activation_log_bytes) if sizes.activation_log_bytes else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )

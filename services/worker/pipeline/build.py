@@ -111,13 +111,12 @@ def join(
     transport: str = "auto",
     secret: bytes | None = None,
     compile_grammar: CompileGrammar | None = None,
-    launches: bool = False,
     activations: ActivationStore | None = None,
 ) -> BuiltMembership:
     """Opens the data plane; the shell closes it when its engine thread ends. `costs` records durations of stages.
     `copier`: required if the core's limits allow swapping. `compile_grammar`: for the engine, with caching; None:
     constraints are not applied. `runner` replaces the engine's own, `open_plane` the data plane. `secret`: see
-    `links.plane.DataPlane`. `launches`: batches of the whole model are launched and collected later.
+    `links.plane.DataPlane`.
     """
 
     def post(event: MemberEvent) -> None:
@@ -156,7 +155,7 @@ def join(
             links=Links,
             copier=copier,
             compile_grammar=compile_grammar,
-            launch=cast("Launching", runner or own).launch if launches else None,
+            launch=cast("Launching", runner or own).launch if core.group_scheduler.goes_ahead else None,
             activations=activations,
             preempts=shell.preempts,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),

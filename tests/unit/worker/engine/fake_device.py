@@ -277,8 +277,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     for launching in (runner, replaying):  # tokens that are still being chosen are taken on the device
         new = NewSequence(1, (5, 6), (), SamplingParams(temperature=0.0))
         launching.launch(Batch(1, (), (new,), (Slice(1, 0, (5, 6), True),)), [(0,)])
-        launched = launching.launch(Batch(2, (), (), (Slice(1, 2, (IN_FLIGHT,), True),)), [(0,)])
-        assert len(launched.collect().token_ids) == 1
+        ahead = launching.launch(Batch(2, (), (), (Slice(1, 2, (IN_FLIGHT,), True),)), [(0,)])
+        assert len(ahead.collect().token_ids) == 1
         launching.forget_all()
     counts: list[int] = []
     for each in (operations, TorchOperations(config, config.max_position, dtype, DEVICE)):
