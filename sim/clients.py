@@ -159,6 +159,9 @@ class Clients:
         since_s = array("d", [at_s - self._zero_s for at_s in instants_s])
         count = len(since_s)
         for command in commands:
+            if self.offline is not None and self.offline.owns(command[0]):
+                self.offline.deliver(command)
+                continue
             record, token_ids = self._by_id[command[0]], command[1]
             times_s = record.token_times_s
             place = record.input_tokens + len(times_s)

@@ -137,7 +137,8 @@ class World:
             max_model_len=options.model.max_model_len,
             distinct=options.marks,
             classes=options.classes,
-            offline=options.offline and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s),
+            offline=options.offline
+            and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s, self.zero_s),
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[SimSample] = []

@@ -60,6 +60,7 @@ KNOBS: dict[str, _Knob] = {
     "queue-order": _Knob("dispatcher", "--queue-order", _EVERY, "first-come, shortest-first or deadline"),
     "migrate-below": _Knob("planner", "dev.migrate_below_tokens", ("migrate",), "freeness of who gives requests away"),
     "migrate-above": _Knob("planner", "dev.migrate_above_tokens", ("migrate",), "freeness of who takes them"),
+    "offline-slowdown": _Knob("worker", "--offline-slowdown", _EVERY, "of a step by offline work; 1000: unbounded"),
     "transfers": _Knob("worker", "dev.transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "ttft-target-s": _Knob("planner", "--ttft-target-s", ("drop",), "seconds until a first token is late"),

@@ -105,3 +105,4 @@ class ReplayRun:
     failed_sample_count: int
     transitions: list[TimedTransition] = field(default_factory=list[TimedTransition])
     bubble_fraction: float | None = None  # idle share of all stages while there was work
+    offline_token_count: int | None = None  # prompts and answers of offline work beside the trace

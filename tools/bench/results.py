@@ -127,6 +127,7 @@ class PolicyResult(_StrictModel):
     failed_sample_count: int
     transitions: list[TransitionResult]
     bubble_fraction: float | None = None
+    offline_token_count: int | None = None  # prompts and answers of offline work beside the trace
     verified_count: int | None = None  # answers recomputed for comparison
     token_mismatches: int | None = None  # of the verified answers; null until verified
     near_ties: int | None = None  # differences excused because rounding decides between the tokens
@@ -266,6 +267,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
         failed_sample_count=run.failed_sample_count,
         transitions=_transitions(run),
         bubble_fraction=run.bubble_fraction,
+        offline_token_count=run.offline_token_count,
         requests=[_request(r) for r in run.records],
     )
 

@@ -104,7 +104,12 @@ def _offline_line(status: ClusterStatus, tokens_per_s: Mapping[str, float] | Non
     if not (running or waiting or done):
         return None
     rate = "" if tokens_per_s is None else f", {sum(tokens_per_s.values()):,.0f} tokens/s"
-    return _line("offline", f"{running:,} running", f"{waiting:,} waiting", f"{done:,} tokens{rate}")
+    yields, lost = (
+        sum(load.offline_yields_total for load in loads),
+        sum(load.offline_lost_tokens_total for load in loads),
+    )
+    gave_way = [f"{yields:,} times given way, {lost / max(1, done):.1%} computed twice"] if yields else []
+    return _line("offline", f"{running:,} running", f"{waiting:,} waiting", f"{done:,} tokens{rate}", *gave_way)
 
 
 def _endings_line(status: ClusterStatus) -> tuple[str, Text]:

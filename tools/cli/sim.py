@@ -81,6 +81,17 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
     parser.add_argument("--network-gbps", type=float, metavar="X", help="of each GPU's network card (of the catalogue)")
     parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
+    parser.add_argument(
+        "--arrivals",
+        metavar="NAME=X,...",
+        help="in place of --trace: rate_per_s=2,span_s=150, and cv=4 for burstier ones, on_s=20,off_s=20 for phases",
+    )
+    parser.add_argument("--offline", metavar="LENGTHS", help="offline work without end beside it, as --lengths")
+    parser.add_argument(
+        "--offline-class",
+        metavar="CLASS",
+        help="batch (default), or default: as with priorities alone (docs/offline.md)",
+    )
     whatif.add_arguments(parser)
     parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
     parser.add_argument(
@@ -122,14 +133,25 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         changes["trace"] = args.trace
     if args.policy is not None:
         changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
+    if args.arrivals is not None:
+        changes["arrivals"] = _numbers(args.arrivals)
+    if args.offline is not None:
+        changes["offline"] = {"lengths": args.offline, "as_class": args.offline_class or "batch"}
     told = {"description": ""}
     if args.scenario is not None:
         told = read_scenario(args.scenario).model_dump()
     else:
         for name in ("trace", "model", "cluster"):
-            if name not in changes:
+            if name not in changes and not (name == "trace" and "arrivals" in changes):
                 raise ConfigError(f"--{name}", "is missing; or give a --scenario")
     return make_scenario({**told, **changes})
+
+
+def _numbers(text: str) -> dict[str, float]:
+    try:
+        return {name.strip(): float(value) for name, _, value in (one.partition("=") for one in text.split(","))}
+    except ValueError:
+        raise ConfigError("--arrivals", f"must be NAME=NUMBER, ... (got {text!r})") from None
 
 
 @dataclass
