@@ -12,8 +12,9 @@ from tests.support.worker_core import Driver, greedy, limits, next_token
 PROMPT = (1, 2, 3)
 
 
-def driver(block_count: int = 64, **given: int) -> Driver:
-    made = Driver(limits(async_scheduling=True, **given), block_count)
+def driver(block_count: int = 64, *, block_tokens: int = 4, max_batch_tokens: int = 16) -> Driver:
+    bounds = limits(async_scheduling=True, block_tokens=block_tokens, max_batch_tokens=max_batch_tokens)
+    made = Driver(bounds, block_count)
     made.open(1)
     return made
 
