@@ -24,7 +24,7 @@ _LEAST_ROWS, _LEAST_WIDTH = 16, 16
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """More than one consecutive token of one sequence."""
+    """Rows of a sequence that computes more than one token."""
 
     first_row: int
     row_count: int
@@ -61,7 +61,7 @@ class PackedStep:
     block_tokens: int
     token_ids_T: Ints
     positions_T: Ints
-    slots_T: Ints  # block * block_tokens + offset: where K and V of each row go
+    slots_T: Ints  # cache slot of each row's K and V: block * block_tokens + offset
     decode_contexts_S: Ints  # context tokens, the new one included; ascending
     decode_blocks_SW: Ints  # whole tables, padded with the sequence's first block
     chunks: tuple[PackedChunk, ...]
@@ -76,7 +76,7 @@ class PackedStep:
 
     @property
     def base_block(self) -> int:
-        """A block that the step writes, hence mapped: kernels get the cache from it on."""
+        """A block that the step writes, hence mapped: kernels get a pointer to the cache at this block."""
         return int(self.slots_T[0]) // self.block_tokens
 
     @property
@@ -109,12 +109,12 @@ class Packer:
             self.forget(sequence_id)
 
     def pack(self, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]]) -> PackedStep:
-        """Lay out a batch's slices, at least one; `tables` is aligned with them.
+        """Lay out a batch's slices, at least one; `block_tables` is aligned with them.
 
         A table that is the same object as in the previous step is taken to be unchanged.
 
         Raises:
-            InvariantViolation: a table does not cover its slice.
+            InvariantViolation: a slice is empty, or its table does not cover it.
         """
         known = [self._table(part, table) for part, table in zip(slices, block_tables, strict=True)]
         lengths = np.array([len(part.token_ids) for part in slices], np.int64)

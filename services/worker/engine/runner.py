@@ -72,7 +72,7 @@ class ModelRunner:
         self._kv = kv
         self.graphs = graphs
         self._lora = lora
-        self._is_adapted = False  # whether rows of the current step have an adapter
+        self._is_adapted = False  # True if any row of the current step has an adapter
         self._packer = Packer(kv.shape.block_tokens)
         self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
         self._latest: _Launched | None = None
@@ -251,7 +251,7 @@ class ModelRunner:
         )
 
     def forget_all(self) -> None:
-        """Remove all sequences: the next batches come from another leader, which adds its sequences."""
+        """Remove all sequences. The next batches come from another leader, which adds its own."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)
