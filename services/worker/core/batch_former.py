@@ -45,6 +45,21 @@ def ready_ahead(running: list[Sequence], completed_step_id: int) -> list[Sequenc
     ]
 
 
+def growing_ahead(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
+    """Running sequences that need a block for it."""
+    return [
+        s
+        for s in running
+        if s.token_count > s.reserved_tokens
+        or (
+            s.token_count == s.reserved_tokens
+            and s.step_id > completed_step_id
+            and s.dispatched_tokens == s.token_count
+            and s.token_count in s.ahead
+        )
+    ]
+
+
 class BatchFormer:
     def __init__(self, limits: WorkerLimits, microbatching: Microbatching) -> None:
         self.prefill_limit: int | None = None  # maximum prompt tokens of a batch with decodes

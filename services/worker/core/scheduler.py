@@ -21,7 +21,7 @@ from collections.abc import Container
 from dataclasses import replace
 
 from services.worker.core.batch import BlockKey, SequenceId
-from services.worker.core.batch_former import BatchPlan, ready_ahead, ready_alone
+from services.worker.core.batch_former import BatchPlan, growing_ahead, ready_ahead, ready_alone
 from services.worker.core.blocks import blocks_for
 from services.worker.core.counts import GroupCounts
 from services.worker.core.line import OFFLINE_RANK, order
@@ -372,17 +372,7 @@ class Scheduler(GroupCounts):
         """Reserve the blocks that sequences need with the tokens in flight. False: there are too few, or the head of
         the line needs some of another sequence; that waits until nothing is in flight and any may be preempted.
         """
-        growing = [
-            s
-            for s in self.running
-            if s.token_count > s.reserved_tokens
-            or (
-                s.token_count == s.reserved_tokens
-                and s.step_id > completed_step_id
-                and s.dispatched_tokens == s.token_count
-                and s.token_count in s.ahead
-            )
-        ]
+        growing = growing_ahead(self.running, completed_step_id)
         if len(growing) > self.free_block_count:
             return False
         if (head := self._head()) is not None and self._preemption_candidates(head, sys.maxsize):

@@ -32,7 +32,7 @@ from services.worker.memory.kv_cache import KvCache
 
 
 @dataclass(frozen=True, slots=True)
-class _Launched:
+class _RunningStep:
     """A step whose tokens are chosen on the device."""
 
     runner: "ModelRunner"
@@ -75,7 +75,7 @@ class ModelRunner:
         self._is_adapted = False  # True if any row of the current step has an adapter
         self._packer = Packer(kv.shape.block_tokens)
         self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
-        self._latest: _Launched | None = None
+        self._latest: _RunningStep | None = None
         self._collected_s = 0.0  # when a step was last collected
         self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
@@ -115,14 +115,14 @@ class ModelRunner:
             InvariantViolation: the batch or a table contradicts an earlier call.
         """
         out = self._start(batch, block_tables, hidden_TD, range(first_layer, last_layer), preempted)
-        return out.collect() if isinstance(out, _Launched) else out
+        return out.collect() if isinstance(out, _RunningStep) else out
 
     def launch(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> LaunchedStep:
         """Launch a batch on the whole model; see `run_stage`. Steps are collected in the order of launch, and a step
         may refer to tokens of the one launched before it.
         """
         launched = self._start(batch, block_tables, None, range(self._config.layer_count), None)
-        assert isinstance(launched, _Launched)
+        assert isinstance(launched, _RunningStep)
         return launched
 
     def elapsed_s(self, started_s: float) -> float:
@@ -143,7 +143,7 @@ class ModelRunner:
         hidden_TD: torch.Tensor | None,
         layers: range,
         preempted: Callable[[], bool] | None,
-    ) -> _Launched | torch.Tensor:
+    ) -> _RunningStep | torch.Tensor:
         started_s = time.perf_counter()
         first_layer, last_layer = layers.start, layers.stop
         samples = last_layer == self._config.layer_count
@@ -161,7 +161,7 @@ class ModelRunner:
                 self._sampler.add(new)
                 self._prompts.add(new)
         if not batch.slices:
-            return _Launched(self, batch.step_id, (), None, started_s)
+            return _RunningStep(self, batch.step_id, (), None, started_s)
         packed = self._packer.pack(batch.slices, block_tables)
         if samples and first_layer == 0:
             packed = self._with_tokens_in_flight(batch.slices, packed)
@@ -179,7 +179,7 @@ class ModelRunner:
             self._prompts.take(batch.slices, packed.first_rows, hidden_TD)
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
             choosing = self._sample(rows, packed, hidden_TD) if rows else None
-        self._latest = launched = _Launched(self, batch.step_id, rows, choosing, started_s)
+        self._latest = launched = _RunningStep(self, batch.step_id, rows, choosing, started_s)
         return launched
 
     def _with_tokens_in_flight(self, slices: Sequence[Slice], packed: PackedStep) -> PackedStep:

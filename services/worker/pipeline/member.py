@@ -123,9 +123,9 @@ class GroupMember:
             watch=watch(),
             awaits_roster=awaits_roster,
             preempts=environment.preempts,
-            launch=environment.launch,
             log=log,
         )
+        stage.launch = environment.launch
 
         def second(context: MemberContext, role: MemberRole) -> tuple[MemberContext, StageRunner]:
             links = environment.links(environment.plane, role, now, environment.post)

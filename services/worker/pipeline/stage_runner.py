@@ -38,12 +38,9 @@ class StageRunner:
         watch: StageWatch,
         awaits_roster: Callable[[Epoch], bool],
         preempts: Callable[[], bool] = never,
-        launch: Launch | None = None,
         log: ActivationLog | None = None,
     ) -> None:
-        """`awaits_roster(epoch)`: True while its free blocks are unknown. `preempts`: online work waits. `launch`: for
-        batches of a stage that is the whole model.
-        """
+        """`awaits_roster(epoch)`: True while its free blocks are unknown. `preempts`: online work waits."""
         self._context = context
         self._role = context.role
         self._links = context.links
@@ -56,7 +53,7 @@ class StageRunner:
         self._watch = watch
         self._awaits_roster = awaits_roster
         self._preempts = preempts
-        self._launch = launch
+        self.launch: Launch | None = None  # of batches of the whole model; None: they are executed synchronously
         self._log = log
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
@@ -104,8 +101,8 @@ class StageRunner:
         try:
             first, last = role.layers.start, role.layers.stop
             launched, out = None, None
-            if self._launch is not None and self._is_whole(batch):
-                launched = self._launch(batch, tables)
+            if self.launch is not None and self._is_whole(batch):
+                launched = self.launch(batch, tables)
             else:
                 out = self._engine.run_stage(
                     batch, tables, hidden_TD, first_layer=first, last_layer=last, preempted=self._preempts
