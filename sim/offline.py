@@ -17,12 +17,10 @@ _ROWS = 4096  # lengths drawn in advance; repeated afterwards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad:
-    """`lengths`: of prompts and answers, drawn with replacement. No request is sent after `until_s` of
-    the trace.
-    """
+    """Offline load. `lengths`: (prompt, answer) tokens, drawn with replacement. No request is sent after `until_s`."""
 
     lengths: Sequence[tuple[int, int]]
-    waiting_count: int = 8  # waiting requests of each dispatcher, without a token
+    waiting_count: int = 8  # requests without a token that each dispatcher always has
     until_s: float = math.inf
     priority: PriorityClass = PriorityClass.BATCH  # a different class: for engines that only have priorities
 

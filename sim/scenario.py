@@ -27,16 +27,16 @@ class Arrivals(_Section):
     rate_per_s: float = Field(gt=0)  # outside bursts
     cv: float = Field(1.0, gt=0)  # coefficient of variation of intervals; 1: Poisson process
     bursts: tuple[Burst, ...] = ()
-    on_s: float | None = Field(None, gt=0)  # arrivals for so long, then none for `off_s`, and again; None: always
+    on_s: float | None = Field(None, gt=0)  # requests arrive for this long, then none for `off_s`; None: always
     off_s: float = Field(0.0, ge=0)
 
 
 class Offline(_Section):
-    """Offline work without end beside the trace, until its last arrival."""
+    """Endless offline work beside the trace, until the last arrival of the trace."""
 
     lengths: str  # name of a data set, or a file
     waiting_count: int = Field(8, ge=1)  # requests that wait at each dispatcher
-    as_class: Literal["batch", "default"] = "batch"  # default: as an engine with priorities only; online is interactive
+    as_class: Literal["batch", "default"] = "batch"  # default: for engines with priorities only; online: interactive
 
 
 class RepeatedBurst(_Section):

@@ -49,7 +49,7 @@ def _instants_s(spec: Arrivals, rng: random.Random) -> Iterator[float]:
 
 
 def _pieces(spec: Arrivals) -> Iterator[tuple[float, float, float]]:
-    """(begin, end, requests per second), without gaps."""
+    """Yield pieces of constant rate without gaps: (begin, end, requests per second)."""
     edges = {0.0, spec.span_s}
     for burst in spec.bursts:
         edges |= {burst.at_s, burst.at_s + burst.for_s}

@@ -21,7 +21,7 @@ from tools.bench.traces import Trace, read_trace
 from tools.bench.upscale import raised_burst, repeated_burst, upscaled
 
 _BURST_WINDOW_S = 30.0
-_OFFLINE_ROWS = 4096  # lengths that are drawn
+_OFFLINE_ROWS = 4096  # number of drawn lengths
 
 
 def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:

@@ -175,7 +175,7 @@ def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = Non
 
 
 def world_of(job: SimJob, rules: ClusterRules, arrivals: Sequence[Arrival] | None = None) -> World:
-    """`arrivals`: in place of those of the job's trace."""
+    """The world of a job under these rules. `arrivals` replace those of the job's trace."""
     return World(_options(job, rules), arrivals_of(job.trace) if arrivals is None else arrivals)
 
 
@@ -218,7 +218,9 @@ def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
 
 
 def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
-    """By default static pipelines form microbatches by token counts, like the systems they represent."""
+    """The rules with a policy's knobs applied. By default static pipelines form microbatches by token counts, like the
+    systems they represent.
+    """
     worker, transitions, knobs = rules.worker, rules.planner.transitions, dict(spec.knobs)
     if spec.policy == "static-pipeline":
         knobs.setdefault("microbatching", "token-count")
@@ -383,7 +385,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
 
 
 def replay_run(run: SimRun) -> ReplayRun:
-    """The run in the format of a measurement."""
+    """A simulated run in the format of a measurement."""
     records = [
         BenchRecord(
             index=r.index,
