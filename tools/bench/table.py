@@ -32,7 +32,7 @@ def _latency_table(name: str, policy: PolicyResult, *, measured: bool) -> Table:
     table.add_column("")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for label, field in _LATENCIES if measured else _LATENCIES[:-1]:  # no sending delay in virtual time
+    for label, field in _LATENCIES if measured else _LATENCIES[:-1]:  # in virtual time there is no send lag
         summary: Summary = getattr(policy, field)
         table.add_row(label, *(duration(getattr(summary, column)) for column in _COLUMNS))
     return table

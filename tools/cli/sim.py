@@ -25,7 +25,7 @@ from tools.bench.table import render
 from tools.cli import whatif
 from tools.cli.arguments import Commands
 
-# Flags that override the scenario field of the same name.
+# Flags that override the scenario's field of the same name.
 _FIELDS = (
     "model",
     "cluster",
@@ -101,7 +101,7 @@ def add_parser(subparsers: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns exit status 0 whatever the outcome of the simulated requests."""
+    """Run the simulation and print the result. The exit status is 0, whatever happened to the simulated requests."""
     if args.plot is not None:
         require_matplotlib("--plot")
     scenario, console = _scenario(args), open_console(stderr=args.json == STANDARD_OUTPUT)
@@ -161,10 +161,12 @@ class _SimTask:
 
 
 class RunDisplay:
-    """Progress of simulations: bars on a terminal, otherwise one line per run on standard error."""
+    """Shows the progress of simulations within a `with` block: bars on a terminal, otherwise a line on standard error
+    when a run begins.
+    """
 
     def __init__(self, console: Console, request_count: int | None) -> None:
-        """`request_count`: requests per run. None: it varies between runs."""
+        """`request_count`: number of requests of each run; None: it varies."""
         self._console = console
         self._request_count = request_count
         self._bar = Progress(
@@ -180,7 +182,7 @@ class RunDisplay:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._tasks: dict[str, _SimTask] = {}  # policy -> progress of its run
+        self._tasks: dict[str, _SimTask] = {}  # policy -> its current run's bar
 
     def __enter__(self) -> "RunDisplay":
         self._bar.start()
