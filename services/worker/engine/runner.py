@@ -126,7 +126,7 @@ class ModelRunner:
         return launched
 
     def elapsed_s(self, started_s: float) -> float:
-        """Seconds that a step took, from its launch or the collection of the step before, whichever is later, until now."""
+        """Seconds since the step was launched, or since the step before it was collected if that was later."""
         began_s, self._collected_s = max(started_s, self._collected_s), time.perf_counter()
         return self._collected_s - began_s
 
