@@ -280,6 +280,8 @@ class StagedDecodes:
         if self._there.is_cuda:
             staged = staged.pin_memory()  # torch keeps the pinned memory until the copy has completed
         self._there[: len(numbers)].copy_(staged, non_blocking=True)
+        if step.in_flight is not None:
+            step.in_flight.put(self.token_ids_T)
         return True
 
     def first(self, rows: int, base_block: int) -> CudaAttentionStep:

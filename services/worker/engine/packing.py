@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import SequenceId, Slice
+from services.worker.engine.upload import upload
 
 Ints = NDArray[np.int64]
 
@@ -39,6 +41,20 @@ class PackedChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlightTokens:
+    """Tokens that the previous step is still choosing, and the rows that compute them."""
+
+    rows_L: Ints
+    sources_L: Ints  # their rows in `token_ids_R`
+    token_ids_R: torch.Tensor  # on the device: the previous step's
+
+    def put(self, token_ids_T: torch.Tensor) -> None:
+        """Write them into the step's token ids on the device, without waiting for them."""
+        rows_L, sources_L = upload([self.rows_L, self.sources_L], token_ids_T.device)
+        token_ids_T.index_copy_(0, rows_L, self.token_ids_R.index_select(0, sources_L).to(token_ids_T.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """Layout of a step. Legend: T rows in total, S decodes, W blocks of the longest table of a decode."""
 
@@ -52,6 +68,7 @@ class PackedStep:
     first_rows: Ints  # aligned with the batch's slices: row of its first token
     sample_rows: Ints  # aligned with the batch's slices that sample: row of the last token
     blocks_end: int  # highest block id in use, plus one
+    in_flight: InFlightTokens | None = None  # tokens that `token_ids_T` lacks
 
     @property
     def row_count(self) -> int:
