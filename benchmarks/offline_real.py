@@ -52,7 +52,7 @@ class ServedFigures:
 
 @dataclass(frozen=True, slots=True)
 class RealLoad:
-    """Requests of a measurement. Lengths are (prompt, answer) tokens of each request; None: as in `benchmarks.offline`."""
+    """Requests of a measurement. Lengths: (prompt, answer) tokens of each; None: as in `benchmarks.offline`."""
 
     lengths: tuple[int, int] | None = None
     offline_lengths: tuple[int, int] | None = None
