@@ -108,9 +108,9 @@ class SimInstance(Turns):
         self.ahead_s = 0.0  # remaining time of the current activity
         self.slowness = 1.0  # factor on all execution times
         self.touched = True  # an event was handled since this was reset
-        self.busy_s = 0.0  # time executing batches
+        self.busy_s = 0.0  # executing batches
         self.pipelined_busy_s = 0.0  # time executing batches as a pipeline stage
-        self.pipelined_s = 0.0  # leaders only: number of stages times the time with batches in flight
+        self.pipelined_s = 0.0  # on the leader: number of stages times the time with batches in flight
         self._clock = clock
         self._execution = execution
         self._costs = execution.costs if fast_forwards and isinstance(execution, SimRoofline) else None

@@ -89,7 +89,7 @@ class Pool:
 
     @property
     def label(self) -> str:
-        """The slowdown of its machines, unless it is 1."""
+        """Text with the slowdown of its machines; empty if that is 1."""
         return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
 
 

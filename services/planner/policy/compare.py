@@ -228,12 +228,12 @@ class _Evaluator:
         return self.finish(self.begin(candidate, kinds), kinds)
 
     def begin(self, candidate: Candidate, kinds: Sequence[GroupKind]) -> Evaluation:
-        """Evaluate in the middle future only."""
+        """Evaluate a candidate in the middle future only."""
         prediction = self._predict(kinds, self._futures[_MIDDLE])
         return Evaluation(candidate, prediction, self._loss([prediction]))
 
     def finish(self, begun: Evaluation, kinds: Sequence[GroupKind]) -> Evaluation:
-        """Evaluate in the other futures."""
+        """Evaluate a candidate in the remaining futures as well."""
         others = (*self._futures[:_MIDDLE], *self._futures[_MIDDLE + 1 :])
         predicted = [self._predict(kinds, future) for future in others]
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))

@@ -44,7 +44,7 @@ class SharedPart(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """One part of a store in the copy."""
+    """One part of a parameter store, to be copied."""
 
     name: str
     pieces: Sequence[torch.Tensor]

@@ -144,7 +144,7 @@ def _index_of_last_needed(tasks: Sequence[_Task]) -> int:
 
 
 def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[StageShape]]:
-    """The whole model, and stages."""
+    """Shapes of the whole model, and of the stages to measure."""
     if wrong := [count for count in wanted if not 1 <= count < layer_count]:
         raise ConfigError("layers", f"stages of {wrong[0]} layers: must be from 1 to {layer_count - 1}")
     counts = wanted or ([layer_count // 2] if layer_count > 1 else [])
