@@ -1,11 +1,12 @@
-"""Placement by prefixes beside sglang-router's, at real pace: the same sessions, four workers, the same memory.
+"""Ballast's placement by prefix compared with sglang-router's, in real time, on the same sessions and memory.
 
     PYTHONPATH=.:SGLANG python -m benchmarks.prefix_router [--workers 4] [--span-s 60] [--write]
 
-SGLANG: where `sglang_router` can be imported from; without it ours runs alone. Sessions are those of
+SGLANG: folder from which `sglang_router` can be imported; without it Ballast runs alone. Sessions are those of
 `benchmarks.prefix_beside`. sglang-router (`cache_aware`, its defaults) forwards to mock backends: HTTP servers around
-our worker's core with its prefix cache, whose steps take as long as Llama-2-7B's on an A100-40G. Ours are the services
-themselves, with emulated workers of that GPU and as many KV blocks. Time to first token is the client's.
+the core of Ballast's worker with its prefix cache, whose steps take as long as those of Llama-2-7B on an A100-40G.
+Ballast runs its real services, with emulated workers of that GPU that have the same number of KV blocks. TTFT is
+measured by the client.
 """
 
 import argparse
@@ -41,7 +42,7 @@ from benchmarks.quoting import quote
 from sim.jobs.machines import catalogue_machine, stand_in
 from tools.local.cluster import LocalCluster, Service
 
-# Sends a turn's prompt with the length of its answer. Returns its answer and when its first token came.
+# Sends a (prompt, answer) of which only the answer's length counts. Returns (answer, arrival of its first token).
 Ask = Callable[[tuple[int, ...], tuple[int, ...]], Awaitable[tuple[tuple[int, ...], float]]]
 
 
@@ -54,7 +55,7 @@ class RoutedFigures:
 
 
 class MockBackend:
-    """SGLang's `/generate` over a worker's core."""
+    """HTTP server with SGLang's `/generate`, executed by a worker's core."""
 
     def __init__(self, block_count: int, cost: CostModel) -> None:
         self._served, self._cost = ServedByBallast(block_count, caching=True), cost
@@ -64,7 +65,7 @@ class MockBackend:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """Tokens found, and asked for."""
+        """(prompt tokens found in the cache, all prompt tokens) of started requests."""
         return self._served.counts
 
     async def run(self) -> None:
@@ -131,7 +132,7 @@ def _length(head: bytes) -> int:
 
 
 async def play(ask: Ask, sessions: Sequence[PrefixSession]) -> RoutedFigures:
-    """Each session's turns one after the other."""
+    """Play all sessions at once; the turns of each one after the other."""
     found, begin_s = RoutedFigures(), time.monotonic()
 
     async def one(session: PrefixSession) -> None:
@@ -221,7 +222,7 @@ def _free_port() -> int:
 
 
 async def by_ballast(sessions: Sequence[PrefixSession], workers: int, folder: Path) -> tuple[RoutedFigures, int]:
-    """Its figures, and the KV blocks of a worker."""
+    """Play the sessions on a cluster. Returns (figures, KV blocks per worker)."""
     machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
     longer = machine.model.model_copy(update={"max_model_len": LONGEST})  # sessions grow beyond Llama-2's 4,096
     made = stand_in(folder / "stand-in", machine.model_copy(update={"model": longer}))
