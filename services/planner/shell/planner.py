@@ -26,7 +26,7 @@ from services.planner.shell.webhook import Webhook
 
 _MAX_WATCHERS = 64  # streams of layouts that may be open at once
 _LOADS_TIMEOUT_S = 2.0
-_CALL_TIMEOUT_S = 2.0  # of a call to a member; repeated until the transition ends
+_CALL_TIMEOUT_S = 2.0  # timeout of a call to a member; the call is repeated until the transition ends
 _DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
 _DRAIN_CALL_TIMEOUT_S = 3.0
 

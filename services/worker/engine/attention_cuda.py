@@ -236,7 +236,7 @@ class StagedDecodes:
     """
 
     def __init__(self, attention: CudaAttention, rows: int, longest: int, block_tokens: int) -> None:
-        """Allocates memory for at most `rows` rows with contexts of at most `longest` tokens."""
+        """Allocate memory for at most `rows` rows with contexts of at most `longest` tokens."""
         self._rows = rows
         self._attention = attention
         self._tile_count = min(rows * _MOST_PARTS, max(rows, _MOST_TILES))
@@ -280,6 +280,8 @@ class StagedDecodes:
         if self._there.is_cuda:
             staged = staged.pin_memory()  # torch keeps the pinned memory until the copy has completed
         self._there[: len(numbers)].copy_(staged, non_blocking=True)
+        if step.in_flight is not None:
+            step.in_flight.put(self.token_ids_T)
         return True
 
     def first(self, rows: int, base_block: int) -> CudaAttentionStep:

@@ -73,6 +73,11 @@ class _Ranked(NamedTuple):
 class Choosing(Protocol):
     """Sampling of a step's rows that has been launched."""
 
+    @property
+    def token_ids_R(self) -> torch.Tensor:
+        """The sampled tokens, on the device."""
+        ...
+
     def collect(self) -> Sampled:
         """Wait for the sampled tokens and return them."""
         ...
@@ -111,6 +116,10 @@ class AnySampler(Protocol):
 @dataclass(frozen=True, slots=True)
 class _Chosen:
     sampled: Sampled
+
+    @property
+    def token_ids_R(self) -> torch.Tensor:
+        return torch.tensor(self.sampled.token_ids)
 
     def collect(self) -> Sampled:
         return self.sampled
