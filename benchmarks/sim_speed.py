@@ -5,8 +5,8 @@
 
 Each instance serves Qwen2.5-14B on one A800, with policy `recompute`; the simulator has one thread. Arrivals are
 Poisson with lengths like AzureConv's (`azureconv` in tools.bench.lengths) unless a trace is given; a larger cluster
-gets proportionally more requests. Processor time depends on the machine and its load, so each figure is reported with that
-of a fixed loop of Python statements, and the runs of a curve alternate. `--calls` counts function calls instead.
+gets proportionally more requests. Processor time depends on the machine and its load, so each figure is reported with
+that of a fixed loop of Python statements, and the runs of a curve alternate. `--calls` counts function calls instead.
 """
 
 import argparse
