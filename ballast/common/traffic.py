@@ -9,6 +9,7 @@ from itertools import zip_longest
 from ballast.common.cost import Chunk, CostModel
 
 _LEAST_STEP_S, _MOST_STEP_S = 1e-6, 60.0  # whatever the model and the machine are
+_OLD_NUMBERS = 11  # of a version that did not know how long bursts last
 _MOST = 1 << 50  # of any number that somebody writes: thousands of them add up to less than an int64
 RECENT_S, MINUTE_S, WINDOW_S = 10.0, 60.0, 300.0
 # Waits for first tokens are counted up to these, and beyond the last: a quarter apart, 20 ms to 8 minutes.
@@ -44,6 +45,7 @@ class Traffic:
     open_tokens: int = 0  # so far, of answers that have not ended
     known_s: float = 0.0  # observed time, at most WINDOW_S
     oldest_wait_s: float = 0.0  # of the requests that have had no token yet, wherever they are
+    burst_left_s: float = 0.0  # for how much longer the present rate lasts, by bursts in WINDOW_S; 0: unknown
     # Requests that have ever had a first token, by the `wait_index` of their wait; zeros at the end are left out.
     first_counts: tuple[int, ...] = ()
     later_count: int = 0  # tokens ever, after the first ones
@@ -91,13 +93,17 @@ def read_traffic(text: str) -> Traffic:
     if words[-1].endswith("]"):  # of a version that knew no long requests
         words += ["0"] * 4
     *numbers, firsts, later, later_s, prompts, long_count, need, prompt, long_wait = words
-    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, going_on, known, oldest = numbers
+    if len(numbers) == _OLD_NUMBERS:
+        numbers = [*numbers, "0"]
+    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, going_on, known, oldest, left = (
+        numbers
+    )
     counts = [
         int(value)
         for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, going_on, later)
     ]
     counts += [int(value) for value in (long_count, need, prompt)]
-    rates = [float(value) for value in (calm, known, oldest, later_s, long_wait)]
+    rates = [float(value) for value in (calm, known, oldest, later_s, long_wait, left)]
     first_counts, prompt_counts = (
         [int(value) for value in word[1:-1].split(",") if value] for word in (firsts, prompts)
     )
@@ -116,6 +122,7 @@ def read_traffic(text: str) -> Traffic:
         ended_tokens=counts[6],
         known_s=rates[1],
         oldest_wait_s=rates[2],
+        burst_left_s=rates[5],
         first_counts=tuple(first_counts),
         open_tokens=counts[7],
         later_count=counts[8],
@@ -140,6 +147,7 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
         open_tokens=sum(p.open_tokens for p in listed),
         known_s=max((p.known_s for p in listed), default=0.0),
         oldest_wait_s=max((p.oldest_wait_s for p in listed), default=0.0),
+        burst_left_s=max((p.burst_left_s for p in listed), default=0.0),
         first_counts=tuple(map(sum, zip_longest(*(p.first_counts for p in listed), fillvalue=0))),
         later_count=sum(p.later_count for p in listed),
         later_s=math.fsum(p.later_s for p in listed),

@@ -33,7 +33,8 @@ from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, w
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
-LASTS_S = (2.0, 15.0, 60.0)  # futures: durations for which the present rate continues
+# Futures: durations for which the present rate continues. The middle one holds until bursts are known.
+LASTS_S = (2.0, 15.0, 60.0)
 _MIDDLE = len(LASTS_S) // 2
 LOST = 20.0  # times the target: longer waits are lost. Ten seconds by default: chosen, not derived
 _UNSURE = 1.1  # minimum advantage over a smaller change
@@ -375,7 +376,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
             waited_s=traffic.oldest_wait_s,
             prompts=tuple([max(1.0, prompt if length is None else length) for length in spread]),
         )
-        for lasts_s in LASTS_S
+        for lasts_s in (*LASTS_S[:_MIDDLE], traffic.burst_left_s or LASTS_S[_MIDDLE], *LASTS_S[_MIDDLE + 1 :])
     ]
 
 
