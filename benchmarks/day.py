@@ -1,11 +1,12 @@
-"""GPU-seconds that a bursty day takes with parking, dropping and offline work, compared with `recompute`.
+"""Measures the GPU-seconds that a bursty day takes with parking, dropping and offline work, compared with `recompute`.
 
     python -m benchmarks.day --traces DIR [--scale 0.02] [--gpus N] [--write]
 
-Simulates the first ten hours of BurstGPT in twelve minutes. The GPUs that `recompute` needs for the goal (by search at
-other scales) either always serve, or park and drop; then the same with endless offline requests, which are paused when
-online requests need memory. Offline tokens are valued at the GPU-seconds that GPUs without online work would need for
-them. DIR as for `benchmarks.parking`; `--write` puts table and figure into docs/parking.md.
+The program simulates the first ten hours of BurstGPT, compressed to twelve minutes, on the number of GPUs that
+`recompute` needs for the goal (searched for at other scales). First all GPUs serve; then they park and drop; then they
+also have endless offline requests, which are paused when online requests need memory. Offline tokens are valued at the
+GPU-seconds they would cost on GPUs without online work. DIR is that of `benchmarks.parking`; `--write` puts the table
+and the figure into docs/parking.md.
 """
 
 import argparse
@@ -29,8 +30,8 @@ from tools.bench.traces import Trace
 _DAY = SLICES["burstgpt"]
 _PAGE = Path("docs/parking.md")
 _FIGURE = Path("docs/pictures/day.png")
-_ALONE_S = 60.0  # how long GPUs with offline work only are measured
-_FEWER = 0.45  # minimum saving as a fraction of the GPU-seconds
+_ALONE_S = 60.0  # simulated duration of a GPU with offline work only
+_FEWER = 0.45  # minimum saving, as a fraction of the GPU-seconds, for exit status 0
 _BIN_S = 10.0  # bin width of arrivals in the figure
 
 
@@ -38,7 +39,7 @@ _BIN_S = 10.0  # bin width of arrivals in the figure
 class Day:
     name: str
     run: SimRun
-    gpus_on: float  # mean until the last request arrived
+    gpus_on: float  # mean number of GPUs that are not parked, until the last arrival
     span_s: float
 
     @property
@@ -68,7 +69,7 @@ def simulated(name: str, one: SimJob, policy: str, offline: OfflineLoad | None) 
 
 
 def alone_per_s(one: SimJob, offline: OfflineLoad) -> float:
-    """Offline tokens per second of a GPU without online work."""
+    """Offline tokens per second of one instance without online work."""
     first = replace(one.trace.requests[0], arrival_s=_ALONE_S)
     single = one.cluster.model_copy(update={"gpu_count": one.model.gpus_per_instance})
     idle = replace(one, cluster=single, trace=replace(one.trace, requests=(first,)))

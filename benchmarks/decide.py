@@ -1,9 +1,9 @@
-"""Measures how long a planner needs to decide on an overload of many instances: survey, comparison and plan.
+"""Measures how long a planner takes to decide on an overload of many instances: survey, comparison and plan.
 
     python -m benchmarks.decide [--instances 1000] [--rounds 5]
 
-All memories are full and as many requests wait as run; memories are equal, differ by 1 %, or have twenty sizes. Prints
-milliseconds of processor time: minimum and median over the rounds.
+All memories are nearly full; their sizes are equal, differ by up to 1 %, or are of twenty kinds. Prints the processor
+time in ms: minimum and median over the rounds.
 """
 
 import argparse
@@ -43,7 +43,7 @@ _PACE = Pace(CostModel(attention_s=2e-9, token_s=4e-5, chunk_s=0.0252, shared_s=
 
 
 def overloaded(count: int, budget_of: Callable[[int], float]) -> tuple[Layout, ClusterLoad]:
-    """Instances on their own, with the given memory sizes."""
+    """Layout and load of `count` overloaded instances that serve alone. `budget_of`: instance number -> its memory."""
     rng = random.Random(3)
     parts = (*_MODEL.layer_parameter_bytes, _MODEL.other_parameter_bytes)
     parameters = sum(-(-size // _EXTENT_BYTES) for size in parts) * _EXTENT_BYTES

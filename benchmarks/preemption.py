@@ -2,10 +2,10 @@
 
     python -m benchmarks.preemption [--arrivals 200] [--steps 200] [--write]
 
-Reaction: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive
-at random. For those that arrive during an offline-only step, measures the time from arrival until the step was
-preempted, and the duration of a slice. Cost: steps of 64 prompt tokens of a model with 8 layers on one core,
-alternately whole and in 4 slices; processor time of the thread.
+Benefit: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive at
+random. The program measures the time from an arrival during an offline-only step until the step is preempted, and the
+longest slice. Cost: the thread's processor time for steps of 64 prompt tokens of a model with 8 layers on one core,
+alternately whole and in 4 slices.
 """
 
 import argparse
@@ -42,14 +42,14 @@ from services.worker.shell import WorkerShell
 from sim.jobs.machines import catalogue_machine
 from tools.model.tiny import make_tiny
 
-TTFT_TARGET_S = 0.1  # makes the steps consist of slices of 6 ms
+TTFT_TARGET_S = 0.1  # with this target, offline steps consist of slices of 6 ms
 VOCABULARY = 4096
 OFFLINE_COUNT = 32
 LAYERS, TOKENS, SLICES = 8, 64, 4
 
 
 class Reactions:
-    """Observes the core's events and the durations of slices."""
+    """Wraps a core's `handle` and a clock's `run` to record the ends of steps and the longest slice."""
 
     def __init__(self, handle: Callable[[Event], Any], run: Callable[..., None]) -> None:
         self.steps: list[tuple[float, bool]] = []  # (end of a step, whether it was preempted)
@@ -69,7 +69,7 @@ class Reactions:
 
 
 async def react(arrivals: int, seed: int) -> tuple[list[float], float]:
-    """(seconds from arrivals until a step was preempted, the longest slice)."""
+    """(seconds from each arrival during an offline-only step until its preemption, longest slice in seconds)."""
     machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
     engine = emulate(machine)
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)

@@ -2,9 +2,10 @@
 
 The simulator runs the services' own cores. Requests arrive at random at four instances, at about 0.7 of the rate that
 they can compute without caching. A share of every prompt is one of twenty prefixes (Zipf), the rest is unique. `off`:
-without caching. `cached`: with caching, but placement ignores it. `routed`: as the services do. With `--trace` the
-requests are those of a Mooncake file, whose `hash_ids` identify equal pieces of 512 tokens, in blocks of 256 tokens.
-`host`: like `routed`, with evicted KV kept in host memory, `--host-bytes` over all instances.
+without caching. `cached`: with caching, but placement ignores it. `routed`: with caching and placement by prefix, as in
+the services. With `--trace` the requests are those of a Mooncake file, whose `hash_ids` identify equal pieces of 512
+tokens; KV blocks then have 256 tokens. `host`: like `routed`, with evicted KV kept in host memory, `--host-bytes` over
+all instances.
 
 The second part measures real time: a step of 256 decodes in a worker's core, and the eviction of 1,000 blocks of
 100,000.
@@ -60,7 +61,7 @@ class PrefixCell:
     ttft_p99_s: float
     tpot_p50_s: float
     hit_fraction: float
-    host_hit_fraction: float  # included in the above
+    host_hit_fraction: float  # part of `hit_fraction` that comes from host memory
     request_count: int
 
 
@@ -127,7 +128,7 @@ def run(share: float, way: str, arrivals: Sequence[Arrival], size: Size) -> Pref
 
 
 def core_of(*, caching: bool, running: int) -> WorkerCore:
-    """A worker's core after that many prompts, all of which are decoding."""
+    """A worker's core with `running` requests, all of which are decoding."""
     limits = WorkerLimits(
         block_tokens=16,
         max_model_len=8192,
@@ -160,7 +161,7 @@ def core_of(*, caching: bool, running: int) -> WorkerCore:
 
 
 def _step(core: WorkerCore) -> int:
-    """Execute a step. Returns the number of tokens."""
+    """Execute a step. Returns the number of sampled tokens."""
     for command in core.handle(BatchWanted(0.0)):
         if isinstance(command, Execute):
             count = sum(part.samples for part in command.batch.slices)
@@ -171,7 +172,7 @@ def _step(core: WorkerCore) -> int:
 
 
 def step_costs() -> dict[str, float]:
-    """Microseconds per step; minimum of many alternating tries."""
+    """Microseconds of a core's step with 256 decodes, without and with caching: the minimum of alternating runs."""
     cores = {"off": core_of(caching=False, running=256), "on": core_of(caching=True, running=256)}
     best = dict.fromkeys(cores, float("inf"))
     for _ in range(200):
@@ -184,7 +185,7 @@ def step_costs() -> dict[str, float]:
 
 
 def giving_up_costs() -> dict[str, float]:
-    """Milliseconds to evict 1,000 of 100,000 retained blocks, in the leader and in its own book."""
+    """Milliseconds to evict 1,000 of 100,000 retained blocks in a worker's core and its block book."""
     limits = WorkerLimits(
         block_tokens=16,
         max_model_len=16_384,
@@ -227,7 +228,7 @@ def giving_up_costs() -> dict[str, float]:
 
 
 def dispatcher_costs(worker_count: int = 1000, seconds: int = 20) -> dict[str, float]:
-    """Costs of marks in a dispatcher: each worker computes 12,800 tokens/s and reports once a second."""
+    """Costs of prefix marks in a dispatcher, if each worker computes 12,800 tokens/s and reports once a second."""
     workers = [WorkerKey(WorkerId(f"worker-{number:04}"), Incarnation(1)) for number in range(worker_count)]
     per_report, rng = 12_800 // MARK_TOKENS, random.Random(1)
     reports = [[rng.getrandbits(63) for _ in range(per_report)] for _ in range(worker_count * seconds)]

@@ -92,7 +92,7 @@ def measured(
 
 
 def _every(count: int) -> Callable[[int, float], None]:
-    """Print the progress of a long run to stderr."""
+    """A callback that prints the progress of a run to stderr after every `count` ended requests."""
     next_count = count
 
     def tell(ended_count: int, at_s: float) -> None:

@@ -45,7 +45,7 @@ from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 RESULTS = Path(__file__).parent / "results"
 STAMPED, BULK = 1, 2
 ACTIVATION_BYTES = 16 * 1024
-PIECE_BYTES = 8 * 1024 * 1024  # of one sequence: unit of sending for naive
+PIECE_BYTES = 8 * 1024 * 1024  # KV of one sequence, which naive sends at once
 PIECES_AHEAD = 2
 CHUNKS_AHEAD = 4
 MICROBATCHES = 2  # maximum activations in flight, as in a pipeline of two stages
@@ -110,7 +110,7 @@ class TransferExchange:
 
 
 class TransferStage:
-    """Executes and sends, like `pipeline.stage_runner`."""
+    """Emulates a stage: sleeps for the time of its execution and sends an activation, over and over."""
 
     def __init__(self, plane: DataPlane, link: Link, stage_s: float, seed: int, device: str = "cpu") -> None:
         self._plane = plane
@@ -120,7 +120,7 @@ class TransferStage:
         self._activation = torch.zeros(ACTIVATION_BYTES, dtype=torch.uint8, device=device)
 
     def run(self, seconds: float) -> int:
-        """Returns the number of activations sent."""
+        """Run for some seconds. Returns the number of activations sent."""
         on_the_way: deque[Future[None]] = deque()
         pace, count = self._plane.pace, 0
         end_s = time.monotonic() + seconds
@@ -143,7 +143,7 @@ class TransferStage:
 
 
 class TransferPeer:
-    """The receiving process."""
+    """The process that receives, controlled by lines of JSON."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(

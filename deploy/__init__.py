@@ -1,1 +1,1 @@
-"""Images, the compose file, and checks that they work."""
+"""Checks of the images, the compose file, the manifests and the packages, and what they need."""

@@ -1,9 +1,9 @@
-"""`make compose-check`: runs docker-compose.yml as local processes, with requests through all dispatchers.
+"""`make compose-check`: runs docker-compose.yml as local processes and sends requests through all dispatchers.
 
-No container engine is needed. Each replica runs the file's command with the file's environment, in the order of its
-dependencies; its own health check decides when it is healthy; at the end everything is stopped and must exit with
-status 0. Only names, ports and paths are replaced (see `compose_file`), and the state server is this machine's private
-Valkey with the command's flags.
+No container engine is needed. Replicas start in the order of their dependencies, with the file's commands and
+environment; the file's health checks decide when they are healthy; at the end all are stopped and must exit with status
+0. Only names, ports and paths are replaced (see `compose_file`), and the state server is this machine's Valkey or Redis
+with the file's flags.
 """
 
 import argparse
@@ -53,7 +53,7 @@ class Replica:
 
 
 class ComposeRun:
-    """The services of a compose file on this machine. `folder` contains volumes and logs."""
+    """Runs the services of a compose file on this machine. `folder`: for their volumes and logs."""
 
     def __init__(self, services: Mapping[str, ServiceSpec], scale: Mapping[str, int], folder: Path) -> None:
         unknown = set(scale) - set(services)
@@ -63,7 +63,7 @@ class ComposeRun:
         self._scale = scale
         self.folder = folder
         self._peers: dict[str, str] = {}  # "service:port" -> addresses of its replicas, which share the name
-        self._ports: dict[tuple[str, int], dict[int, int]] = {}  # of each replica: port in the container -> port here
+        self._ports: dict[tuple[str, int], dict[int, int]] = {}  # (service, replica) -> {port in container: port here}
         self.replicas: list[Replica] = []
 
     async def start(self) -> None:
@@ -82,7 +82,7 @@ class ComposeRun:
         return [replica for replica in self.replicas if replica.spec.name == service]
 
     async def stop(self) -> None:
-        """Stop all, last started first, and check their exit statuses."""
+        """Stop all replicas, last started first. Raises Unavailable if one exits with a status other than 0."""
         for replica in reversed(self.replicas):
             ended_before = replica.child.returncode
             await replica.child.stop(_STOPPED_WITHIN_S)
@@ -169,28 +169,28 @@ class ComposeRun:
 
 
 def base_environ() -> dict[str, str]:
-    """The images' environment, without this machine's own BALLAST_* settings."""
+    """This process's environment without BALLAST_* settings, with the variables that the images set."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("BALLAST_")}
     path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
     return kept | {"PATH": path, "PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": "1"}
 
 
 def _ping_command(command: list[str], port: int) -> list[str]:
-    """The file's own client if this machine has it; the wheel contains the server only."""
+    """The file's health check of the state server, or one in Python if this machine has no such client."""
     if shutil.which(command[0]):
         return [str(port) if word == str(_STATE_PORT) else word for word in command]
     return [sys.executable, "-c", f"import redis; redis.Redis(port={port}).ping()"]
 
 
 async def check_service(run: ComposeRun) -> None:
-    """Send requests through every dispatcher; all must see all workers and produce the same tokens."""
+    """Send requests through every dispatcher. Each must see all workers, stream, and give the same tokens."""
     answers: list[list[Generation]] = []
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for dispatcher in run.of("dispatcher"):
         address = dispatcher.address(50051)
         async with AsyncClient(address) as client:
             texts = [await client.generate(p, sampling, deadline_s=_ANSWER_WITHIN_S) for p in _PROMPTS]
-            # Enough tokens that they do not arrive in one piece, however late this process reads.
+            # Enough tokens that they arrive in several chunks, however late this process reads.
             many = replace(sampling, max_tokens=200)
             chunks = [chunk async for chunk in client.stream(_PROMPTS[0], many, deadline_s=_ANSWER_WITHIN_S)]
             await _wait_workers(client, len(run.of("worker")) + len(run.of("emulated-worker")))
@@ -203,7 +203,7 @@ async def check_service(run: ComposeRun) -> None:
 
 
 async def check_gateway(run: ComposeRun) -> None:
-    """Send enough requests through the gateway that every dispatcher gets some."""
+    """Send requests through the gateway, and check that every dispatcher gets some."""
     gateway = run.of("gateway")[0]
     url = f"http://{gateway.address(_HTTP_PORT)}/v1/completions"
     body = json.dumps({"model": "", "prompt": _PROMPTS[0], "max_tokens": 4, "ignore_eos": True}).encode()
@@ -214,7 +214,7 @@ async def check_gateway(run: ComposeRun) -> None:
         if answer["usage"]["completion_tokens"] != 4:
             raise Unavailable(gateway.name, f"an answer is incomplete: {answer}")
     give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
-    while True:  # a dispatcher logs a request only after its client has the answer
+    while True:  # dispatchers log a request shortly after its client has the answer
         shares = [dispatcher.child.log().count('"request_id": "cmpl-') for dispatcher in dispatchers]
         if sum(shares) == 4 * len(dispatchers) or time.monotonic() > give_up_at_s:
             break
@@ -225,7 +225,7 @@ async def check_gateway(run: ComposeRun) -> None:
 
 
 async def check_jobs(run: ComposeRun) -> None:
-    """Run a batch through the gateway."""
+    """Upload a batch through the gateway, and check that all its lines are answered."""
     gateway = Gateway(f"http://{run.of('gateway')[0].address(_HTTP_PORT)}/v1")
     lines = [
         {"custom_id": str(i), "method": "POST", "url": "/v1/completions", "body": {"prompt": text, "max_tokens": 4}}
@@ -288,7 +288,7 @@ def main() -> int:
     parser.add_argument("--profile", action="append", default=[], metavar="NAME", help="as of docker compose: emulated")
     args = parser.parse_args()
     given: list[str] = args.scale or ["worker=2", "dispatcher=2"]
-    # A stop from outside ends the run like Ctrl-C, so that no process stays behind.
+    # SIGTERM ends the run like Ctrl-C, so that no process is left behind.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for text in given:

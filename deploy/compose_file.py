@@ -1,7 +1,7 @@
-"""Reads the parts of the compose format used by this project, and determines what each replica runs on one machine.
+"""Reads the parts of the compose format that this project uses, and determines what each replica runs on one machine.
 
-On one machine all replicas share the loopback, so ports are replaced by free ones, service names by 127.0.0.1, and
-paths in containers by folders. Commands and environment are otherwise unchanged.
+There, all replicas share the loopback, so ports are replaced by free ones, service names by 127.0.0.1, and paths in
+containers by folders. Commands and environment are otherwise unchanged.
 """
 
 import re
@@ -21,20 +21,20 @@ _LOCAL_PORT = re.compile(r"\b(?:127\.0\.0\.1|localhost):(\d+)\b")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceSpec:
-    """A service of the file, with its variables substituted."""
+    """A service of a compose file, with variables substituted."""
 
     name: str
     command: tuple[str, ...]
     environment: Mapping[str, str]
-    volumes: Mapping[str, str]  # path in the container -> path or volume name outside
+    volumes: Mapping[str, str]  # path in the container -> path on the host, or name of a volume
     depends_on: Mapping[str, str]  # service -> condition
     health_command: tuple[str, ...] | None
     published: tuple[str, ...] = ()
-    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])  # Any: all other keys
+    raw: Mapping[str, Any] = field(default_factory=dict[str, Any])  # all keys as written. Any: of any type
 
     @property
     def own_ports(self) -> list[int]:
-        """Ports on which it listens, according to its environment and its health check."""
+        """Ports on which the service listens, according to its environment and its health check."""
         named = [int(value) for key, value in self.environment.items() if key.endswith("PORT") and int(value)]
         asked = [int(port) for part in self.health_command or () for port in _LOCAL_PORT.findall(part)]
         return sorted({*named, *asked})
@@ -42,11 +42,11 @@ class ServiceSpec:
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Replacements for the names in a replica's configuration."""
+    """Replacements of ports, addresses and paths in a replica's configuration."""
 
-    ports: Mapping[int, int]  # its own ports: in the container -> on this machine
-    peers: Mapping[str, str]  # "service:port" -> "127.0.0.1:port" of each replica, comma-separated
-    paths: Mapping[str, str]  # in the container -> on this machine
+    ports: Mapping[int, int]  # the replica's ports: in the container -> on this machine
+    peers: Mapping[str, str]  # "service:port" -> comma-separated "127.0.0.1:port" of its replicas
+    paths: Mapping[str, str]  # paths: in the container -> on this machine
 
     def text(self, text: str) -> str:
         for peer, address in self.peers.items():
@@ -75,7 +75,7 @@ def read_compose(path: Path, environ: Mapping[str, str], profiles: Collection[st
     """The services that `docker compose up` starts: those without a profile, and those of `profiles`.
 
     Raises:
-        ConfigError: the file uses something that this reader does not support; the message says where.
+        ConfigError: the file cannot be read, or uses something unsupported; the message says where.
     """
     try:
         content = yaml.safe_load(path.read_text())

@@ -1,7 +1,7 @@
-"""`make install-check`: installs the wheels into empty environments, for every supported Python.
+"""`make install-check`: installs the wheels into empty environments of every supported Python, and checks them.
 
-For each interpreter: the SDK's wheel alone (size, import time, no cluster packages), the tests of SDK and command
-against the installed wheels without access to the sources, and `ballast up` with a request through SDK and HTTP.
+Checks for each interpreter: the SDK's wheel alone (size, import time, no cluster packages), the tests of SDK and
+command line against the installed wheels without the sources, and `ballast up` with requests through SDK and HTTP.
 """
 
 import argparse
@@ -51,7 +51,7 @@ class Measured:
 
 
 class Environment:
-    """An empty virtual environment. Commands in it see neither the sources nor this shell's settings."""
+    """A new virtual environment, whose commands see neither the sources nor this shell's BALLAST_* settings."""
 
     def __init__(self, interpreter: str, folder: Path) -> None:
         run([interpreter, "-m", "venv", str(folder)])
@@ -94,9 +94,12 @@ def build_wheels(interpreter: str, folder: Path) -> tuple[Path, Path]:
 
 
 def check_sdk(environment: Environment, wheel: Path) -> tuple[float, float]:
-    """(size in MB, including dependencies; import time in seconds) of the SDK.
+    """Install the SDK's wheel and return (size in MB, import time in seconds).
 
-    Without pip and compiled bytecode; the import time is that of later imports.
+    The size includes dependencies, but not pip and bytecode. The import time is the best of five, with bytecode.
+
+    Raises:
+        CheckFailed: packages of the cluster are installed, too.
     """
     environment.install(str(wheel))
     site = environment.site_packages
@@ -106,19 +109,19 @@ def check_sdk(environment: Environment, wheel: Path) -> tuple[float, float]:
     files = [path for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     ours = [path for path in files if path.relative_to(site).parts[0].partition("-")[0] not in ("pip", "setuptools")]
     size_mb = sum(path.stat().st_size for path in ours) / 1e6
-    times_s = [import_s(environment) for _ in range(6)][1:]  # the first one compiles
+    times_s = [import_s(environment) for _ in range(6)][1:]  # the first import compiles bytecode
     return size_mb, min(times_s)
 
 
 def import_s(environment: Environment) -> float:
     told = environment.run("python", "-X", "importtime", "-c", "import ballast.client")
     lines = re.findall(r"\|\s*(\d+) \|( *)(\S+)", told)
-    # Unindented lines are imports by no other module; parents such as `ballast` precede their children.
+    # Cumulative times in us; the package `ballast` is imported before, not within, `ballast.client`.
     return sum(int(us) for us, _, name in lines if name in ("ballast", "ballast.client")) / 1e6
 
 
 def check_tests(environment: Environment, folder: Path) -> str:
-    """Run the tests of SDK and command from a copy outside the sources. Returns pytest's last line."""
+    """Run the tests of SDK and command line from a copy outside the sources. Returns pytest's last line."""
     for name in ("tests", "docs", "examples"):
         if (_ROOT / name).is_dir():
             shutil.copytree(_ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -130,7 +133,7 @@ def check_tests(environment: Environment, folder: Path) -> str:
 
 
 def check_up(environment: Environment, folder: Path, engine: str) -> str:
-    """Start a cluster, send a request through SDK and HTTP, and stop it."""
+    """Start a cluster, send requests through SDK and HTTP, and stop it. Returns engine and start-up time as text."""
     command = [environment.command("ballast"), "up", "--workers", "2", "--port", "0", "--http-port", "0"]
     if engine == "emulated":
         command += ["--engine", "emulated", "--profile", "A100-40G", "--model", "Qwen2.5-14B"]
@@ -159,7 +162,7 @@ def check_up(environment: Environment, folder: Path, engine: str) -> str:
 
 
 def wait_ready(up: "subprocess.Popen[bytes]", log: Path) -> tuple[str, str]:
-    """Addresses of the dispatcher and the gateway."""
+    """Wait until `ballast up` is ready. Returns (address of the dispatcher, URL of the gateway)."""
     give_up_at_s = time.monotonic() + _READY_WITHIN_S
     while time.monotonic() < give_up_at_s and up.poll() is None:
         text = log.read_text()

@@ -1,7 +1,7 @@
-"""`make kubernetes-check`: runs the manifests in deploy/kubernetes as local processes, with requests through them.
+"""`make kubernetes-check`: runs the manifests in deploy/kubernetes as local processes and sends requests through them.
 
-Like `compose_check`, except for what Kubernetes does differently: pods do not wait for others to be healthy, probes run
-as by a kubelet, pods know their names and addresses, and each runs its preStop hook before it is stopped.
+It is like `compose_check`, except for what Kubernetes does differently: pods do not wait for others to be healthy,
+readiness is probed as by a kubelet, pods know their names and addresses, and preStop hooks run before pods are stopped.
 """
 
 import argparse
@@ -31,7 +31,7 @@ _REFERENCE = re.compile(r"\$\((POD_NAME|POD_IP)\)|\$(POD_NAME)\b")
 
 
 class PodRun(ComposeRun):
-    """Pods have names and addresses, and a preStop hook."""
+    """Runs pods on this machine: replicas with POD_NAME and POD_IP in their environment, and preStop hooks."""
 
     async def stop(self) -> None:
         for replica in reversed(self.replicas):
@@ -59,7 +59,7 @@ class PodRun(ComposeRun):
 
 
 def check_data_ports(run: ComposeRun) -> None:
-    """Check that workers listen for each other where the manifests say."""
+    """Check that workers listen for links on the port that the manifests name."""
     for worker in run.of("worker"):
         with socket.create_connection(("127.0.0.1", worker.placement.ports[_DATA_PORT]), timeout=5):
             print(f"  {worker.name:<14} takes links where it should")

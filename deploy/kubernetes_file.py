@@ -1,4 +1,4 @@
-"""Reads the manifests in deploy/kubernetes, and determines what each pod runs, in the terms of `compose_file`."""
+"""Reads the manifests in deploy/kubernetes, and converts what pods run to the types of `compose_file`."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +11,7 @@ from deploy.compose_file import ServiceSpec
 
 SETTINGS = "ballast-settings"
 _WORKLOADS = ("Deployment", "StatefulSet")
-# Probes of a kubelet: gRPC health service, HTTP, or a TCP connection.
+# Programs that probe like a kubelet: the gRPC health service, and HTTP.
 _GRPC = """
 import sys, grpc
 from grpc_health.v1 import health_pb2 as pb, health_pb2_grpc
@@ -26,7 +26,7 @@ Manifest = dict[str, Any]
 
 
 def read_manifests(folder: Path) -> list[Manifest]:
-    """All objects that `kubectl apply -k` would apply, including the generated settings.
+    """All objects that `kubectl apply -k` would apply, including generated ConfigMaps.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -44,13 +44,13 @@ def of_kind(manifests: Sequence[Manifest], *kinds: str) -> dict[str, Manifest]:
 
 
 def read_kubernetes(manifests: Sequence[Manifest], settings: Mapping[str, str]) -> dict[str, ServiceSpec]:
-    """What the pods of each workload run. `settings` replace those of the ConfigMap with that name."""
+    """The workloads as services, by name. `settings` replace the data of the ConfigMap `ballast-settings`."""
     workloads = of_kind(manifests, *_WORKLOADS)
     return {name: _service(name, one, settings) for name, one in workloads.items()}
 
 
 def pre_stop(spec: ServiceSpec) -> tuple[str, ...]:
-    """The pod's preStop command; empty: none."""
+    """The pod's preStop command; empty if it has none."""
     hook = spec.raw.get("lifecycle", {}).get("preStop", {})
     return tuple(hook["exec"]["command"]) if "exec" in hook else ()
 
@@ -76,7 +76,7 @@ def _service(name: str, workload: Manifest, settings: Mapping[str, str]) -> Serv
         command=tuple(container["command"]),
         environment=environment,
         volumes={path: f"{name}-{volume}" if volume == "cache" else volume for path, volume in mounts.items()},
-        depends_on={},  # pods do not wait for others
+        depends_on={},  # pods do not wait for each other
         health_command=tuple(_probe(container["readinessProbe"])),
         raw=container,
     )

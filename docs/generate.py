@@ -1,7 +1,7 @@
-"""Writes the pages that follow from the code: `make pages`. A test compares them with what is checked in.
+"""Writes the pages that are generated from the code: `make pages`. A test compares them with the committed ones.
 
-docs/configure.md has every setting of every service; docs/metrics.md gets its table of metrics between two marks;
-docs/transitions.md has what members and planner go by.
+docs/configure.md lists all settings of all services; docs/metrics.md has a table of all metrics between two marks;
+docs/transitions.md describes the states, events and deadlines of transitions.
 """
 
 import dataclasses
@@ -118,7 +118,7 @@ def _table(fields: Iterable[tuple[str, FieldInfo]]) -> Iterator[str]:
 
 
 def _values(annotation: object) -> str:
-    """What may be written, as people say it."""
+    """The accepted values of a setting, as text: alternatives, or the name of a type."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Literal:
         return ", ".join(f"`{value}`" for value in arguments)
@@ -152,7 +152,7 @@ def _text(field: FieldInfo) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What Prometheus is told of one metric."""
+    """A metric: its name, its labels and its help text."""
 
     name: str
     labels: tuple[str, ...]
@@ -160,7 +160,7 @@ class Family:
 
 
 def metrics_page(page: str) -> str:
-    """The page with the table of all metrics in its place."""
+    """The page `page` with a new table of all metrics between the two marks."""
     before, _, rest = page.partition(BEGIN)
     return f"{before}{BEGIN}\n{metrics_table()}\n{END}{rest.partition(END)[2]}"
 
@@ -194,7 +194,7 @@ def _registries() -> Iterator[tuple[str, CollectorRegistry]]:
 
 
 def _families(registry: CollectorRegistry) -> Iterator[Family]:
-    # The registry tells names and texts in public, and labels of what has no sample yet only so.
+    # A registry has no public access to the labels of metrics without samples.
     for collector in list(registry._collector_to_names):  # pyright: ignore[reportPrivateUsage]
         described = [collector] if hasattr(collector, "_labelnames") else list(collector.collect())
         for one in described:

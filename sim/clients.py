@@ -50,7 +50,7 @@ class Arrival(NamedTuple):
     input_tokens: int
     output_tokens: int
     caller: str = ""
-    hash_ids: tuple[int, ...] = ()  # of its prompt, in order; empty: no shared prefix, unless all prompts are alike
+    hash_ids: tuple[int, ...] = ()  # ids of the prompt's parts; empty: no shared prefix, unless all prompts are alike
     hash_tokens: int = 512  # tokens per hash id
 
 
@@ -127,7 +127,7 @@ class Clients:
         return _prompt(record.input_tokens, record.index % _DISTINCT if self._distinct else 0)
 
     def stop(self) -> None:
-        """Stop: requests in progress stay open."""
+        """End the simulation; requests in progress stay open."""
         self.stopped = True
         self._clock.halt()
 
@@ -159,6 +159,9 @@ class Clients:
         since_s = array("d", [at_s - self._zero_s for at_s in instants_s])
         count = len(since_s)
         for command in commands:
+            if self.offline is not None and self.offline.owns(command[0]):
+                self.offline.deliver(command)
+                continue
             record, token_ids = self._by_id[command[0]], command[1]
             times_s = record.token_times_s
             place = record.input_tokens + len(times_s)

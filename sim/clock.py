@@ -28,7 +28,7 @@ class Clock:
         self._story = bytearray()  # not yet hashed
 
     def at(self, at_s: float, label: bytes, act: Act) -> None:
-        """`label` describes the event, and is hashed."""
+        """Schedule an event. `label` describes it, and is hashed."""
         if at_s < self.now_s:
             raise InvariantViolation(f"{label!r} is scheduled for {at_s}, and it is {self.now_s}")
         self._serial += 1
@@ -70,7 +70,7 @@ class Clock:
         return done
 
     def halt(self) -> None:
-        """`run` returns after the current event."""
+        """Make `run` return after the current event."""
         self._halted = True
 
     @property

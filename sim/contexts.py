@@ -30,7 +30,7 @@ class LongestContext:
 
 
 def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> LongestContext:
-    """`gpu_count`: GPUs per instance; 0: the catalogue's number."""
+    """The longest contexts of a model on a GPU. `gpu_count`: GPUs per instance; 0: the catalogue's number."""
     count = gpu_count or model.gpus_per_instance
     budget_bytes = int(gpu.memory_bytes * timings().memory_fraction) * count
     block_bytes = model.kv_elements_per_token_layer * ELEMENT_BYTES * _BLOCK_TOKENS

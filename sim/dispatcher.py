@@ -26,7 +26,7 @@ from sim.instance import SimInstance
 from sim.state import Site
 from sim.streams import SimOutput
 
-_AGAIN_S = 0.05  # until an ended stream is reopened
+_AGAIN_S = 0.05  # delay until an ended stream is reopened
 _PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # endings after which the request is not replaced elsewhere
 
 
@@ -66,7 +66,7 @@ class _SimWorkerLink:
         self.waits = False  # a request waits on the worker throughout the fast-forward
         self.first = self.last = 0  # step numbers
         self.used = 0  # blocks after the last step
-        self.reported = True  # the core knows the load after it
+        self.reported = True  # the core knows the load after the last step
         self.instants_s: array[float] = array("d")  # arrival of each step
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
@@ -103,13 +103,13 @@ class DispatcherNode:
         self._deliver_steps = clients.deliver_steps
         self._behind: dict[_SimWorkerLink, None] = {}  # links with tokens of fast-forwards not passed to the core
         self._unreported: dict[_SimWorkerLink, None] = {}  # links of `_behind` with a load not passed to the core
-        self._unheard: dict[_SimWorkerLink, None] = {}  # links of `_behind` of whose fast-forward no step was passed
+        self._unheard: dict[_SimWorkerLink, None] = {}  # links of `_behind` without any step passed to the core
         self._end = clients.end
         self._as_sampled = clients.as_sampled
         self._links: dict[WorkerKey, _SimWorkerLink] = {}
         self._timer_at_s = math.inf
-        self.touched = True  # the core has handled an event since this was reset, other than
-        self.stepped: dict[WorkerKey, None] = {}  # token-only steps of these workers
+        self.touched = True  # the core has handled an event since this was reset, except for token-only steps
+        self.stepped: dict[WorkerKey, None] = {}  # workers with token-only steps since this was reset
         self._labels = {what: f"{dispatcher_id} {what}".encode() for what in ("timer", "link", "place", "hears")}
 
     def submit(self, request: d.Request) -> None:
@@ -122,7 +122,7 @@ class DispatcherNode:
         self.feed(d.ReachChanged(self._clock.now_s, reach))
 
     def traffic(self) -> Traffic | None:
-        """None: no news."""
+        """The traffic to publish; None if it has not changed."""
         if not self.core.carries_changes(self._clock.now_s):
             return None
         self.catch_up()
@@ -173,7 +173,7 @@ class DispatcherNode:
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """For all fast-forwards."""
+        """Pass the rest of all fast-forwards to the core."""
         for link in list(self._behind):
             self._catch_up_with(link)
 
@@ -206,7 +206,7 @@ class DispatcherNode:
         self.stepped[link.key] = None
 
     def _is_known(self, link: _SimWorkerLink) -> None:
-        """True if its load is known, or about to be."""
+        """Record that the core knows a worker's load, or is about to."""
         if not link.reported:
             link.reported = True
             del self._unreported[link]
@@ -333,16 +333,18 @@ class DispatcherNode:
         self._reach(link, self._labels["place"], arrive)
 
     def told(self, link: _SimWorkerLink, output: SimOutput) -> None:
-        """Called by the worker's side at the end of its turn."""
+        """Send a worker's output to the dispatcher; called by the worker at the end of its turn."""
         self._clock.after(self._delays.rpc_s, self._labels["hears"], partial(self._hear, link, output))
 
     def told_step(self, link: _SimWorkerLink, share: Share, step: int, used_block_count: int) -> None:
-        """Called by the worker's side for a step of a fast-forward."""
+        """Send a step of a fast-forward to the dispatcher; called by the worker."""
         act = partial(self._hear_step, link, share, step, used_block_count)
         self._clock.after(self._delays.rpc_s, self._labels["hears"], act)
 
     def _hear_step(self, link: _SimWorkerLink, share: Share, step: int, used_block_count: int) -> None:
-        """A step that may make room for a waiting request is passed to the core; others later."""
+        """Record a step of a fast-forward. It is passed to the core at once if it may make room for a waiting request,
+        otherwise later.
+        """
         if not link.open:
             return
         if link.share is not share:
@@ -371,7 +373,7 @@ class DispatcherNode:
         self._be_reached(link, self._labels["link"], arrive)
 
     def _connect_again(self, lost: _SimWorkerLink) -> None:
-        """While that incarnation is in the layout and alive."""
+        """Reopen a lost stream, unless the core has closed it."""
         if self._links.get(lost.key) is lost:
             link = self._links[lost.key] = _SimWorkerLink(self, lost.key, lost.instance)
             self._reach(link, self._labels["link"], partial(self._connect, link))

@@ -68,7 +68,7 @@ class SimEngine:
     def __init__(
         self, busy: Busy, execution: ExecutionModel, layer_count: int, token_bytes: int, marks: Marks | None = None
     ) -> None:
-        """`token_bytes`: size of a token's activations. With `marks`, reading wrong KV or wrong layers is detected."""
+        """`token_bytes`: size of a token's activations. `marks`: to detect reads of wrong KV or layers; None: none."""
         self._busy = busy
         self._execution = execution
         self._layer_count = layer_count
@@ -112,7 +112,7 @@ class SimEngine:
             raise InvariantViolation(what)
 
     def slot_count(self, hidden_TD: object) -> int:
-        """As `ActivationStore`: the log has no bound, and holds nothing."""
+        """See `ActivationStore.slot_count`: unlimited, as nothing is stored."""
         return sys.maxsize
 
     def write(self, hidden_TD: object, rows: Sequence[int], slots: Sequence[int]) -> None: ...
@@ -232,7 +232,7 @@ class SimBackground:
         self._clock.at(self._host_free_at_s, self._label, done)
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> None:
-        """Jobs without urgency take no time here."""
+        """No-op: jobs without urgency take no time here."""
 
     def shutdown(self) -> None:
         """No-op."""

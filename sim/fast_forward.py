@@ -1,4 +1,4 @@
-"""Fast-forward: decode-only steps of a lone instance, each an event, without updates of its core until they end.
+"""Fast-forward: decode-only steps of a lone instance, each one event, after which its core is updated once.
 
 Meanwhile the core is told of the steps only on demand (see `services.worker.core.plain`). Instants of steps and of
 messages to dispatchers are unchanged. Dispatchers and clients are likewise updated only where they are read.
@@ -16,18 +16,18 @@ _PLACES = tuple(range(_PLACE_COUNT))
 
 
 def places(first: int, count: int) -> Sequence[int]:
-    """So many numbers."""
+    """`count` consecutive position numbers from `first` on."""
     end = first + count
     return _PLACES[first:end] if end <= _PLACE_COUNT else range(first, end)
 
 
 class FastForwardPace:
-    """The load after each step."""
+    """Computes the load after each step of a fast-forward."""
 
     __slots__ = ("at_s", "before", "sequence_count")
 
     def __init__(self, before: LoadReport, sequence_count: int, at_s: float) -> None:
-        """`before`: the first step, at `at_s`."""
+        """`before`: the load before the first step, at `at_s`."""
         self.before = before
         self.at_s = at_s
         self.sequence_count = sequence_count
@@ -38,7 +38,7 @@ class FastForwardPace:
         return self.before.waiting_count
 
     def report(self, landed: int, used_block_count: int, at_s: float) -> LoadReport:
-        """The load after `count` steps. Evictions of retained KV are reported at the end."""
+        """The load after `landed` steps. Evictions of retained KV are reported at the end."""
         before = self.before
         return LoadReport(
             block_tokens=before.block_tokens,
@@ -123,7 +123,7 @@ class FastForward:
         return [places(s.token_count, self.landed) for s in self.plain.sequences]
 
     def load(self, at_s: float) -> LoadReport:
-        """After the last completed step."""
+        """The load after the last completed step."""
         if self._report.steps_total != self.pace.before.steps_total + self.landed:
             self._report = self.pace.report(self.landed, self.used_block_count, at_s)
         return self._report

@@ -21,7 +21,7 @@ class Fault:
     factor: float = 1.0  # of SLOW
 
     def check(self, worker_count: int) -> None:
-        """Validate the faults.
+        """Validate the fault.
 
         Raises:
             ConfigError: a worker does not exist, or times are invalid.

@@ -49,7 +49,7 @@ class Node:
 
     number: int
     jobs: dict[int, Job] = field(default_factory=dict[int, Job])
-    prompts: deque[list[float]] = field(default_factory=deque[list[float]])  # job, remaining seconds
+    prompts: deque[list[float]] = field(default_factory=deque[list[float]])  # [job number, remaining prefill seconds]
     leaving: bool = False
 
     @property
@@ -180,7 +180,7 @@ class SimFleet:
         return ended
 
     def _overflowing(self, node: Node) -> list[Job]:
-        """Preempt the newest jobs for recomputation until the rest fits."""
+        """Take out the newest jobs, to be recomputed, until the rest fits. Returns them."""
         out: list[Job] = []
         while node.used > self.capacity and len(node.jobs) > 1:
             job = max(node.jobs.values(), key=lambda job: (job.at_s, job.number))
@@ -304,7 +304,7 @@ class Lean:
 
 
 class Mell:
-    """`batched`: the moves of an epoch are merged; otherwise every operation's moves are executed."""
+    """Placement by MELL. `batched`: the moves of an epoch are merged; otherwise those of every operation are made."""
 
     def __init__(self, fleet: SimFleet, *, repaired: bool, batched: bool = True) -> None:
         self._fleet, self._batched = fleet, batched

@@ -35,7 +35,7 @@ from sim.processors import Processors
 from sim.streams import Listener, SimStream
 
 _MAX_FRUITLESS = 4
-_MIN_CRUISE = 2  # minimum number of steps: a single one is as cheap without
+_MIN_CRUISE = 2  # minimum steps of a fast-forward: it does not speed up a single step
 _LOOK_S = 1.0  # polling interval of an idle engine whose member waits, as in the shell
 
 Times = Generator[float, None, None]  # seconds for which the engine is busy; negative: until an event
@@ -117,8 +117,8 @@ class SimInstance(Turns):
         self._processors = processors
         self._fast_forward: FastForward | None = None
         self._acts: list[Callable[[], None]] = []  # executed at the end of the current activity
-        self._sliced: tuple[float, float, int] | None = None  # the next batch: see `_run_slices`
-        self._preempted = False  # whether it was preempted
+        self._sliced: tuple[float, float, int] | None = None  # arguments of `_run_slices` for the next batch
+        self._preempted = False  # that batch was preempted
         self._inbox: deque[Event | MemberEvent] = deque()
         self._streams: dict[int, SimStream] = {}
         self._next_stream_id = 1
@@ -137,8 +137,8 @@ class SimInstance(Turns):
         *,
         through_member: bool,
     ) -> None:
-        """Set up the instance; call it first. `crash_links`: ends the links with the process. `through_member`: the
-        member also runs the batches of an instance on its own.
+        """Set up the instance; call it first. `crash_links`: ends the links when the process crashes. `through_member`:
+        the member also runs the batches of an instance that serves alone.
         """
         self._through_member = through_member
         self._copier = copier
@@ -198,7 +198,7 @@ class SimInstance(Turns):
             stream.listener.lost(why)
 
     def load(self) -> LoadReport:
-        """The state after the last turn."""
+        """The load after the last turn or step of a fast-forward."""
         return self._report if self._fast_forward is None else self._fast_forward.load(self._clock.now_s)
 
     def now(self) -> float:
@@ -210,14 +210,14 @@ class SimInstance(Turns):
         self.ahead_s += seconds
 
     def afterwards(self, act: Callable[[], None]) -> None:
-        """Execute at the end of the current activity; at once if idle."""
+        """Execute `act` at the end of the current activity; at once if idle."""
         if self.ahead_s:
             self._acts.append(act)
         else:
             act()
 
     def catch_up(self) -> None:
-        """Apply the completed steps of a fast-forward, and end it, unless nothing else happens at this instant."""
+        """Pass the completed steps of a fast-forward, if there is one, to the core."""
         if self._fast_forward is not None:
             self._end_fast_forward(self._fast_forward)
 
@@ -332,7 +332,7 @@ class SimInstance(Turns):
         return () if outcome.result is None else no_texts(len(outcome.result.token_ids))
 
     def _fast_forward_ahead(self) -> FastForward | None:
-        """Fast-forward if the next steps are decode-only and contain tokens for each dispatcher."""
+        """A fast-forward of the next steps; None unless they are decode-only and have tokens for each dispatcher."""
         if self._costs is None or self.member.role.stages or self.commands or not self.member.at_rest:
             return None
         plain = self.core.plain_steps()

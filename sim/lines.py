@@ -43,7 +43,9 @@ class Lines:
         self._late_s[source, to] = late_s
 
     def holds(self, source: str, to: str, act: Act) -> bool:
-        """True if a message arriving now is delayed. Call it only if some line is `troubled`."""
+        """Take over a message that must not arrive now: `act` is called later. Returns False for one that may arrive.
+        Call it only if `troubled`.
+        """
         line, now_s = (source, to), self._clock.now_s
         if (held := self._cut.get(line)) is not None:
             held.append(act)

@@ -98,7 +98,7 @@ class SimPlane:
             act()
 
     def take_in(self, act: Callable[[], None]) -> None:
-        """Execute on a thread of this process, once the process runs."""
+        """Execute `act` in this process; if the process is stopped, once it continues."""
         if self._stopped is None:
             act()
         else:
@@ -183,7 +183,9 @@ class SimPlane:
         self.settle(connection)
 
     def settle(self, connection: SimConnection) -> None:
-        """Called when the peer has joined epochs, or when the connection has ended."""
+        """Complete the waits for links whose epochs both ends have joined. Call it when the peer has joined epochs, or
+        the connection has ended.
+        """
         left: list[_WantedKv] = []
         met: list[_WantedKv] = []
         for wanted in self._wanted.pop(connection.peer_id, ()):
@@ -208,7 +210,7 @@ class SimPlane:
     # ------------------------------------------------------------ the end of the process
 
     def crash(self) -> None:
-        """The process ends; the peers' connections break."""
+        """End the process: the peers' connections break."""
         self._down = True
         for _, connection in sorted(self._connections.items()):
             connection.vanish()
@@ -251,7 +253,7 @@ class SimConnection(Connection):
     # ------------------------------------------------------------ messages
 
     def _say(self, size_bytes: int, hear: Callable[[SimConnection], None]) -> None:
-        """Execute at the other end, unless the connection has ended by then."""
+        """Send a message: `hear` is called with the other end, unless the connection has ended by then."""
 
         def arrive() -> None:
             self._bring(take)
@@ -359,12 +361,12 @@ class SimConnection(Connection):
         )
 
     def _sent(self, number: int) -> None:
-        """The last byte of a transfer has arrived."""
+        """Handle the arrival of a transfer's last byte."""
         if number in self._outgoing:
             self._bring(lambda: self._taken(number))
 
     def _taken(self, number: int) -> None:
-        """The receiving process handles the transfer."""
+        """Give a transfer's contents to the receiving process, and return its outcome after the latency."""
         if (outgoing := self._outgoing.get(number)) is not None and self.other.is_up:
             outcome, why = self.other._arrived(number, outgoing.pieces)
             self._after_latency(lambda: self.other._bring(lambda: self._settle(number, outcome, why)))
@@ -434,7 +436,7 @@ class SimConnection(Connection):
         self.begin_close()
 
     def vanish(self) -> None:
-        """The process has ended, and its socket is closed."""
+        """End the connection because this end's process has ended."""
         self._state = LinkState.BROKEN
         self._end_other(LinkState.BROKEN, "the connection ended")
 
@@ -444,7 +446,7 @@ class SimConnection(Connection):
             end._plane.take_in(lambda end=end: end._finish(LinkState.BROKEN, why))
 
     def fall_silent(self) -> None:
-        """The peer ends the connection; this side notices it when it continues."""
+        """End the connection at the peer at once, and here when the process continues."""
         why = "nothing has come for long"
         self.other._finish(LinkState.BROKEN, why)
         self._plane.take_in(lambda: self._finish(LinkState.BROKEN, why))
@@ -453,7 +455,7 @@ class SimConnection(Connection):
         return not self.is_up
 
     def check(self) -> None:
-        """Transfers wait in a single queue, that of the network."""
+        """No-op: transfers wait in a single queue, that of the network."""
 
     def _refuse_ended(self) -> None:
         if not self.is_up:

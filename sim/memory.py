@@ -82,7 +82,7 @@ _ELEMENT = "float16"
 
 
 class SimBackend(PhantomBackend):
-    """Counts the bytes of layers that are read."""
+    """Phantom memory that counts the bytes that are read."""
 
     read_bytes = 0
 

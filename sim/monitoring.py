@@ -76,7 +76,7 @@ class MonitorNode:
         return f"{what}-{self._numbers}"
 
     def tell(self, event: Callable[[float], m.Event]) -> None:
-        """The event, made at the instant at which the process handles it."""
+        """Feed an event, which is made at the instant at which the process handles it."""
         self.process.run(lambda: self.feed(event(self._clock.now_s)))
 
     def feed(self, event: m.Event) -> None:
@@ -117,7 +117,7 @@ class MonitorNode:
         return self._stream_count
 
     def follow(self, name: str, told: Hear) -> None:
-        """None: start with a snapshot. No effect at a standby."""
+        """Add a watcher, which first gets None and then the snapshot. No effect at a standby."""
         if not self.core.active:
             return
         told(None, "snapshot")
@@ -201,7 +201,7 @@ class Reporter:
             )
 
     def closed(self, monitor: MonitorNode, stream_id: int) -> None:
-        """The monitor has closed the stream: a live worker announces itself again over another one."""
+        """Handle a stream closed by the monitor: a live worker announces itself again over another one."""
         self._lines.bring(monitor.process.name, self._name, lambda: self._hear_closed(monitor, stream_id))
 
     def _hear_closed(self, monitor: MonitorNode, stream_id: int) -> None:
@@ -217,7 +217,7 @@ class Reporter:
         return next(filter(self._leads, self._monitors.values()), found)
 
     def _leads(self, monitor: MonitorNode) -> bool:
-        """True if it is reachable and reports to lead."""
+        """True if a monitor is reachable, running and active."""
         process, cut = monitor.process, self._lines.is_cut
         reached = not (cut(self._name, process.name) or cut(process.name, self._name))
         return reached and monitor.core.active and not (process.crashed or process.paused)
@@ -245,7 +245,7 @@ class Reporter:
         return 0.0 if self._monitor is None else self._monitor.core.least_report_interval_s
 
     def _report(self) -> None:
-        """Arrival of a report sent before."""
+        """Send a report over the open stream, or the stream's end if the worker has crashed."""
         if self._ended:
             return
         if self._worker.crashed:
@@ -268,7 +268,7 @@ class Reporter:
         self._lines.bring(self._name, monitor.process.name, come)
 
     def _switched_monitor(self) -> bool:
-        """Follow a change of the active monitor, or search for one after its end."""
+        """Open a new stream if the active monitor has changed or ended. Returns True if so."""
         monitor, leader = self._monitor, self._find()
         if leader is monitor and monitor is not None and not monitor.process.crashed:
             return False
@@ -278,7 +278,7 @@ class Reporter:
         return True
 
     def on_requests_arrived(self, load: LoadReport) -> None:
-        """A jump of the demand is reported at once, as by a real worker."""
+        """Report a jump of the demand soon, as a real worker does."""
         if self._told is None or self._hastens or not load.has_jumped(self._told):
             return
         self._hastens = True

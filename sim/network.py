@@ -155,7 +155,7 @@ class Network:
         return Sending(pair, transfer)
 
     def cancel(self, sending: Sending) -> None:
-        """Stop sending, without a callback."""
+        """Cancel a transfer; its callback is not called."""
         pair, transfer = sending.pair, sending.transfer
         transfer.done = _nobody
         if pair.current is not transfer:

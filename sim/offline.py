@@ -17,10 +17,10 @@ _ROWS = 4096  # lengths drawn in advance; repeated afterwards
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfflineLoad:
-    """`lengths`: of prompts and answers, drawn with replacement. No request is sent after `until_s`."""
+    """Offline load. `lengths`: (prompt, answer) tokens, drawn with replacement. No request is sent after `until_s`."""
 
     lengths: Sequence[tuple[int, int]]
-    waiting_count: int = 8  # waiting requests of each dispatcher, without a token
+    waiting_count: int = 8  # requests without a token that each dispatcher always has
     until_s: float = math.inf
     priority: PriorityClass = PriorityClass.BATCH  # a different class: for engines that only have priorities
 
@@ -28,12 +28,14 @@ class OfflineLoad:
 class OfflineClients:
     """Counts tokens of offline requests; a prompt's tokens count when its first token arrives."""
 
-    def __init__(self, clock: Clock, load: OfflineLoad, seed: int, deadline_s: float) -> None:
+    def __init__(self, clock: Clock, load: OfflineLoad, seed: int, deadline_s: float, zero_s: float) -> None:
+        """`zero_s`: time at which the trace begins."""
         self.token_count = 0
         self._clock = clock
         self._load = load
         self._random = random.Random(seed)
         self._deadline_s = deadline_s
+        self._until_s = zero_s + load.until_s
         self._open: dict[RequestId, tuple[int, int, int]] = {}  # (prompt, answer, tokens received)
         self._submits: Sequence[Callable[[Request], None]] = ()
         self._next = 0
@@ -51,7 +53,7 @@ class OfflineClients:
             self._submit()
 
     def _submit(self) -> None:
-        if self._clock.now_s > self._load.until_s:
+        if self._clock.now_s > self._until_s:
             return
         prompt, answer = self._random.choice(self._load.lengths)
         request_id, self._next = RequestId(f"{_PREFIX}{self._next}"), self._next + 1

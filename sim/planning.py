@@ -65,8 +65,8 @@ class PlannerNode:
         name: str = "p0",
         elected: bool = False,
     ) -> None:
-        """`monitor`: the active one. Stopped members do not answer calls, and handle them later. `elected`: there are
-        several planners, or possibly monitors.
+        """`monitor`: returns the active monitor. Stopped members do not answer calls, and handle them later. `elected`:
+        there are several planners or monitors.
         """
         self._migrations = migrations
         self.process = Process(name)
@@ -254,7 +254,7 @@ class PlannerNode:
         self._ask_loads(hear)
 
     def _ask_loads(self, hear: Callable[[p.ClusterLoad, str], None]) -> None:
-        """Subscribe to the active monitor. `hear` gets its reports, or the failure."""
+        """Ask the active monitor for load reports. `hear` gets these, or the failure."""
         monitor, late = self._monitor(), self._lines
         reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
         if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):
@@ -268,7 +268,7 @@ class PlannerNode:
         self._clock.after(wait_s, b"planner has loads", arrive)
 
     def _name(self) -> None:
-        """As in `services.planner.shell.partners`, once per layout."""
+        """Send workers their likely partners, as in `services.planner.shell.partners`, but once per layout."""
         if (layout := self.core.layout_at_rest) is None:
             return
         for member, partners in likely_partners(layout, MOST):
@@ -279,7 +279,7 @@ class PlannerNode:
     # ------------------------------------------------------------ migrations
 
     def _balance(self) -> None:
-        """A round of `services.planner.shell.balancing`."""
+        """Run a round of `services.planner.shell.balancing`."""
         layout = self.core.layout_at_rest
         if layout is None or not is_round_due(layout, self._migrations, looks=True):
             return
@@ -292,7 +292,7 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner asks loads", lambda: self._ask_loads(order))
 
     def _empty(self, layout: Layout) -> None:
-        """Balancing rounds while an instance is leaving and balancing is otherwise disabled."""
+        """Schedule balancing rounds while an instance is leaving, if balancing is otherwise disabled."""
         leaves = any(m.standing is Standing.LEAVING for group in layout.groups for m in group.members)
         if leaves and not (self._empties or self._migrations.balances):
             self._empties = True
@@ -339,7 +339,7 @@ class PlannerNode:
     # ------------------------------------------------------------ members
 
     def _probe(self, command: p.ProbeInstance) -> None:
-        """As in `services.planner.peers.Members.probe`: a live host refuses the connection for an ended process."""
+        """Probe an instance, as in `services.planner.peers.Members.probe`: an ended process' host refuses at once."""
         name, lines = command.worker_id, self._lines
 
         def answered() -> None:
@@ -437,7 +437,7 @@ class PlannerNode:
             self.feed(p.MemberAnswered(self._clock.now_s, command.cause_id, command.journal.epoch, told))
 
     def _ask(self, peer: Peer, command: p.CallMember, token: int) -> MemberSaid | None:
-        """None: the call was refused."""
+        """Execute a call at a member. Returns its status; None: the call was refused."""
         worker_id, journal = command.member.worker_id, command.journal
         epoch, door, now_s = journal.epoch, peer.transitions, self._clock.now_s
         try:
@@ -472,7 +472,7 @@ def _plan_of(journal: Journal) -> wp.Plan:
 
 
 def _translate(change: m.Change | None, at_s: float, cause_id: str) -> p.MonitorEvent | None:
-    """None if the planner has no such event."""
+    """The planner's event for a change sent by the monitor (None: the stream begins); None if it has no such event."""
     match change:
         case None:
             return p.SnapshotBegan(at_s, cause_id)

@@ -45,7 +45,7 @@ class SimSample:
     running_count: int
     waiting_count: int
     preemptions_total: int
-    stranded_count: int  # waited on a full instance at this and the previous sample, while another one had room
+    stranded_count: int  # requests on a full instance, at this and the previous sample, while another one had room
     epoch: int
     epoch_reason: str
     group_sizes: tuple[int, ...]

@@ -27,6 +27,16 @@ class Arrivals(_Section):
     rate_per_s: float = Field(gt=0)  # outside bursts
     cv: float = Field(1.0, gt=0)  # coefficient of variation of intervals; 1: Poisson process
     bursts: tuple[Burst, ...] = ()
+    on_s: float | None = Field(None, gt=0)  # requests arrive for this long, then none for `off_s`; None: always
+    off_s: float = Field(0.0, ge=0)
+
+
+class Offline(_Section):
+    """Endless offline work beside the trace, until the last arrival of the trace."""
+
+    lengths: str  # name of a data set, or a file
+    waiting_count: int = Field(8, ge=1)  # requests that wait at each dispatcher
+    as_class: Literal["batch", "default"] = "batch"  # default: for engines with priorities only; online: interactive
 
 
 class RepeatedBurst(_Section):
@@ -75,6 +85,7 @@ class Scenario(BaseModel):
     max_num_batched_tokens: int = Field(2048, ge=1)
     stop_after_s: float | None = Field(None, gt=0)  # requests still running then have no outcome
     faults: tuple[FaultPlan, ...] = ()
+    offline: Offline | None = None
     microbatching: Literal["lookahead", "token-count"] = "lookahead"
 
 

@@ -21,11 +21,11 @@ class Listener(Protocol):
     def hear(self, output: SimOutput) -> None: ...
 
     def hear_step(self, share: Share, step: int, used_block_count: int) -> None:
-        """Receive step number `step` of a fast-forward, after which `used` blocks are in use."""
+        """Receive step number `step` of a fast-forward, after which `used_block_count` blocks are in use."""
         ...
 
     def lost(self, why: str) -> None:
-        """The worker's end of the stream was lost."""
+        """Handle the loss of the worker's end of the stream."""
         ...
 
 

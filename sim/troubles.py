@@ -58,7 +58,7 @@ class Troubles:
             self._clock.after(for_s, b"process goes on", process.go_on)
 
     def replace(self, node: MonitorNode | PlannerNode, after_s: float) -> None:
-        """End its process, and start another one after a delay."""
+        """End the process of a node, and start another one after a delay."""
         if node.process.crashed:
             return
         node.process.crash()

@@ -121,7 +121,7 @@ class World:
         for _ in range(options.monitor_count):
             self.add_monitor()
         self.instances: dict[WorkerId, SimInstance] = {}
-        self._lives: list[SimInstance] = []  # including ended ones
+        self._lives: list[SimInstance] = []  # all incarnations of workers, including ended ones
         self._peers: dict[WorkerId, Peer] = {}
         self._processors = Processors(options.contention) if options.contention is not None else None
         for number in range(count):
@@ -137,7 +137,8 @@ class World:
             max_model_len=options.model.max_model_len,
             distinct=options.marks,
             classes=options.classes,
-            offline=options.offline and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s),
+            offline=options.offline
+            and OfflineClients(self.clock, options.offline, options.seed, options.deadline_s, self.zero_s),
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[SimSample] = []
@@ -441,7 +442,7 @@ class World:
         )
 
     def _stranded(self, leaders: Sequence[WorkerId]) -> int:
-        """Requests waiting on a full instance, now and at the last sample, while another one has room for them."""
+        """Number of requests that wait on a full instance, now and at the last sample, while another one has room."""
         before, self._full = self._full, {}
         loads = {name: self.instances[name].load() for name in leaders}
         room = max((_room(load) for load in loads.values() if not load.waiting_count), default=0)

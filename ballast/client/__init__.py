@@ -1,4 +1,4 @@
-"""The SDK: `Client` for ordinary code, `AsyncClient` for asyncio. Needs neither torch nor a GPU.
+"""The SDK: `Client` for synchronous code, `AsyncClient` for asyncio. It needs neither torch nor a GPU.
 
     from ballast.client import Client, SamplingParams
 

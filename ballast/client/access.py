@@ -20,14 +20,14 @@ _SWITCH = {"1": True, "0": False, "": None}
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """Credentials of a client, and how it verifies servers.
+    """A client's credentials, and how it verifies servers.
 
     Attributes:
-        token: Sent with every call to a dispatcher.
-        ca_file: CA that dispatchers' certificates must be signed by. If set, calls use TLS.
+        token: The token that is sent with every call to a dispatcher.
+        ca_file: CA that must have signed the dispatchers' certificates. If set, calls use TLS.
         tls: True: TLS, with this machine's CAs if there is no `ca_file`. False: no TLS, even for the token. None: TLS
             if there is a `ca_file`.
-        tls_dir: An operator's certificate (`ballast certs`), for services other than dispatchers.
+        tls_dir: Folder with an operator's certificate (`ballast certs`), for calls to services other than dispatchers.
     """
 
     token: str | None = None
@@ -37,8 +37,8 @@ class Access:
 
     @classmethod
     def of(cls, token: str | None = None, ca_file: "str | Path | None" = None, tls: bool | None = None) -> Self:
-        """Arguments that are None are read from the environment: BALLAST_TOKEN, BALLAST_CA_FILE, BALLAST_TLS (1 or 0)
-        and BALLAST_TLS_DIR. An empty token means none.
+        """Make an `Access` from arguments; those that are None are read from the environment: BALLAST_TOKEN,
+        BALLAST_CA_FILE, BALLAST_TLS (1 or 0). `tls_dir` is always BALLAST_TLS_DIR. An empty token means none.
 
         Raises:
             ConfigError: BALLAST_TLS has another value, or `tls` contradicts `ca_file`.
@@ -59,13 +59,13 @@ class Access:
 
     @property
     def how(self) -> str:
-        """Suffix of connection errors: how this side connects, as the other side must match."""
+        """How this client connects, as the end of an error message: the server must match it."""
         if self.ca_file is not None:
             return f"with TLS and a certificate of {self.ca_file} for this address"
         return "with TLS and a certificate for this address" if self.tls else "without TLS"
 
     def open(self, address: str) -> grpc.aio.Channel:
-        """Open a channel to a dispatcher, or to all behind a name.
+        """Open a channel to a dispatcher, or to all dispatchers behind a host name.
 
         Raises:
             ConfigError: the CA cannot be read, or a token would travel to another machine in the clear.
@@ -80,7 +80,7 @@ class Access:
         return open_channel(address, to_all=True)
 
     def bearing(self, channel: grpc.aio.Channel) -> grpc.aio.Channel:
-        """A channel wrapper for stubs whose calls carry the token."""
+        """A wrapper of `channel` whose stubs send the token with each call."""
         return bearing(channel, self.token)
 
     def open_peer(self, address: str, role: str) -> grpc.aio.Channel:
@@ -92,7 +92,7 @@ class Access:
         return open_channel(address, TlsFolder(self.tls_dir).channel_credentials(), role)
 
     def open_sync(self, address: str, role: str) -> grpc.Channel:
-        """Open a channel to any service for callers without an event loop. It does not send the token."""
+        """Open a synchronous channel to a service of this role. Its calls do not send the token."""
         if self.tls_dir is None and (role != "dispatcher" or self.ca_file is None):
             return grpc.insecure_channel(address)
         from ballast.rpc.tls import TlsFolder, trusting

@@ -49,15 +49,15 @@ class AsyncClient:
     Args:
         address: host:port, several separated by commas, or a sequence of them. None: BALLAST_ADDRESS, or
             127.0.0.1:50051.
-        overload_retries: Number of retries of a request that an overloaded cluster refuses, each after the delay given
-            by the refusal. 0: `Overloaded` is raised at once.
+        overload_retries: How often a request is retried that an overloaded cluster refuses, each time after the delay
+        that the refusal asks for. 0: `Overloaded` is raised at once.
         max_retry_wait_s: Longest delay to wait for; beyond it `Overloaded` is raised.
-        resume_s: How long to look for a dispatcher to continue a request whose dispatcher has died, possibly the same
-            one after a restart. 0: the request ends with `Unavailable`.
+        resume_s: How long to look for a dispatcher that continues a request whose dispatcher has died, possibly the
+        same one after a restart. 0: the request ends with `Unavailable`.
         connect_timeout_s: Limit for connecting to one dispatcher.
         call_timeout_s: Limit for all calls except generation.
-        token: Sent to the dispatchers. None: BALLAST_TOKEN, or none; "": none.
-        ca_file: CA of the dispatchers' certificates (PEM); calls then use TLS. None: BALLAST_CA_FILE, or none.
+        token: Token that authenticates this client to dispatchers. None: BALLAST_TOKEN, or no token; "": no token.
+        ca_file: CA of the dispatchers' certificates (PEM); calls then use TLS. None: BALLAST_CA_FILE, or no CA.
         tls: True: TLS, with this machine's CAs if there is no `ca_file`. False: no TLS, even for the token. None:
             BALLAST_TLS (1 or 0), or TLS if there is a `ca_file`.
 
@@ -129,20 +129,20 @@ class AsyncClient:
         """Generates an answer to one prompt. Exactly one of `prompt`, `token_ids` and `messages` must be given.
 
         Args:
-            prompt: Text.
-            sampling: How tokens are chosen and when to stop: `SamplingParams`, or a mapping with the same names. None:
-                its defaults.
+            prompt: The prompt as text.
+            sampling: Sampling and stopping: `SamplingParams`, or a mapping with the same names. None: the defaults of
+                `SamplingParams`.
             max_tokens: Maximum number of generated tokens; overrides `sampling`.
             token_ids: The prompt as tokens, used unchanged.
             messages: A conversation, rendered with the model's chat template.
             stream: False: await the result, a `Generation`. True: returns a `GenerationStream` at once.
             deadline_s: The request fails with `DeadlineExceeded` if it takes longer. None: no limit.
-            request_id: Names the request in logs and for `cancel`; generated if not given. Must be unique among running
-                requests.
+            request_id: Id of the request in logs and for `cancel`; must be unique among running requests. None: the
+                client generates one.
             priority: interactive, default or batch.
             include_text: False: the answer has token ids only.
-            fit_max_tokens: Reduce a max_tokens beyond the model's length instead of refusing the request.
-            cache_salt: KV of the prompt is shared only with requests that have the same salt.
+            fit_max_tokens: True: a `max_tokens` beyond the model's maximum length is reduced. False: it is refused.
+            cache_salt: The prompt's KV in the prefix cache is shared only with requests that have the same salt.
             template_variables: Further variables of the chat template, such as tools or enable_thinking.
             metadata: gRPC metadata of the call, such as authorization or traceparent.
 
@@ -159,7 +159,7 @@ class AsyncClient:
     def stream(
         self, prompt: str | None = None, sampling: Sampling | None = None, **options: Unpack[RequestOptions]
     ) -> GenerationStream:
-        """`generate(..., stream=True)`: `async for chunk in client.stream("Once upon a time"): ...`"""
+        """The same as `generate(..., stream=True)`: `async for chunk in client.stream("Once upon a time"): ...`"""
         return self._request(prompt, sampling, collect=False, **options)
 
     def _request(
@@ -209,7 +209,7 @@ class AsyncClient:
         """Cancels a request, including one sent by another client.
 
         Returns:
-            Whether a dispatcher knew the request.
+            True if a dispatcher knew the request.
 
         Raises:
             Unavailable: no dispatcher that answered knew it, and at least one did not answer.
@@ -305,11 +305,11 @@ class AsyncClient:
         raise missing
 
     async def ended_requests(self, address: str, after: int | None = None) -> EndedRequests:
-        """Arrival times and lengths of requests that have ended at one dispatcher.
+        """Arrival times and lengths of the requests that have ended at one dispatcher since an earlier call.
 
         Args:
             address: The dispatcher to ask.
-            after: `last` of the previous answer; None: returns no requests, only where to start.
+            after: `last` of the previous answer; None: the answer has no requests, only `last`, where to start.
         """
         request = pb.ListEndedRequest(after=after)
         return ended_from_proto(await self._ask(self._endpoint(address), lambda s, t: s.ListEnded(request, timeout=t)))
@@ -333,7 +333,7 @@ class AsyncClient:
             address: The dispatcher.
 
         Raises:
-            Unavailable: it does not answer, or is shutting down.
+            Unavailable: the dispatcher does not answer, or is shutting down.
         """
         await self._ask(self._endpoint(address), lambda s, t: s.Undrain(pb.UndrainRequest(), timeout=t))
 
@@ -373,7 +373,7 @@ class AsyncClient:
     async def _ask_first(
         self, endpoints: Sequence[Endpoint], call: "Callable[[InferenceServiceAsyncStub, float], Awaitable[T]]"
     ) -> tuple[Endpoint, T]:
-        """The answer of the first available dispatcher."""
+        """The first of these dispatchers that is available, and its answer."""
         unavailable: Unavailable | None = None
         for endpoint in endpoints:
             try:

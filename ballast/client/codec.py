@@ -1,4 +1,4 @@
-"""Protobuf of the inference service <-> the SDK's types."""
+"""Conversion between the SDK's types and the protobuf messages of the inference service."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ from ballast.rpc.mapping import Mapper, map_specially
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 
-Sampling = SamplingParams | Mapping[str, Any]  # Any: checked by SamplingParams
+Sampling = SamplingParams | Mapping[str, Any]  # Any: SamplingParams validates the values
 Messages = Sequence[ChatMessage | Mapping[str, object]]
 
 
@@ -39,7 +39,7 @@ def request_to_proto(
     collect: bool,
     cache_salt: str = "",
 ) -> pb.GenerateRequest:
-    """Raises InvalidRequest unless there is exactly one well-formed prompt."""
+    """Make the message of a request. Raises InvalidRequest unless there is exactly one well-formed prompt."""
     require_one_prompt(prompt=prompt, token_ids=token_ids, messages=messages)
     request = pb.GenerateRequest(
         request_id=request_id,
@@ -57,7 +57,7 @@ def request_to_proto(
             request.token_ids.ids.extend(token_ids)
         except (ValueError, TypeError) as error:
             raise InvalidRequest("token_ids", f"must be whole numbers below 2**31: {error}") from error
-        request.token_ids.SetInParent()  # an empty list is a prompt, too; the dispatcher refuses it by name
+        request.token_ids.SetInParent()  # marks an empty list as given, so that the dispatcher's error names token_ids
     else:
         request.conversation.CopyFrom(conversation_to_proto(messages or (), template_variables))
     return request
@@ -74,7 +74,7 @@ def checked_sampling(sampling: Sampling | None, max_tokens: int | None = None) -
         return SamplingParams(**given)
     if isinstance(sampling, SamplingParams):
         return dataclasses.replace(sampling, **given) if given else sampling
-    if not isinstance(sampling, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- people write anything
+    if not isinstance(sampling, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise InvalidRequest("sampling", f"must be SamplingParams or a mapping, got {sampling!r}")
     known = {field.name for field in dataclasses.fields(SamplingParams)}
     for name in sampling:
@@ -90,7 +90,7 @@ def require_one_prompt(**given: object) -> None:
 
 
 def checked_text(field: str, text: str) -> str:
-    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- people write anything
+    if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance] -- callers may be untyped
         raise InvalidRequest(field, f"must be text, got {text!r}")
     try:
         text.encode()
@@ -103,7 +103,7 @@ def conversation_to_proto(messages: Messages, template_variables: Mapping[str, o
     conversation = pb.Conversation()
     for index, message in enumerate(messages):
         if type(cast(object, message)) is dict and len(given := cast(dict[str, object], message)) == 2:
-            role, content = given.get("role"), given.get("content")  # most messages, of which there are many
+            role, content = given.get("role"), given.get("content")  # fast path: most messages have only these two
             if isinstance(role, str) and isinstance(content, str) and role.isascii() and content.isascii():
                 conversation.messages.add(role=role, content=content)
                 continue
@@ -134,7 +134,7 @@ def _message_from_mapping(field: str, message: Mapping[str, object]) -> ChatMess
 
 
 def _joined(field: str, parts: Sequence[object]) -> str:
-    """Text of OpenAI's content parts."""
+    """Concatenate the texts of OpenAI's content parts. Raises InvalidRequest for a part that is not text."""
     texts: list[str] = []
     for index, part in enumerate(parts):
         given = cast(Mapping[str, object], part if isinstance(part, Mapping) else {})
@@ -174,7 +174,7 @@ _STORY = Mapper(RequestStory, pb.DescribeRequestResponse)
 
 
 def chunk_from_proto(response: pb.GenerateResponse) -> GenerationChunk:
-    if not response.finish_reason and not response.logprobs:  # almost all responses: text and tokens only
+    if not response.finish_reason and not response.logprobs:  # fast path: most have only text and tokens
         return GenerationChunk(
             request_id=response.request_id,
             text=response.text,

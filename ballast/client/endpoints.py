@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # exists in the type stubs only
     from ballastpb.inference.v1.inference_pb2_grpc import InferenceServiceAsyncStub
 
 _VAIN = (grpc.ChannelConnectivity.TRANSIENT_FAILURE, grpc.ChannelConnectivity.SHUTDOWN)
-_PATIENT_S = 0.7  # longer than gRPC's reconnect delay (`ballast.rpc.channel`)
+_PATIENT_S = 0.7  # duration of a patient attempt, longer than gRPC's reconnect delay (`ballast.rpc.channel`)
 _AVOID_S = 2.0  # how long a dispatcher that failed is tried last
 
 
@@ -27,7 +27,7 @@ class Endpoint:
     def __init__(self, address: str, access: Access) -> None:
         self.address = address
         self._access = access
-        self.unreached = False  # result of the last `connect`
+        self.unreached = False  # True if the last `connect` failed or is still running
         self._avoided_until_s = 0.0
         self._closed = False
         self._channel: grpc.aio.Channel | None = None
@@ -41,13 +41,13 @@ class Endpoint:
         self._avoided_until_s = time.monotonic() + _AVOID_S
 
     async def connect(self, timeout_s: float, *, patiently: bool = False) -> "InferenceServiceAsyncStub":
-        """Returns once connected. Without this, an address that drops packets would block a call forever.
+        """Connect and return the stub. Without this, a call to an address that drops packets would wait forever.
 
         Args:
             patiently: Retry for a short time after a failed attempt, as the dispatcher may be restarting.
 
         Raises:
-            Unavailable: not connected within `timeout_s`, refused, or closed by this side.
+            Unavailable: there is no connection within `timeout_s`, it is refused, or this endpoint was closed.
         """
         if self._closed:
             raise Unavailable("client", "is closed")
@@ -82,21 +82,21 @@ class Endpoint:
 
 
 class Endpoints:
-    """All dispatchers, in the order in which to try them for a request."""
+    """All dispatchers of a client, and the order in which a request tries them."""
 
     def __init__(self, addresses: str | Sequence[str], access: Access) -> None:
         self.all = [Endpoint(address, access) for address in split_addresses(addresses)]
         self._turn = 0
 
     def in_turn(self) -> list[Endpoint]:
-        """Every dispatcher once, starting at a different one each time; recently failed ones come last."""
+        """All dispatchers, starting with the next one at each call; those that failed recently come last."""
         start = self._turn % len(self.all)
         self._turn += 1
         rotated = self.all[start:] + self.all[:start]
         return sorted(rotated, key=lambda endpoint: endpoint.avoided)  # stable sort: False first
 
     def avoid(self, address: str) -> None:
-        """Deprioritise a dispatcher that has just failed."""
+        """Try the dispatcher at this address last for a while, as it has just failed."""
         for endpoint in self.all:
             if endpoint.address == address:
                 endpoint.avoid()

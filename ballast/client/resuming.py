@@ -11,13 +11,13 @@ from ballastpb.inference.v1 import inference_pb2 as pb
 
 _SECRET_BYTES = 16
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 0.05, 1.0
-_MAX_VAIN = 5  # dispatchers lost in a row without a token; the request itself may be the cause
+_MAX_VAIN = 5  # limit on dispatchers lost in a row without a token: the request itself may be the cause
 
 
 class Progress:
-    """The answer so far, which is sent with the request on each further attempt.
+    """The answer so far, which is sent with the request at each further attempt.
 
-    Draws a seed if there is none, so that every attempt generates the same tokens.
+    It sets a random seed in a request without one, so that every attempt generates the same tokens.
     """
 
     def __init__(self, request: pb.GenerateRequest) -> None:
@@ -40,7 +40,7 @@ class Progress:
             self._request.resumption.prompt_digest = prompt_digest
 
     def next_attempt(self) -> None:
-        """Called before the request is sent again."""
+        """Add the answer so far to the request and increase its attempt number, before it is sent (again)."""
         told = self._request.resumption
         told.attempt += 1
         del told.token_ids[:]
@@ -49,7 +49,7 @@ class Progress:
 
 
 class Patience:
-    """How long to look for a dispatcher that resumes a request."""
+    """Limits how long, and over how many lost dispatchers, a client tries to resume a request."""
 
     def __init__(self, within_s: float) -> None:
         self._within_s = within_s
@@ -58,17 +58,17 @@ class Patience:
         self._vain_count = 0
 
     def begin(self) -> None:
-        """Start the time limit: the request's dispatcher was lost."""
+        """Start the time limit, as the request's dispatcher was lost."""
         self._vain_count += 1
         self._until_s = time.monotonic() + self._within_s
         self._pause_s = _FIRST_PAUSE_S
 
     def restore(self) -> None:
-        """Reset after a token was received."""
+        """Reset the count of lost dispatchers, as a token was received."""
         self._vain_count = 0
 
     async def wait(self, why: BallastError, cut: Unavailable) -> None:
-        """Returns when the dispatchers may be tried again.
+        """Wait until the dispatchers may be tried again. `why`: the last error; `cut`: how the dispatcher was lost.
 
         Raises:
             Unavailable: the time limit has passed, or too many dispatchers were lost; the message has both causes.

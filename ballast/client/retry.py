@@ -11,16 +11,16 @@ _JITTER_FRACTION = 0.25
 
 @dataclass(slots=True)
 class OverloadRetry:
-    """Waits as long as the refusal says, at most `attempts_left` times and `max_wait_s` each time.
+    """Waits before retries as long as the refusal asks for, at most `attempts_left` times and `max_wait_s` each time.
 
-    A random extra delay keeps clients that were refused together from retrying together.
+    Up to 25 % is added at random, so that clients that were refused together do not retry together.
     """
 
     attempts_left: int
     max_wait_s: float
 
     async def wait(self, error: Overloaded, time_left_s: float | None) -> None:
-        """Returns when the request may be sent again.
+        """Wait until the request may be sent again. `time_left_s`: time until its deadline; None: no deadline.
 
         Raises:
             Overloaded: `error` itself, if no attempt is left or the wait would be too long.

@@ -54,7 +54,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
 
     Attributes:
         request_id: The id of the request, given or generated.
-        resume_count: How often a dispatcher has resumed it.
+        resume_count: How often another (or a restarted) dispatcher has continued the request.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         self.cancel()
 
     async def collect(self) -> Generation:
-        """Reads to the end.
+        """Reads the stream to its end.
 
         Returns:
             The contents of the remaining chunks as one answer.
@@ -143,7 +143,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
         )
 
     def cancel(self) -> None:
-        """`aclose` for callers that cannot await. Call it in the event loop's thread only."""
+        """The same as `aclose`, for callers that cannot await. To be called only in the event loop's thread."""
         self._closed = True
         if self._call is not None and not self._call.done():
             self._call.cancel()
@@ -163,7 +163,7 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
             return await self._resume(self._progress, error)
 
     async def _resume(self, progress: Progress, cut: Unavailable) -> pb.GenerateResponse | None:
-        """The rest of the answer, from any dispatcher that can resume the request."""
+        """Resume the request at any dispatcher and return the next response. `cut`: why the last one was lost."""
         while True:
             try:
                 response = await self._try_each()
@@ -185,12 +185,12 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 self._patience.restore()
 
     def _seen(self, usage: Usage) -> Usage:
-        """Usage with the times of the whole request: the last dispatcher knows only its own part."""
+        """The usage with times of the whole request, measured here: the last dispatcher knows only its own part."""
         first_s = self._began_s if self._first_s is None else self._first_s
         return replace(usage, ttft_s=first_s - self._began_s, e2e_s=time.monotonic() - self._began_s)
 
     async def _begin(self) -> pb.GenerateResponse | None:
-        """The first response, from any dispatcher that accepts the request, after retries if refused."""
+        """Send the request and return the first response. Refusals for overload are retried (`OverloadRetry`)."""
         while True:
             try:
                 return await self._try_each()
@@ -198,8 +198,8 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 await self._retry.wait(error, self._time_left_s())
 
     async def _try_each(self) -> pb.GenerateResponse | None:
-        """Try the dispatchers in turn until one answers. The request contains the tokens so far, so that none is
-        repeated.
+        """Send the request to the dispatchers in turn until one answers; then try those again to which there was no
+        connection. The request contains the tokens so far, so that none is repeated.
         """
         first: BallastError | None = None
         endpoints = self._endpoints.in_turn()
@@ -212,12 +212,12 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 endpoint.avoid()
                 if error.gone and self._progress is not None:
                     self._patience.begin()
-                if first is None or error.gone:  # prefer the more specific error: a request was lost
+                if first is None or error.gone:  # `gone` is more specific: the request was lost there
                     first = error
             except Overloaded as error:
-                first = error  # another dispatcher may have capacity; if not, raise the first refusal
+                first = error  # another dispatcher may have capacity
             except AlreadyExists:
-                # The record of a dispatcher that has just died may still exist for a while.
+                # The claim of a dispatcher that has just died may still exist for a while.
                 if first is None:
                     raise
         assert first is not None, "there is at least one dispatcher"

@@ -34,7 +34,7 @@ class _LoopThread:
         self._thread.start()
 
     def run(self, work: Coroutine[object, object, T]) -> T:
-        """Runs a coroutine in the loop and waits; an interrupt of the waiting thread cancels it."""
+        """Runs a coroutine in the loop and returns its result. An interrupt of the waiting thread cancels it."""
         with self._lock:
             if not self._open:
                 work.close()
@@ -55,7 +55,7 @@ class _LoopThread:
                 self._loop.call_soon_threadsafe(stream.cancel)
 
     def close(self, last: Coroutine[object, object, None]) -> None:
-        """Cancel everything, run `last` and end the thread. Call once."""
+        """Cancels all tasks, runs `last` and ends the thread. A second call does nothing."""
         with self._lock:
             if not self._open:
                 last.close()
@@ -108,7 +108,7 @@ class SyncGenerationStream(Iterator[GenerationChunk]):
         return chunk
 
     def collect(self) -> Generation:
-        """Reads to the end and returns it as one answer."""
+        """Reads the stream to its end and returns the remaining chunks as one answer."""
         return self._loop.run(self._stream.collect())
 
     def close(self) -> None:
@@ -130,15 +130,15 @@ class SyncGenerationStream(Iterator[GenerationChunk]):
 async def _next_or_none(stream: GenerationStream) -> GenerationChunk | None:
     try:
         return await anext(stream)
-    except StopAsyncIteration:  # a coroutine cannot raise it
+    except StopAsyncIteration:  # cannot be raised through a future
         return None
 
 
 class Client:
     """A connection to one or more dispatchers. Thread-safe.
 
-    Takes the same arguments as `AsyncClient` and has the same methods, without `await`. Close it, or use it as a
-    context manager.
+    It takes the same arguments as `AsyncClient` and has the same methods without `await`, except `default_sampling`.
+    Close it, or use it as a context manager.
     """
 
     def __init__(
@@ -213,7 +213,7 @@ class Client:
     def stream(
         self, prompt: str | None = None, sampling: Sampling | None = None, **options: Unpack[RequestOptions]
     ) -> SyncGenerationStream:
-        """`generate(..., stream=True)`: `for chunk in client.stream("Once upon a time"): ...`"""
+        """The same as `generate(..., stream=True)`: `for chunk in client.stream("Once upon a time"): ...`"""
         return SyncGenerationStream(self._loop, self._client.stream(prompt, sampling, **options))
 
     def cancel(self, request_id: str) -> bool:

@@ -16,7 +16,7 @@ class ChatMessage:
     Attributes:
         role: A role that the model's chat template knows, usually system, user or assistant.
         content: The text of the turn.
-        extra: Further keys for the chat template: tool_calls, tool_call_id, name.
+        extra: Further keys for the chat template, such as tool_calls, tool_call_id and name.
     """
 
     role: str
@@ -29,7 +29,9 @@ class TokenLogprob:
     """A token and its log-probability.
 
     Attributes:
-        token: The token's bytes, possibly only a part of a character.
+        token_id: The token.
+        logprob: Its log-probability.
+        token: The token's bytes, possibly only part of a character.
     """
 
     token_id: int
@@ -43,9 +45,9 @@ class Logprobs:
 
     Attributes:
         chosen: The generated token.
-        top: The most probable tokens at this position, best first; `SamplingParams.logprobs` of them.
-        prompt: Of the first generated token, if requested by `SamplingParams.prompt_logprobs`: logprobs of all prompt
-            tokens. That of the first prompt token is 0, without alternatives.
+        top: The `SamplingParams.logprobs` most probable tokens at this position, best first.
+        prompt: Logprobs of all prompt tokens; only with the first generated token, and if requested by
+            `SamplingParams.prompt_logprobs`. That of the first prompt token is 0, without alternatives.
     """
 
     chosen: TokenLogprob
@@ -60,10 +62,10 @@ class Usage:
     Attributes:
         prompt_token_count: Tokens of the prompt, special tokens included.
         completion_token_count: Generated tokens.
-        replay_count: How often it was restarted after the loss of a worker; its tokens do not change.
+        replay_count: How often the request was restarted after the loss of a worker; its tokens do not change.
         queue_s: Time in the dispatcher's backlog.
-        ttft_s: Time to first token, measured by the dispatcher.
-        e2e_s: Time from arrival to the end, measured by the dispatcher.
+        ttft_s: Time to first token, measured by the dispatcher; by the SDK if another dispatcher resumed the request.
+        e2e_s: Time from arrival to the end, measured like `ttft_s`.
         seed: The seed used: given, or drawn when the request arrived.
         cached_token_count: Prompt tokens whose KV was already cached.
     """
@@ -102,9 +104,9 @@ class GenerationChunk:
         token_ids: New tokens.
         logprobs: One per new token if requested, otherwise empty.
         prompt_token_count: Tokens of the prompt.
-        finish_reason: Why it ended; None in all chunks but the last.
-        matched_stop: The stop string or token that ended it, if any.
-        usage: In the last chunk only.
+        finish_reason: Why the answer ended; None in all chunks but the last.
+        matched_stop: The stop string or token that ended the answer; None otherwise.
+        usage: Counts and times; None in all chunks but the last.
     """
 
     request_id: str
@@ -127,7 +129,7 @@ class Generation:
         token_ids: All generated tokens.
         logprobs: One per token if requested, otherwise empty.
         finish_reason: STOP or LENGTH; other endings are raised as errors.
-        matched_stop: The stop string or token that ended it, if any.
+        matched_stop: The stop string or token that ended the answer; None otherwise.
         usage: Counts, times and the seed.
     """
 
@@ -145,12 +147,12 @@ class WorkerStatus:
     """One worker as a dispatcher sees it.
 
     Attributes:
-        worker_id: Its name, stable over restarts.
-        incarnation: Incremented with each start of its process.
+        worker_id: The worker's name, stable over restarts.
+        incarnation: Number of the process lifetime; it grows with each start.
         address: host:port of its gRPC server.
         group_id: The group in which it serves.
         connected: Whether the dispatcher is connected to the worker's group.
-        load: Its last load report; None before the first. Only leaders report to dispatchers, for their whole group;
+        load: The last load report; None before the first. Only leaders report to dispatchers, for their whole group;
             the report's memory figures are the leader's own.
     """
 
@@ -168,8 +170,8 @@ class GroupStatus:
     member.
 
     Attributes:
-        group_id: Its name, which changes with its members.
-        members: Stages in order, each with its layers; the first is the leader.
+        group_id: The group's name, which changes with its members.
+        members: Members in the order of their stages, each with its layers; the first is the leader.
         workers: The same workers as the dispatcher sees them; None for unknown ones.
     """
 
@@ -197,12 +199,12 @@ class GroupStatus:
 
     @property
     def used_tokens(self) -> int:
-        """KV tokens held by running requests."""
+        """KV capacity in use (`LoadReport.used_block_count`), in tokens; 0 before the first report."""
         return self.load.used_block_count * self.load.block_tokens if self.load is not None else 0
 
     @property
     def demand_tokens(self) -> int:
-        """KV tokens held by running requests and needed by waiting ones."""
+        """KV capacity in use plus that needed by waiting requests, in tokens."""
         waiting = self.load.waiting_block_count * self.load.block_tokens if self.load is not None else 0
         return self.used_tokens + waiting
 
@@ -213,11 +215,11 @@ class RecentTimes:
 
     Attributes:
         window_s: Length of the time window.
-        first_token_count: Requests that received their first token in it.
+        first_token_count: Requests that received their first token within the window.
         ttft_p50_s: Median time to first token.
         ttft_p99_s: P99 of the time to first token.
         tpot_p50_s: Median time per token after the first, of running requests and of those that ended in the window.
-        tpot_p99_s: P99 of the same.
+        tpot_p99_s: P99 of the time per token after the first, of the same requests.
         longest_wait_s: Longest current wait of a request for its first token.
         generated_tokens_total: Tokens delivered to clients since the dispatcher started.
         replays_total: Requests restarted after the loss of their worker since the dispatcher started.
@@ -239,11 +241,11 @@ class RequestMoment:
     """An event in the life of a request.
 
     Attributes:
-        at_s: Seconds since its arrival.
+        at_s: Seconds since the request's arrival.
         what: waiting, placed, moved, moving, stranded, first_token, resumed, lost, sent_back, recalled or taken_over.
         worker_id: The worker concerned; may be empty.
         detail: Explanation; may be empty.
-        token_count: Tokens of the answer by then.
+        token_count: Tokens of the answer at this time.
         gap_s: For `resumed`: seconds since the previous token.
     """
 
@@ -260,10 +262,10 @@ class EndedRequest:
     """Arrival time and lengths of a request that has ended.
 
     Attributes:
-        arrived_unix_s: By the dispatcher's clock.
+        arrived_unix_s: Arrival time by the dispatcher's clock.
         prompt_token_count: Tokens of the prompt.
         completion_token_count: Generated tokens.
-        priority: Its class.
+        priority: Priority class.
     """
 
     arrived_unix_s: float
@@ -274,12 +276,12 @@ class EndedRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EndedRequests:
-    """Requests that have ended at one dispatcher since the previous call.
+    """Requests that have ended at one dispatcher since the call whose `last` was given.
 
     Attributes:
         requests: In the order in which they ended, without those that received no token.
-        last: Pass as `after` to the next call.
-        forgotten_count: Further requests that have ended since and are no longer remembered.
+        last: Number of the newest ended request, to be passed as `after` to the next call.
+        forgotten_count: Further requests that ended meanwhile and are no longer remembered.
         oldest_open_unix_s: Arrival of the oldest request in progress; None: there is none.
     """
 
@@ -294,27 +296,27 @@ class RequestStory:
     """The history of a request, as remembered by its dispatcher.
 
     Attributes:
-        request_id: Its id.
+        request_id: The request's id.
         dispatcher_id: The dispatcher that answered.
         state: queued, running, moving, or how it ended: stop, length, cancelled, deadline, error, refused, invalid.
         error: The error; empty if there was none.
-        age_s: Seconds since its arrival, or since its end if it has ended.
-        priority: Its class.
-        caller: Name of the token it was sent with, or the address of the connection.
+        age_s: Seconds since the request's arrival, or since its end if it has ended.
+        priority: Priority class.
+        caller: Name of the token with which the request was sent, or the address of the connection.
         prompt_token_count: Tokens of the prompt.
         completion_token_count: Tokens generated so far.
-        max_token_count: Maximum number of tokens requested.
+        max_token_count: Maximum number of tokens to generate (`max_tokens`).
         queue_s: Time in the backlog.
-        ttft_s: Time to first token; None: it has received none.
-        tpot_s: Time per token after the first; None: it has received none.
-        e2e_s: From its arrival to its end, or until now.
-        replay_count: How often it was restarted after the loss of its worker.
-        move_count: How often it migrated to another worker.
-        recall_count: How often it was moved from the queue of a full worker to one with room.
+        ttft_s: Time to first token; None while there is no token.
+        tpot_s: Mean time per token after the first; None while there is no such token.
+        e2e_s: Time from the request's arrival to its end, or until now.
+        replay_count: How often the request was restarted after the loss of its worker.
+        move_count: How often the request migrated to another worker.
+        recall_count: How often the request was moved from the queue of a full worker to a worker with room.
         longest_gap_s: Longest time between two of its tokens.
         longest_gap_token_count: Tokens received before that gap.
-        moments: Its events, oldest first.
-        left_out_moment_count: Events that were not remembered.
+        moments: The request's events, oldest first.
+        left_out_moment_count: Number of events that are not in `moments`, as there were too many.
     """
 
     request_id: str
@@ -347,7 +349,7 @@ class ClusterStatus:
     Attributes:
         dispatcher_id: The dispatcher that answered.
         address: The address that was asked.
-        version: Its version of Ballast.
+        version: Version of Ballast that the dispatcher runs.
         layout: Groups and layer ranges; None before the first layout.
         model: The served model; None before the first worker.
         workers: All workers of the layout.
@@ -355,14 +357,14 @@ class ClusterStatus:
         backlog_token_count: Prompt tokens of these requests.
         offline_queued_count: Offline requests in this dispatcher that wait to be pulled by a worker.
         running_request_count: Requests of this dispatcher on workers.
-        max_queued_request_count: Limit of the backlog.
-        max_queued_token_count: Limit of the backlog in tokens.
-        requests_total: Ending -> count since the dispatcher started.
-        draining: Whether it refuses new requests.
+        max_queued_request_count: Limit on requests in the backlog.
+        max_queued_token_count: Limit on prompt tokens in the backlog.
+        requests_total: Number of ended requests since the dispatcher started, by ending (`stop`, `error` ...).
+        draining: Whether the dispatcher refuses new requests.
         uptime_s: Seconds since the dispatcher started.
         state_server_reachable: Whether the last call to the state server was answered.
         planner_address: host:port of the active planner; empty while unknown.
-        recent: Recent latencies of its requests.
+        recent: Recent latencies of the dispatcher's requests.
         kept_out: Workers that are currently kept out of all groups, and why.
         waiting_by_caller: Requests waiting in this dispatcher, by caller, for the callers with the most; for operators.
     """

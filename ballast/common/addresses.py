@@ -9,12 +9,12 @@ _DEFAULT = "127.0.0.1:50051"
 
 
 def default_address() -> str:
-    """BALLAST_ADDRESS, or the default port on this machine."""
+    """The value of BALLAST_ADDRESS; if unset, the default port on this machine."""
     return os.environ.get("BALLAST_ADDRESS") or _DEFAULT
 
 
 def checked_address(address: str) -> str:
-    """Raises InvalidRequest if the address is not host:port."""
+    """Return the address. Raises InvalidRequest if it is not host:port."""
     host, colon, port = address.rpartition(":")
     if not (colon and host and port.isdecimal() and 0 < int(port) < 65536):
         raise InvalidRequest("address", f"must be host:port, got {address!r}")

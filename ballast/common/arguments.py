@@ -23,7 +23,7 @@ def seconds(text: str) -> float:
 
 
 def output_file(text: str) -> Path:
-    """Argument type for a file to write, - for standard output; checks that it can be written."""
+    """Argument type for an output file, or - for standard output. Checks that its folder exists."""
     path = Path(text)
     if text == "-":
         return path

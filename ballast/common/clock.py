@@ -5,5 +5,5 @@ from typing import Protocol
 
 class Clock(Protocol):
     def now_s(self) -> float:
-        """Monotonic seconds, comparable only within one process."""
+        """Monotonic time in seconds, comparable only within one process."""
         ...

@@ -1,9 +1,10 @@
-"""Cost of a batch on a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3), and three terms more.
+"""Cost of a batch on a stage: equations 1 to 3 of KunServe (EuroSys '26, section 4.3) and three more terms.
 
 A chunk reads the KV of its prefix once, however few tokens it has: `prefix_s`. Without this term, decodes with long
 contexts would be estimated at half their time on a CPU. The time of a matrix product is not linear in its rows:
-`many_s` is the additional time over a product with one vector, and `beyond_s` that of each token above `knee_tokens`,
-where reading the parameters overlaps with nothing more. With all three at 0 it is the paper's model.
+`many_s` is what a product with several vectors costs beyond one with a single vector, and `beyond_s` the extra time of
+each token above `knee_tokens`, where the product is bound by compute, not by reading parameters. With all three terms
+at 0 this is the paper's model.
 
 Costs on which decisions depend are summed with `math.fsum`, as float results of `sum` depend on the Python version.
 """
@@ -13,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-KNEE_TOKENS = 64  # default
+KNEE_TOKENS = 64  # default of `CostModel.knee_tokens`
 
 
 class Chunk(NamedTuple):
@@ -25,7 +26,7 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """Seconds of one stage. All coefficients are at least 0, and `shared_s` is at most `chunk_s`."""
+    """Coefficients, in seconds, of a stage's batch cost. All are at least 0, and `shared_s` is at most `chunk_s`."""
 
     attention_s: float  # per pair of a token and one that it attends to
     token_s: float  # per token
@@ -37,11 +38,11 @@ class CostModel:
     knee_tokens: int = KNEE_TOKENS
 
     def chunk_cost_s(self, chunk: Chunk) -> float:
-        """A chunk alone (equations 1 and 2)."""
+        """Cost of a batch that consists of this chunk alone (equations 1 and 2)."""
         return self.own_s(*chunk) + self.together_s(chunk.token_count)
 
     def batch_cost_s(self, chunks: Iterable[Chunk]) -> float:
-        """Chunks of different sequences together (equation 3); 0 for none."""
+        """Cost of a batch of chunks of different sequences (equation 3); 0 for an empty batch."""
         costs, token_count = list[float](), 0
         for chunk in chunks:
             costs.append(self.own_s(*chunk))
@@ -49,8 +50,8 @@ class CostModel:
         return math.fsum(costs) - max(0, len(costs) - 1) * self.shared_s + self.together_s(token_count)
 
     def decodes_s(self, count: float, context_tokens: float) -> float:
-        """Cost of `count` decodes with a total prefix length: equation 3 for a mean batch, possibly with fractional
-        counts.
+        """Cost of a batch of `count` decodes whose prefixes have `context_tokens` tokens in total (equation 3). Both
+        numbers may be fractional, as means are.
         """
         own_s = self.attention_s * (context_tokens + count) + self.prefix_s * context_tokens
         own_s += (self.token_s + self.chunk_s) * count - max(0.0, count - 1.0) * self.shared_s
@@ -63,11 +64,11 @@ class CostModel:
         return self.attention_s * pairs + self.token_s * count + self.prefix_s * prefix + self.chunk_s
 
     def together_s(self, token_count: int) -> float:
-        """The part that depends on the tokens of the whole batch."""
+        """The part of the cost that depends on the token count of the whole batch."""
         return (self.many_s if token_count > 1 else 0.0) + self.beyond_s * max(0, token_count - self.knee_tokens)
 
     def joining_s(self, prefix_tokens: int) -> float:
-        """Cost of adding a chunk to a non-empty batch, before its first token."""
+        """Cost of adding a chunk to a non-empty batch, without the costs of its tokens."""
         return self.chunk_s - self.shared_s + self.prefix_s * prefix_tokens
 
     def scaled(self, factor: float) -> "CostModel":
@@ -84,7 +85,7 @@ class CostModel:
         )
 
     def plus(self, other: "CostModel") -> "CostModel":
-        """The costs of a stage that executes both for the same batch."""
+        """The costs of a stage that executes this model's layers and those of `other` for the same batch."""
         return CostModel(
             self.attention_s + other.attention_s,
             self.token_s + other.token_s,

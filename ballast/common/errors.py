@@ -2,8 +2,8 @@
 
 Expected failures inside a core are values (commands such as `Refuse`); these classes are for failures that cross a call
 or the network. `ballast.rpc.errors` maps each class to a gRPC status and back, so that a caller in another process
-catches the same class that was raised. Only a broken invariant changes its class: it stops the process that found it,
-and is a `PeerViolation` for all others.
+catches the same class that was raised. Only `InvariantViolation` changes: it stops the process that raised it, and its
+callers get a `PeerViolation`.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ class BallastError(Exception):
 
 
 class InvalidRequest(BallastError):
-    """The client's mistake. Fix the request; a retry has the same result."""
+    """The client's request is invalid; a retry has the same result."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(f"{field}: {why}")
@@ -50,7 +50,7 @@ class Overloaded(BallastError):
 class Unavailable(BallastError):
     """The target cannot be reached or is draining. Retry elsewhere with the same request id.
 
-    `gone`: it was serving the request and has died or is shutting down; another one can continue the request.
+    `gone`: the target was serving the request and has died or is shutting down; another one can continue the request.
     """
 
     def __init__(self, target: str, why: str = "not reachable", *, gone: bool = False) -> None:
@@ -79,7 +79,7 @@ class StaleEpoch(BallastError):
 
 
 class NotPossible(BallastError):
-    """The request does not fit the current state. Check `ballast status`, then decide anew."""
+    """The call is not possible in the cluster's current state. Check `ballast status`, then decide anew."""
 
 
 class NotActive(BallastError):
@@ -104,7 +104,7 @@ class CallFailed(BallastError):
 
 
 class ConfigError(BallastError):
-    """The operator's mistake: `path` names the setting, file or tensor, `why` what is wrong with it."""
+    """The configuration is wrong: `path` names the setting, file or tensor, `why` what is wrong with it."""
 
     def __init__(self, path: str, why: str) -> None:
         super().__init__(f"{path}: {why}")
@@ -113,7 +113,7 @@ class ConfigError(BallastError):
 
 
 class InvariantViolation(BallastError):
-    """A bug. The process stops (exit status 70) and logs the history of the object concerned."""
+    """A bug: an invariant does not hold. The process stops (exit status 70); `story` is the history of the object."""
 
     def __init__(self, why: str, story: Sequence[str] = ()) -> None:
         super().__init__(why if not story else why + "\n  " + "\n  ".join(story))
@@ -122,5 +122,5 @@ class InvariantViolation(BallastError):
 
 
 def broken_core(error: Exception) -> InvariantViolation:
-    """Wraps an unexpected exception in a core, whose state is inconsistent afterwards."""
+    """Wrap an unexpected exception that a core raised: the core's state may be inconsistent afterwards."""
     return InvariantViolation(f"a core failed amid a decision: {type(error).__name__}: {error}")

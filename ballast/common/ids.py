@@ -7,8 +7,8 @@ WorkerId = NewType("WorkerId", str)  # one instance; stable over restarts of its
 DispatcherId = NewType("DispatcherId", str)
 GroupId = NewType("GroupId", str)  # an ordered list of instances that serve together
 
-# Number of the process life of a worker or dispatcher. Grows with every start, so that messages of an earlier life are
-# recognised and refused (I5).
+# Number of one process lifetime of a worker or dispatcher. It grows with every start, so that messages of an earlier
+# lifetime are recognised and refused (I5).
 Incarnation = NewType("Incarnation", int)
 
 # Version number of the cluster layout; grows by one with every plan.

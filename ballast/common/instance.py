@@ -1,4 +1,4 @@
-"""Announcement of a worker."""
+"""The announcement of a worker."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from ballast.common.protocol import PROTOCOL
 
 @dataclass(frozen=True, slots=True)
 class Instance:
-    """One life of a worker, as announced by itself."""
+    """A worker, in one lifetime of its process, as it announces itself to the monitor."""
 
     worker_id: WorkerId
     incarnation: Incarnation
-    address: str  # host:port of its WorkerService for other processes
+    address: str  # host:port at which other processes call its WorkerService
     model: ModelInfo
-    data_address: str = ""  # host:port for links of other members; "": it cannot join a pipeline
-    protocol: int = PROTOCOL  # protocol version for other workers
+    data_address: str = ""  # host:port at which other workers open links to it; "": it cannot join a pipeline
+    protocol: int = PROTOCOL  # version of the protocol between workers that it speaks

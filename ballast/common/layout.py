@@ -11,9 +11,9 @@ class Standing(StrEnum):
     """Whether a live instance takes part in serving."""
 
     SERVING = "serving"
-    LEAVING = "leaving"  # takes nothing new and gives its requests away, to be parked; undone at once, at no cost
-    PARKED = "parked"  # takes nothing, holds no request; its device memory is given back, or just about to be
-    WAKING = "waking"  # gets its layers back, to serve again
+    LEAVING = "leaving"  # takes no new request and moves its own elsewhere, to be parked; can be undone at no cost
+    PARKED = "parked"  # holds no request and takes none; its device memory is, or is about to be, released
+    WAKING = "waking"  # loads its layers, to serve again
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,8 +26,8 @@ class Member:
     first_layer: int
     last_layer: int
     draining: bool = False  # finishes its requests, takes no new ones
-    data_address: str = ""  # host:port where links to it are made
-    standing: Standing = Standing.SERVING  # another one only of an instance alone
+    data_address: str = ""  # host:port at which other workers open links to it
+    standing: Standing = Standing.SERVING  # always SERVING in a group of several members
 
     @property
     def takes_new(self) -> bool:
@@ -49,9 +49,9 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """An instance's report of its place: since `epoch` it has been in this group, whose members have no addresses.
+    """An instance's report of its place: it has been in this group since `epoch`. The members are without addresses.
 
-    If its group was lost and it is alone, the group may not hold every layer.
+    If the instance is alone because it has lost its group, the reported group may not hold every layer.
     """
 
     epoch: Epoch
@@ -60,15 +60,17 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """All groups, as of one epoch."""
+    """All groups in one epoch."""
 
     epoch: Epoch
     layer_count: int
     groups: tuple[Group, ...]
-    reason: str  # why this layout follows the one before: start, join, lost, drain, overload, restore, operator ...
+    reason: str  # why this layout replaced the previous one: start, join, lost, drain, overload, restore, operator ...
 
     def check(self) -> None:
-        """Raise InvariantViolation unless every group holds a complete copy (I1) and no instance stands twice."""
+        """Raise InvariantViolation unless each group holds every layer once, in order (I1), each instance is in at most
+        one group, and all members of groups with several are SERVING.
+        """
         seen: set[WorkerId] = set()
         for group in self.groups:
             if not group.members:
@@ -105,8 +107,8 @@ def members_of(group: Group | None) -> tuple[WorkerId, ...]:
 
 
 def participants(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
-    """The members of a group of `target`, and those of every group of `base` that one of them comes from, without the
-    members that are lost.
+    """The workers that take part in forming `group` of `target`: its members, and those of all groups of `base` that a
+    member comes from, without lost ones.
     """
     chosen = set(members_of(group))
     for worker_id in members_of(group):
@@ -115,12 +117,12 @@ def participants(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
 
 
 def lost_members(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
-    """The workers of which `target` has none, and which are stages in `base` of a group that a member comes from."""
+    """The workers that are missing in `target`, but in `base` were in a group that a member of `group` comes from."""
     old = {w for worker_id in members_of(group) for w in members_of(group_of(base, worker_id))}
     return {worker_id for worker_id in old - set(members_of(group)) if group_of(target, worker_id) is None}
 
 
 def peers_of(base: Layout, target: Layout, worker_id: WorkerId) -> set[WorkerId]:
-    """The workers that exchange sequences or KV with this one when `target` follows `base`, itself excepted."""
+    """The other workers that exchange sequences or KV with this one when `target` replaces `base`."""
     concerned = [p for g in target.groups if worker_id in (p := participants(base, target, g))]
     return {peer for p in concerned for peer in p} - {worker_id}

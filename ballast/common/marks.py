@@ -1,7 +1,7 @@
 """Prefix marks: 8-byte identifiers of prompt prefixes, shared by workers and dispatchers.
 
-A mark stands for all tokens up to its end. Prompts share marks as far as they share tokens; a collision has probability
-2^-64 and costs a recomputation, never a wrong token.
+A mark identifies all tokens of a prompt up to a multiple of MARK_TOKENS. Prompts share marks as far as they share
+tokens; a collision has probability 2^-64 and costs a recomputation, never a wrong token.
 """
 
 from array import array

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, fields
 
-_MEASURES = ("layer_parameter_bytes", "other_parameter_bytes", "extent_bytes")  # sizes that do not affect tokens
+_MEASURES = ("layer_parameter_bytes", "other_parameter_bytes", "extent_bytes")  # fields that do not affect tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,16 +21,16 @@ class ModelInfo:
     architecture: str
     layer_count: int
     vocab_size: int
-    max_model_len: int  # prompt + generated tokens
+    max_model_len: int  # maximum of prompt and generated tokens together
     dtype: str
     parameter_count: int
-    kv_bytes_per_token: int  # over all layers
+    kv_bytes_per_token: int  # summed over all layers
     eos_token_ids: tuple[int, ...]
     # Sizes for planning; empty or 0 if not reported. Workers of version 0.1 reported them in extents of `extent_bytes`;
     # today they are bytes, and `extent_bytes` is 0.
     layer_parameter_bytes: tuple[int, ...] = ()
     other_parameter_bytes: int = 0  # embedding, head ...: never dropped
-    block_bytes: int = 0  # of one KV block in one layer
+    block_bytes: int = 0  # size of one KV block in one layer
     extent_bytes: int = 0  # unit of memory allocation
     tensor_parallel_size: int = 1  # ranks of an instance; the sizes above are sums over them
     revision: str = ""  # digest of the checkpoint; empty if not reported

@@ -1,11 +1,11 @@
-"""Overload policies: what happens when KV memory runs short (`--overload-policy` of planner and workers)."""
+"""Overload policies, chosen by `--overload-policy` of planner and workers."""
 
 from enum import StrEnum
 
 
 class OverloadPolicy(StrEnum):
-    """For `drop`, `static-pipeline` (merging instances) and `migrate` the planner acts, otherwise each worker by
-    itself.
+    """What happens when KV memory runs short. `drop`, `static-pipeline` and `migrate` are carried out by the planner,
+    the others by each worker by itself.
     """
 
     DROP = "drop"  # replicated layers make room for KV and are restored afterwards (KunServe)

@@ -1,13 +1,12 @@
-"""The version of what workers say to each other."""
+"""The version of the protocol between workers."""
 
-# Of stage messages, frames on links and the layout of KV: two workers can share a group or move KV only with equal
-# numbers. Raise it with each change of one of these; `tests/unit/repository/test_protocol.py` sees them.
+# Version of stage messages, frames on links and the layout of KV: two workers can share a group or move KV only if
+# theirs are equal. Raise it with each change of these; `tests/unit/repository/test_protocol.py` detects changes.
 PROTOCOL = 11
-# A dispatcher of one number serves workers of the number before and of the next one, so that either may be upgraded
-# first.
+# A dispatcher also uses workers whose version is one lower or higher, so that either may be upgraded first.
 _DISPATCHER_REACH = 1
 
 
 def may_be_dispatched_to(worker_protocol: int) -> bool:
-    """Whether a dispatcher of this version can use a worker that speaks `worker_protocol`."""
+    """Whether a dispatcher of this version can use a worker of version `worker_protocol`."""
     return abs(worker_protocol - PROTOCOL) <= _DISPATCHER_REACH

@@ -1,29 +1,29 @@
-"""The longest context that a cluster can hold, published by the planner for dispatchers in the state server."""
+"""The longest context that a cluster can hold; the planner publishes it for dispatchers in the state server."""
 
 from dataclasses import astuple, dataclass
 
 from ballast.common.errors import InvariantViolation
 
 _MOST = 1 << 40
-MARGIN = 1.05  # spare factor on the KV that a group for a long request needs for it and for running requests
+MARGIN = 1.05  # a group for a long request gets this times the KV that it and the running requests need
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """Maximum context lengths in tokens, prompt and answer together, up to `max_model_len`."""
 
-    alone_tokens: int  # in the largest instance on its own
-    group_tokens: int  # in the largest group that the instances could form
-    group_size: int  # instances of the smallest group with that capacity
+    alone_tokens: int  # of the largest instance that serves alone
+    group_tokens: int  # of the largest group that the instances could form
+    group_size: int  # instances in the smallest group that reaches `group_tokens`
     instance_count: int  # number of instances
 
     def check(self) -> None:
-        """Raise InvariantViolation if a group would hold less than one instance."""
+        """Raise InvariantViolation if `group_tokens` is less than `alone_tokens`, or `group_size` is out of range."""
         if not 0 <= self.alone_tokens <= self.group_tokens or not 1 <= self.group_size <= self.instance_count:
             raise InvariantViolation(f"no reach: {self}")
 
     def told(self) -> str:
-        """Text for people."""
+        """The lengths as text for people."""
         alone = f"up to {self.alone_tokens:,} tokens here alone"
         if self.group_tokens == self.alone_tokens:
             return alone
@@ -36,10 +36,10 @@ def write_reach(reach: Reach) -> str:
 
 
 def read_reach(text: str) -> Reach:
-    """Parse the form of `write_reach`.
+    """Parse the output of `write_reach`.
 
     Raises:
-        ValueError: the value has another form; another version may have written it.
+        ValueError: the text has another form, perhaps written by another version.
     """
     alone, group, size, there = (int(word) for word in text.split(" ") if word.isascii() and word.isdigit())
     reach = Reach(alone, group, size, there)

@@ -1,4 +1,4 @@
-"""Immutable records, created for every step of every engine."""
+"""Immutable records that are cheap to create, as engines create some for every step."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ _T = TypeVar("_T")
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 def record(*, kw_only: bool = False) -> Callable[[type[_T]], type[_T]]:
-    """A frozen dataclass with slots whose immutability is enforced by the type checker only.
+    """Decorator for a dataclass with slots whose immutability is enforced by the type checker only.
 
     `frozen=True` sets each field through `object.__setattr__`, which dominates the cost of creating one. Assignments
     are therefore not refused at run time.

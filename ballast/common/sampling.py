@@ -1,4 +1,4 @@
-"""How the next token is chosen, and when to stop. Names and meanings are those of vLLM and Hugging Face."""
+"""Parameters for sampling and stopping. Names and meanings are those of vLLM and Hugging Face."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -22,7 +22,7 @@ MAX_ALLOWED_TOKEN_IDS = 1 << 14
 
 
 class FinishReason(StrEnum):
-    """Why a request ended. The first two are success; every request gets exactly one (I6)."""
+    """Why a request ended; each request gets exactly one reason (I6). STOP and LENGTH mean success."""
 
     STOP = "stop"  # end-of-sequence token, stop token or stop string
     LENGTH = "length"  # max_tokens or the model's maximum length
@@ -32,7 +32,7 @@ class FinishReason(StrEnum):
 
 
 class PriorityClass(StrEnum):
-    """Named classes instead of numbers, whose polarity differs between the peers. Order: first is served first."""
+    """Priority classes, most urgent first. They are names, as serving systems disagree about which number is urgent."""
 
     INTERACTIVE = "interactive"
     DEFAULT = "default"
@@ -44,7 +44,7 @@ class PriorityClass(StrEnum):
 
     @property
     def offline(self) -> bool:
-        """Whether such a request is offline work: it uses what online work leaves, and yields it at once."""
+        """Whether this class is offline work: its requests use only what online work leaves, and yield it at once."""
         return self is PriorityClass.BATCH
 
 
@@ -55,21 +55,21 @@ ALL_CLASSES = frozenset(PriorityClass)
 class GrammarKind(StrEnum):
     JSON_SCHEMA = "json_schema"  # "{}": any JSON value
     REGEX = "regex"
-    LARK = "lark"  # in the dialect of llguidance
+    LARK = "lark"  # llguidance's dialect of Lark
 
 
 @dataclass(frozen=True, slots=True)
 class Grammar:
-    """The text that may be generated: from the first token, or from the end of a thought, to the end of the sequence.
+    """A constraint on the generated text, from the first token (or the end of a thought) to the end of the sequence.
 
     Attributes:
-        kind: How it is written.
-        text: Itself.
-        thought_end: What ends a thought, such as `</think>`: up to it all is allowed. Empty: there is none.
-        thought_begin: What begins a thought that need not be there. Empty: the prompt has begun it.
+        kind: The language in which `text` is written.
+        text: The grammar: a JSON schema, a regular expression or a Lark grammar.
+        thought_end: Tag that ends a thought, such as `</think>`; any text may precede it. Empty: there is no thought.
+        thought_begin: Tag that begins an optional thought. Empty: the prompt has already begun the thought.
 
     Raises:
-        InvalidRequest: on construction, if it is too long. Whether it can be understood is seen by a dispatcher.
+        InvalidRequest: on construction, if the text or a tag is too long. A dispatcher checks whether `text` is valid.
     """
 
     kind: GrammarKind
@@ -87,11 +87,11 @@ class Grammar:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
-    """Sampling and stopping of one request.
+    """Parameters for sampling and stopping of one request.
 
-    `temperature` 0 is greedy. `top_k` 0 switches that filter off. A seed makes the tokens reproducible: the random
-    number for the token at position p depends on (seed, p) and nothing else. Without one, a seed is drawn where the
-    request enters the cluster, so that a replay after a failure still draws the same tokens.
+    `temperature` 0 is greedy; `top_k` 0 means no limit. A seed makes the tokens reproducible: the random number for the
+    token at position p depends only on (seed, p). If `seed` is None, one is drawn where the request enters the cluster,
+    so that a replay after a failure still samples the same tokens.
 
     Raises:
         InvalidRequest: on construction, naming the field and the reason.
@@ -113,16 +113,16 @@ class SamplingParams:
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     logprobs: int | None = None  # number of alternatives beside the chosen token; None: no logprobs at all
-    prompt_logprobs: int | None = None  # the same of the prompt's tokens, which come with those of the first token
+    prompt_logprobs: int | None = None  # the same for prompt tokens; they come with the logprobs of the first token
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
-    grammar: Grammar | None = None  # what the answer's text has to follow; None: anything goes
-    adapter: str = ""  # name of the LoRA adapter that computes it; empty: the model alone
-    bad_words: tuple[str, ...] = ()  # never written, with or without a space before; dispatchers make token ids of them
-    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # sequences of tokens that are never completed
-    allowed_token_ids: tuple[int, ...] = ()  # the answer consists of these alone; empty: of all
+    grammar: Grammar | None = None  # constraint on the answer's text; None: no constraint
+    adapter: str = ""  # name of the LoRA adapter; empty: the base model
+    bad_words: tuple[str, ...] = ()  # never generated, with or without a leading space; dispatchers tokenise them
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()  # token sequences that are never generated
+    allowed_token_ids: tuple[int, ...] = ()  # only these tokens may be generated; empty: all tokens
 
     def __post_init__(self) -> None:
-        # One string is meant as one, and lists are what people write; kept, both are tuples.
+        # Callers may pass a single stop string or lists; both are stored as tuples.
         stop = cast(object, self.stop)
         object.__setattr__(self, "stop", (stop,) if isinstance(stop, str) else _tuple("stop", stop))
         object.__setattr__(self, "stop_token_ids", _tuple("stop_token_ids", self.stop_token_ids))
@@ -198,7 +198,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether the logits depend on the tokens seen so far."""
+        """Whether penalties make the logits depend on the tokens so far."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 

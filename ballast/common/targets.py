@@ -1,4 +1,4 @@
-"""Latency targets (service level objectives), by priority class and by request."""
+"""Latency targets (service level objectives), per priority class and per request."""
 
 import json
 import math
@@ -8,16 +8,16 @@ from typing import NamedTuple
 
 from ballast.common.sampling import PriorityClass
 
-# Targets of a request, in this order, as HTTP headers and as gRPC metadata.
+# HTTP headers and gRPC metadata keys of a request's targets, in the order of the fields of `Targets`.
 TARGET_HEADERS = ("x-ballast-ttft-target-s", "x-ballast-tpot-target-s")
 _ONLINE = [each for each in PriorityClass if not each.offline]
 
 
 class Targets(NamedTuple):
-    """Targets in seconds; inf: none."""
+    """Latency targets in seconds; inf: no target."""
 
-    ttft_s: float = math.inf  # the first token
-    tpot_s: float = math.inf  # mean time per token after the first
+    ttft_s: float = math.inf  # time to first token (TTFT)
+    tpot_s: float = math.inf  # mean time per output token after the first (TPOT)
 
     def or_else(self, other: "Targets") -> "Targets":
         """These targets, with missing ones taken from `other`."""
@@ -37,11 +37,11 @@ def for_all(ttft_s: float | None = None, tpot_s: float | None = None) -> Mapping
 
 
 def read_by_class(text: str | None) -> Mapping[PriorityClass, float]:
-    """Seconds by online class, from `0.05` (all classes), `interactive=0.03,default=0.1`, or a JSON file with such an
-    object. None: no targets.
+    """Parse a target in seconds per online class: `0.05` (all classes), `interactive=0.03,default=0.1`, or the name of
+    a JSON file with an object of classes and seconds. None: no targets.
 
     Raises:
-        ValueError: the text has none of these forms; the message says why.
+        ValueError: the text has none of these forms, or the file cannot be read; the message says why.
     """
     if text is None:
         return {}
@@ -67,7 +67,7 @@ def read_by_class(text: str | None) -> Mapping[PriorityClass, float]:
 
 
 def seconds_of(text: str) -> float:
-    """Raises ValueError if the text is not a positive number."""
+    """Parse seconds. Raises ValueError if the text is not a positive number."""
     try:
         seconds = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Types of the planner's calls to group members about a change of the layout."""
+"""Types in the planner's calls to workers about a change of the layout."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -12,21 +12,21 @@ class TransitionKind(StrEnum):
 
 
 class Phase(StrEnum):
-    """Progress of a member. Phases only advance."""
+    """A member's progress in a transition. Phases only advance."""
 
-    NONE = "none"  # it does not know the epoch
+    NONE = "none"  # the member does not know the epoch
     PREPARING = "preparing"
     PREPARED = "prepared"
     COMMITTING = "committing"  # waiting for the step boundary, or for the other members
     EXCHANGING = "exchanging"  # the new layout is in force; KV is being transferred
     DONE = "done"
-    FAILED = "failed"  # before commit: Abort follows; after it: a member was lost, this one loads its layers by itself
+    FAILED = "failed"  # before the commit: Abort follows; after it: a peer was lost, and this member reloads its layers
     ABORTED = "aborted"
 
 
 @dataclass(slots=True, kw_only=True)
 class Status:
-    """Progress and counters of a transition on one member. Durations are measured by its own clock."""
+    """Progress and counters of a transition on one member. Durations are measured by the member's clock."""
 
     epoch: Epoch
     phase: Phase = Phase.NONE
@@ -41,14 +41,14 @@ class Status:
     parameter_bytes_pulled: int = 0
     victim_count: int = 0  # running requests of the whole group; reported by the leader
     victims_waiting: int = 0
-    victims_recomputed: int = 0  # recomputed for lack of room, or of activations for a stand-in
-    refilled_tokens: int = 0  # whose KV this stand-in has computed from logged activations
+    victims_recomputed: int = 0  # victims whose KV is recomputed: no memory, or no logged activations for a stand-in
+    refilled_tokens: int = 0  # tokens whose KV this stand-in has computed from logged activations
     prepare_s: float = 0.0
-    layers_s: float = 0.0  # of a restore: from its start on this member until all layers are loaded
+    layers_s: float = 0.0  # in a restore: from its start on this member until all layers are loaded
     remap_s: float = 0.0
-    boundary_wait_s: float = 0.0  # from Commit to the new layout in force
+    boundary_wait_s: float = 0.0  # from Commit until the new layout is in force
     exchange_s: float = 0.0
     max_stall_s: float = 0.0  # longest wait of a moved sequence for its KV
     p99_stall_s: float = 0.0
-    repulled_layers: int = 0  # received with a wrong checksum
-    waves: int = 0  # rounds in which KV of the victims was sent, each limited by the room freed by the one before
+    repulled_layers: int = 0  # layers loaded again, as they had arrived with a wrong checksum
+    waves: int = 0  # rounds in which the victims' KV was sent, each limited by the memory that the previous one freed

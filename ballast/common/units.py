@@ -25,7 +25,7 @@ def parse_bytes(text: str) -> int:
     """Parse bytes: '512MiB', '16 GiB', '1.5GB' or a plain number.
 
     Raises:
-        ValueError: not a positive size; the message lists the accepted forms.
+        ValueError: the text is not a positive size; the message shows accepted forms.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", text)
     if found is None or found[2].lower() not in _SIZES:
@@ -45,12 +45,12 @@ def human_count(number: int) -> str:
 
 
 def thousands(count: int) -> str:
-    """Format thousands: 3100 -> '3.1k'."""
+    """Format a count in thousands: 3100 -> '3.1k', 310 -> '310'."""
     return str(count) if count < 1000 else f"{count / 1000:.1f}k"
 
 
 def counted(number: int, noun: str) -> str:
-    """Count with its noun: (1, 'GPU') -> '1 GPU', (2, 'GPU') -> '2 GPUs'."""
+    """Format a count with its noun: (1, 'GPU') -> '1 GPU', (2, 'GPU') -> '2 GPUs'."""
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
@@ -78,10 +78,10 @@ def share(fraction: float | None) -> str:
 
 
 def parse_duration(text: str) -> float:
-    """Parse a duration in seconds: '90', '90s', '10m', '2h'.
+    """Parse a duration into seconds: '90', '90s', '10m', '10min', '2h'.
 
     Raises:
-        ValueError: not a positive duration.
+        ValueError: the text is not a positive duration.
     """
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(s|m|min|h)?\s*", text)
     if found is None or float(found[1]) <= 0.0:

@@ -1,7 +1,7 @@
 """The body of the scaling webhook (how many instances should serve) and its signature (pure).
 
-The signature has Stripe's form: `t=SECONDS,v1=HEX`, an HMAC-SHA256 of `SECONDS.BODY` with the shared secret. Messages
-older than some minutes are refused, as they may be replayed.
+The signature has Stripe's form: `t=SECONDS,v1=HEX`, where HEX is an HMAC-SHA256 of `SECONDS.BODY` with the shared
+secret. Messages more than five minutes old are refused, as they may be replayed.
 """
 
 import hashlib
@@ -19,8 +19,8 @@ _MOST = 1_000_000
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """The wanted number of instances. `parked`: names of instances that are parked or about to be; if processes are
-    ended, these should be the first.
+    """The number of instances that should serve, and the names of those that do. `parked`: names of instances that are
+    parked or about to be; a scaler should end their processes first.
     """
 
     wanted: int
@@ -37,7 +37,7 @@ class Wanted:
 
     @classmethod
     def read(cls, body: bytes) -> Self:
-        """Parse the body.
+        """Parse the body of a webhook call.
 
         Raises:
             InvalidRequest: the body has another form.
@@ -51,7 +51,7 @@ class Wanted:
 
 
 def _parsed(body: bytes) -> dict[str, object]:
-    """The JSON object; empty if the body is not one."""
+    """The body's JSON object; empty if the body is not a JSON object."""
     try:
         told: object = json.loads(body)
     except ValueError:
@@ -60,7 +60,7 @@ def _parsed(body: bytes) -> dict[str, object]:
 
 
 def sign(secret: bytes, body: bytes, at_s: float) -> str:
-    """Signature of a body. `at_s`: wall-clock time."""
+    """Signature of a body. `at_s`: wall-clock time of sending."""
     return f"t={int(at_s)},v1={_digest(secret, body, str(int(at_s)))}"
 
 
@@ -68,7 +68,7 @@ def verify(secret: bytes, body: bytes, signature: str, now_s: float) -> None:
     """Verify a signature.
 
     Raises:
-        Unauthenticated: the signature is wrong or too old.
+        Unauthenticated: the signature is wrong, or its time differs from `now_s` by more than five minutes.
     """
     parts = dict(part.split("=", 1) for part in signature.split(",") if "=" in part)
     at, digest = parts.get("t", ""), parts.get("v1", "")

@@ -1,11 +1,11 @@
-"""Announcements of instances, sent to and by the monitor, as protobuf."""
+"""Conversion of instances' announcements, sent to and by the monitor, from and to protobuf."""
 
 from ballast.common.instance import Instance
 from ballast.rpc import border, codec
 from ballast.rpc.mapping import Mapper
 from ballastpb.monitor.v1.monitor_pb2 import Announce
 
-MODEL = codec.MODEL  # nested messages use the mapper of their type that is defined by then
+MODEL = codec.MODEL  # importing it registers the mapper of ModelInfo, which INSTANCE uses for the nested message
 
 
 def check_announce(message: Announce) -> None:

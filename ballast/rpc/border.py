@@ -1,7 +1,8 @@
 """Validation of values from other processes, where they are received.
 
-Applied by the codec, so that no plain type is made from an invalid message. The reader of a message reports the sender
-of invalid ones (`ballast.service.refusals`) and continues.
+The codec calls these functions, so that no plain type is made from an invalid message. The receiver of an invalid
+message reports its sender (`ballast.service.refusals`) and continues. Except where noted, the functions return nothing
+and raise InvalidRequest for `field`.
 """
 
 from collections.abc import Collection
@@ -11,26 +12,26 @@ from ballast.common.errors import InvalidRequest
 from ballast.common.load import MemoryReport
 
 MAX_ID_CHARS: Final = 128
-MAX_TEXT_CHARS: Final = 1024  # of model names and reasons
+MAX_TEXT_CHARS: Final = 1024  # limit of model names and reasons
 MAX_ADDRESS_CHARS: Final = 512
 MAX_LAYERS: Final = 10_000
 MAX_MEMBERS: Final = 1024  # of one group
 MAX_GROUPS: Final = 10_000
-MAX_BYTES: Final = 1 << 50  # of one instance; sums over thousands of instances fit into an int64
-# Epochs grow by one with each change. A layout's epoch is limited to this ...
+MAX_BYTES: Final = 1 << 50  # limit of one instance; sums over thousands of instances fit into an int64
+# Limit of a layout's epoch, which grows by one with each change.
 MAX_EPOCH: Final = 1 << 52
-# ... and an epoch claimed by an instance to this, or to slightly more than that of the layout in force. So whatever one
-# claims, there is room above it for all future changes.
+# An epoch claimed by an instance is limited to the larger of this and the epoch of the layout in force plus
+# CLAIM_SLACK. So whatever an instance claims, there is room above it for all future changes.
 MAX_CLAIMED_EPOCH: Final = 1 << 48
 CLAIM_SLACK: Final = 1 << 20
 MAX_SECONDS: Final = 1e9
 
 
 def name(field: str, text: str) -> str:
-    """Validate an id, which becomes a key, a label and part of log lines.
+    """Validate and return an id, which becomes a key, a label and part of log lines.
 
     Raises:
-        InvalidRequest: it is empty, too long, or has spaces or unprintable characters.
+        InvalidRequest: the id is empty, too long, or has spaces or unprintable characters.
     """
     if not 0 < len(text) <= MAX_ID_CHARS:
         raise InvalidRequest(field, f"must have 1 to {MAX_ID_CHARS} characters, has {len(text)}")
@@ -40,14 +41,14 @@ def name(field: str, text: str) -> str:
 
 
 def text(field: str, value: str, most_chars: int = MAX_TEXT_CHARS) -> str:
-    """Validate text for people."""
+    """Validate and return text for people."""
     if len(value) > most_chars:
         raise InvalidRequest(field, f"has {len(value)} characters, at most {most_chars} are allowed")
     return value
 
 
 def address(field: str, value: str) -> str:
-    """Validate host:port."""
+    """Validate and return an address of the form host:port."""
     host, _, port = value.rpartition(":")
     fits = host and host.isprintable() and " " not in host and len(value) <= MAX_ADDRESS_CHARS
     if not (fits and port.isascii() and port.isdigit() and len(port) <= 5 and 0 < int(port) < 1 << 16):
@@ -56,7 +57,7 @@ def address(field: str, value: str) -> str:
 
 
 def within(field: str, value: float, least: float, most: float) -> None:
-    """Validate a range. NaN is outside every range."""
+    """Validate that a value is in `[least, most]`. NaN is outside every range."""
     if not least <= value <= most:
         raise InvalidRequest(field, f"must be from {least:g} to {most:g}, got {value}")
 
@@ -78,7 +79,7 @@ def distinct(field: str, values: Collection[str]) -> None:
 
 
 def adds_up(field: str, memory: MemoryReport) -> None:
-    """Validate that parameters + KV + free = budget. Not applied by the codec, as `ballast status` shows violations."""
+    """Validate that parameters + KV + free = budget. The codec does not: `ballast status` shows violations."""
     if memory.parameter_bytes + memory.kv_bytes + memory.free_bytes != memory.budget_bytes:
         raise InvalidRequest(field, f"parameters, KV and free must add up to the budget: {memory}")
 

@@ -1,6 +1,6 @@
-"""Limits on the calls of one connection, on those of one token, and on all large messages together.
+"""Limits on the calls per connection, on those per token, and on the total size of large messages.
 
-Calls beyond a limit are refused with a reason that names it; other calls are not affected.
+Calls beyond a limit are refused with a reason that names the limit; other calls are not affected.
 """
 
 from collections import Counter
@@ -21,11 +21,11 @@ class CallBounds:
     """Limits of a server.
 
     Attributes:
-        per_connection: Concurrent calls of one connection.
-        per_caller: Concurrent calls of one token, over all its connections; 0: unlimited.
-        connections: Open connections; further ones are closed at once. 0: unlimited.
-        large_bytes: Total size of requests above 64 KiB in memory.
-        message_bytes: Size of one request. gRPC itself refuses larger ones.
+        per_connection: Maximum concurrent calls of one connection.
+        per_caller: Maximum concurrent calls of one token, over all its connections; 0: unlimited.
+        connections: Maximum open connections; further ones are closed at once. 0: unlimited.
+        large_bytes: Maximum total size of requests in memory that are larger than 64 KiB.
+        message_bytes: Maximum size of one request. gRPC itself refuses larger ones.
     """
 
     per_connection: int = _ENOUGH
@@ -36,8 +36,8 @@ class CallBounds:
 
     @property
     def options(self) -> tuple[tuple[str, int], ...]:
-        """Options of a gRPC server. Its stream limit is a little higher than that of calls, which are refused with a
-        reason; streams beyond it wait at the client.
+        """Options of a gRPC server. Its limit on streams is twice that on calls: excess calls are refused with a
+        reason, while streams beyond gRPC's limit would wait at the client.
         """
         bounds = {
             "grpc.max_concurrent_streams": 2 * self.per_connection,
@@ -52,11 +52,11 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class CallBook:
-    """Counts running calls. Lives in the event loop of its server."""
+    """Counts running calls and enforces the limits. It is used only in the event loop of its server."""
 
     def __init__(self, bounds: CallBounds) -> None:
         self.bounds = bounds
-        self.large_bytes = 0  # currently in memory
+        self.large_bytes = 0  # total size of large requests in memory
         self._of_connection: Counter[str] = Counter()
         self._of_caller: Counter[str] = Counter()
 
@@ -65,7 +65,7 @@ class CallBook:
         return self._of_connection.total()
 
     def enter(self, connection: str, caller: str, context: _Context) -> None:
-        """Count the call until it has ended. An empty `caller` has no limit of its own.
+        """Count a call until it has ended. An empty `caller` has no limit of its own.
 
         Raises:
             Overloaded: a limit is reached.

@@ -15,10 +15,10 @@ class Caller:
     """An authenticated caller.
 
     Attributes:
-        name: Of the token, or ROLE/ID of the certificate; empty without authentication.
-        operates: It may change the cluster, and other callers' requests.
-        has_token: The name is that of a token.
-        classes: Priority classes that its requests may have.
+        name: Name of the token, or ROLE/ID of the certificate; empty without authentication.
+        operates: The caller may change the cluster and other callers' requests.
+        has_token: `name` is that of a token.
+        classes: Priority classes that the caller's requests may have.
     """
 
     name: str
@@ -29,8 +29,8 @@ class Caller:
 
 ANYBODY = Caller("", operates=True)
 
-# Decides on a call (full method name) before the handler sees it. Raises Unauthenticated or PermissionDenied. Any: the
-# message types do not matter here.
+# Authenticates the caller of a method (its full name) before the handler runs. Raises Unauthenticated or
+# PermissionDenied. Any: the message types do not matter here.
 Admit: TypeAlias = Callable[[str, grpc.aio.ServicerContext[Any, Any]], Caller]
 
 _caller: ContextVar[Caller] = ContextVar("caller", default=ANYBODY)
@@ -42,8 +42,8 @@ def caller() -> Caller:
 
 
 def caller_name(context: grpc.aio.ServicerContext[Any, Any]) -> str:
-    """The name under which a caller's share is counted: that of its token, or its host address if no tokens are
-    required.
+    """The name under which a caller's calls are counted: that of its token or certificate, or its host address if no
+    authentication is required.
     """
     return caller().name or context.peer().rpartition(":")[0]
 

@@ -1,4 +1,4 @@
-"""Client channels, and the options on which both ends of a connection agree."""
+"""Client channels, and the gRPC options of clients and servers."""
 
 import asyncio
 import functools
@@ -14,7 +14,7 @@ MAX_MESSAGE_BYTES = 16 << 20
 _KEEPALIVE = (
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # otherwise one minute, regardless of the line above
+    ("grpc.http2.ping_timeout_ms", 10_000),  # by default one minute, regardless of keepalive_timeout_ms
     ("grpc.keepalive_permit_without_calls", 1),
 )
 _SENT = ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)
@@ -22,11 +22,11 @@ _SENT = ("grpc.max_send_message_length", MAX_MESSAGE_BYTES)
 SERVER_OPTIONS: Sequence[tuple[str, int]] = (  # limits on received messages are in `bounds.CallBounds`
     *_KEEPALIVE,
     _SENT,
-    # A long generation may send no frames for a while, so clients may ping meanwhile.
+    # A long generation may send no frames for a while; clients may ping meanwhile.
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 10_000),
     ("grpc.http2.max_ping_strikes", 0),
-    # Limit on calls waiting for a handler. Beyond it gRPC kills calls with a bare CANCELLED, at random from the first
-    # limit on; a burst should reach our own limits, which refuse with a reason and a delay.
+    # Limits on calls waiting for a handler: above the first, gRPC ends random calls with a bare CANCELLED, above the
+    # second, all. A burst should reach our own limits first, which refuse with a reason and a delay.
     ("grpc.server.max_pending_requests", 16_384),
     ("grpc.server.max_pending_requests_hard_limit", 32_768),
     # By default gRPC also ends calls that have waited 30 s for a handler, with a bare CANCELLED; this happens on a busy
@@ -52,7 +52,7 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    # Despite its name the timeout of a connection attempt: a busy peer needs more than the back-off.
+    # Despite its name, this is the timeout of a connection attempt: a busy peer needs more than the back-off.
     ("grpc.min_reconnect_backoff_ms", 5_000),
     # By default channels of one process to one address share a connection; a relay needs its own.
     ("grpc.use_local_subchannel_pool", 1),
@@ -68,7 +68,7 @@ ROUND_ROBIN: Sequence[tuple[str, str | int]] = (
 
 
 def connection_age(seconds: float) -> Sequence[tuple[str, int]]:
-    """Server options that make clients reconnect after that time and resolve the name again. Running calls continue."""
+    """Server options that make clients reconnect and resolve the name again after `seconds`. Running calls continue."""
     return (("grpc.max_connection_age_ms", int(seconds * 1000)),)
 
 
@@ -88,9 +88,9 @@ def open_channel(
     """Open a channel to host:port. It connects lazily and reconnects by itself.
 
     Args:
-        to_all: Distribute calls over all servers of the name instead of using the first that answers. Watchful.
+        to_all: Distribute calls over all servers of the name, not only the first that answers; implies `watchful`.
         watchful: During calls, detect a server that has stopped or is cut off within 8 s instead of 30, and reconnect
-            within half a second once it is back: others can take over the calls.
+            within half a second once it is back. For calls that another server can take over.
         credentials: TLS credentials; None: no TLS.
         peer: Role that the server's certificate must have (`ballast.rpc.tls`); None: it must match the host.
     """
@@ -103,16 +103,17 @@ def open_channel(
 
 
 class _Bearer:
-    """Channel wrapper for generated stubs that adds the token to each call.
+    """Wrapper of a channel that adds the token to each call of generated stubs.
 
-    gRPC's own call credentials ask a plug-in in another thread for every call, and an interceptor wraps every call.
+    It is cheaper than gRPC's call credentials, which run a plug-in in another thread for each call, and than an
+    interceptor, which wraps each call.
     """
 
     def __init__(self, channel: grpc.aio.Channel, token: str) -> None:
         self._channel = channel
         self._authorization = ("authorization", f"Bearer {token}")
 
-    # Any: as in gRPC, types depend on the call.
+    # Any: as in gRPC, the types depend on the call.
     def __getattr__(self, name: str) -> Callable[..., Any]:
         make = getattr(self._channel, name)  # unary_unary, unary_stream, stream_unary or stream_stream
         return lambda *args, **options: functools.partial(self._call, make(*args, **options))
@@ -120,20 +121,20 @@ class _Bearer:
     def _call(
         self, call: Callable[..., Any], *args: Any, metadata: Sequence[tuple[str, str]] | None = None, **options: Any
     ) -> Any:
-        """Adds the token unless the call brings its own."""
+        """Make the call, with the token unless its metadata contains one."""
         given = tuple(metadata or ())
         own = () if any(key == "authorization" for key, _ in given) else (self._authorization,)
         return call(*args, metadata=(*own, *given), **options)
 
 
 def bearing(channel: grpc.aio.Channel, token: str | None) -> grpc.aio.Channel:
-    """A channel whose stubs send the token; to be closed through `channel`."""
+    """A wrapper of `channel` whose stubs send the token; None: `channel` itself. Close `channel`, not the wrapper."""
     return channel if token is None else cast(grpc.aio.Channel, _Bearer(channel, token))
 
 
 async def is_refused(address: str, timeout_s: float = 1.0) -> bool:
-    """True if the machine at host:port refuses the connection because nothing listens there. No answer is not a
-    refusal.
+    """True if connections to host:port are refused, as nothing listens there; False if there is no answer in time or
+    the connection succeeds.
     """
     host, _, port = address.rpartition(":")
     try:

@@ -1,6 +1,6 @@
-"""Shared protobuf messages <-> plain types. Only this package and the servicers use protobuf.
+"""Conversion between protobuf messages and the plain types that services share.
 
-`record` raises InvalidRequest for an invalid message (`ballast.rpc.border`).
+`Mapper.record` raises InvalidRequest for an invalid message (`ballast.rpc.border`).
 """
 
 import math
@@ -25,7 +25,7 @@ def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """None while running; an unknown number from a newer peer means ERROR."""
+    """The reason with this number; None for 0 (still running), ERROR for an unknown number of a newer peer."""
     return FINISH.member(number) if number else None
 
 
@@ -66,7 +66,7 @@ def _check_place(message: pb.Place) -> None:
 
 
 def _check_layout(message: pb.Layout) -> None:
-    """Validate a layout, except for the layers, which `Layout.check` validates."""
+    """Validate a layout except for its layers, which `Layout.check` validates."""
     border.within("layout.epoch", message.epoch, 0, border.MAX_EPOCH)
     border.within("layout.layer_count", message.layer_count, 0, border.MAX_LAYERS)
     border.count("layout.groups", message.groups, border.MAX_GROUPS)
@@ -81,7 +81,7 @@ def _check_memory(report: pb.MemoryReport) -> None:
 
 
 def _check_load(report: pb.LoadReport) -> None:
-    """Validate a load report. Called for every step of every worker, so all counts are compared at once."""
+    """Validate a load report. All counts are compared at once, as this is called for every step of every worker."""
     counts = (
         report.block_tokens - 1,
         report.block_count,
@@ -150,7 +150,7 @@ def _check_model(message: pb.ModelInfo) -> None:
         raise InvalidRequest("model.layer_parameter_bytes", why)
 
 
-_ROUNDED_S = 1e-9  # rounding of a fit may make it negative by this much
+_ROUNDED_S = 1e-9  # rounding in a fit may make a cost negative by this much
 
 
 def _check_pace(message: pb.Pace) -> None:

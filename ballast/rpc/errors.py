@@ -1,7 +1,7 @@
 """The mapping between errors and gRPC statuses, in both directions.
 
 Details follow google.rpc: BadRequest for a client's mistake, RetryInfo for back-off, and always ErrorInfo, whose
-`reason` names our class, so that the caller raises the same one.
+`reason` names the class of the error, so that the caller raises the same class.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 
 from ballast.common import errors
 
-# Imported lazily: clients need these only after a failure.
+# These modules are imported lazily: clients need them only after a failure.
 if TYPE_CHECKING:
     from google.protobuf import any_pb2
     from google.rpc import error_details_pb2, status_pb2
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 DOMAIN = "ballast"
 _MOST_CHARS = 1000
-_LONGEST_RETRY_S = 3600.0  # upper bound of peers' values
+_LONGEST_RETRY_S = 3600.0  # upper bound of a retry delay that a peer sends
 
 _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
     errors.InvalidRequest: grpc.StatusCode.INVALID_ARGUMENT,
@@ -48,7 +48,7 @@ _CODES: dict[type[errors.BallastError], grpc.StatusCode] = {
 
 
 def cut(text: str) -> str:
-    """Truncate: errors quote input, and headers are limited to 16 KiB."""
+    """Truncate a text to 1000 characters: errors quote input, and headers are limited to 16 KiB."""
     return text if len(text) <= _MOST_CHARS else f"{text[:_MOST_CHARS]}... ({len(text):,} characters)"
 
 
@@ -94,7 +94,7 @@ def to_status(error: errors.BallastError) -> "status_pb2.Status":
 
 
 def answered(answer: T | None, target: str) -> T:
-    """A unary call's response. grpc.aio returns None if the bytes cannot be parsed.
+    """Return the response of a unary call; grpc.aio's is None if the bytes cannot be parsed.
 
     Raises:
         PeerViolation: the response is None.
@@ -105,7 +105,7 @@ def answered(answer: T | None, target: str) -> T:
 
 
 def is_cancelled() -> bool:
-    """True if this task is being cancelled; False if the awaited object was."""
+    """In a handler of CancelledError: True if this task is being cancelled, False if only the awaited call was."""
     task = asyncio.current_task()
     return task is None or task.cancelling() > 0
 
@@ -130,7 +130,7 @@ def asking(target: str) -> Generator[None]:
 
 
 def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
-    """The error that the server raised, or the closest one for a status that is not ours.
+    """The error that the server raised, or the closest one if the status has no details of a BallastError.
 
     `target` names the server in `Unavailable` and `PeerViolation`.
     """
@@ -206,7 +206,7 @@ def _rebuild(
         case "ConfigError":
             return errors.ConfigError(fields["path"], fields["why"])
         case "InvariantViolation":
-            # a bug of another process, for which a process that relays the error must not stop
+            # a bug of another process: a process that relays the error must not stop for it
             return errors.PeerViolation(target, f"stops for a broken invariant: {fields['why']}")
         case _:
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")

@@ -1,4 +1,4 @@
-"""Handling of failed calls: a status for the caller, a count for the owner of the server.
+"""Handling of failed calls: the caller gets a status, the owner of the server a notification.
 
 Only a broken invariant of this process stops the service. Errors of peers, clients, codecs, sockets and libraries end
 only the call in which they occur.
@@ -52,17 +52,17 @@ class CallFailure:
 
 
 def log_failure(failure: CallFailure) -> None:
-    """Log a failure, for owners without metrics."""
+    """Log a failure: the `on_failure` of owners without metrics."""
     _log.error("%s failed: %s", failure.method, failure.cause, exc_info=failure.error if failure.is_ours else None)
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):
-    """Converts errors of `ballast.common.errors` to rich statuses and reports all others to the owner.
+    """Converts errors of `ballast.common.errors` to rich statuses and reports unexpected ones to the server's owner.
 
     Args:
-        on_bug: Called with a broken invariant of this process; the owner stops.
-        on_failure: Called with every other unexpected failure; the owner counts it and continues.
-        admit: Identifies the caller of our methods, or raises if the call is denied; None: everything is permitted.
+        on_bug: Called with a broken invariant of this process; the owner should stop.
+        on_failure: Called with every other unexpected failure; the owner may count it and continue.
+        admit: Identifies the caller of a Ballast method, or raises if the call is denied; None: all are permitted.
         bounds: Limits on connections, callers and large messages.
     """
 
@@ -90,7 +90,12 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         return _Guarded(handler, handler_call_details.method, self).handler()
 
     def check(self, method: str, context: _Context) -> None:
-        """Authenticate and count the call; runs before the handler, in its task."""
+        """Authenticate and count the call. It runs before the handler, in the handler's task.
+
+        Raises:
+        Unauthenticated, PermissionDenied: the call is denied.
+        Overloaded: a limit is reached.
+        """
         caller = ANYBODY
         connection = context.peer()
         HANDSHAKES.has_call(connection)
@@ -100,7 +105,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
         self.book.enter(connection, caller.name, context)
 
     async def settle(self, error: Exception, method: str, context: _Context) -> None:
-        """End the call with the error's status. Always raises."""
+        """End the call with the status of an error that its handler raised. Always raises."""
         if isinstance(error, grpc.aio.AbortError):
             raise error
         if isinstance(error, grpc.aio.BaseError):
@@ -132,33 +137,33 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
 
 @dataclass(frozen=True, slots=True)
 class _Garbage:
-    """A request that could not be parsed. Raising in the parser would make gRPC print a traceback for each one."""
+    """A refused request and its error, raised later: an exception in the parser makes gRPC print a traceback."""
 
     error: Exception
 
 
 @dataclass(frozen=True, slots=True)
 class _Large:
-    """A request that occupies memory until its call has ended. Parsed one at a time."""
+    """A large request that is not parsed yet; it counts towards `CallBounds.large_bytes`. One is parsed at a time."""
 
     data: bytes
     held: Held
 
 
 class _Guarded:
-    """Handler of a method with error handling."""
+    """Wraps the handler of a method with checks before it and error handling."""
 
     def __init__(self, handler: _Handler, method: str, settler: ErrorInterceptor) -> None:
         self._handler = handler
         self._method = method
         self._settler = settler
-        # grpc.aio calls exactly one of the four functions, depending on the method's kind.
+        # A handler has exactly one of these four functions, depending on the method's kind.
         streaming, unary = (
             (handler.stream_stream, handler.stream_unary)
             if handler.request_streaming
             else (handler.unary_stream, handler.unary_unary)
         )
-        # Parser of the request, a class method of generated code.
+        # The request's parser is a class method of the generated message type.
         message_type: object = getattr(handler.request_deserializer, "__self__", None)
         self._descriptor = cast(Descriptor | None, getattr(message_type, "DESCRIPTOR", None))
         self._inner = cast(Callable[[Any, Any], Any], streaming if handler.response_streaming else unary)
@@ -191,7 +196,7 @@ class _Guarded:
         except Exception as error:  # noqa: BLE001 - parsers may raise anything on hostile bytes
             return _Garbage(error if isinstance(error, DecodeError) else DecodeError(str(error)))
 
-    # A handler yields its responses or writes them to the context; the latter is cheaper per message.
+    # A streaming handler yields its responses or writes them to the context; the latter is cheaper per message.
 
     async def _generate(self, request: Any, context: _Context) -> AsyncIterator[Any]:
         try:

@@ -1,4 +1,4 @@
-"""Fencing tokens of orders: orders of a former leader are refused.
+"""Fencing tokens: workers refuse orders of a planner that is no longer active.
 
 The active planner sends its lease's token (`ballast.service.leadership`) with each order to a worker, as gRPC metadata.
 A worker refuses orders with a lower token than the highest it has seen.
@@ -19,20 +19,20 @@ _KEY = "ballast-planner-token"
 
 
 def with_token(token: int) -> tuple[tuple[str, str], ...]:
-    """Metadata of an order."""
+    """gRPC metadata of an order with this fencing token."""
     return ((_KEY, str(token)),)
 
 
 class Fence:
-    """Tracks the highest token of a worker. Used in its event loop."""
+    """The highest fencing token that a worker has seen. It is used only in the worker's event loop."""
 
     def __init__(self) -> None:
         self.highest = 0  # highest seen so far
 
     # Any: the message types do not matter here.
     def admit(self, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Validate the token before an order is executed. An order without one counts as 0, valid until a token was
-        seen.
+        """Validate and record the token of an order before it is executed. An order without a token has token 0, which
+        is valid until a higher one has been seen.
 
         Raises:
             StaleEpoch: a higher token was seen.
@@ -41,7 +41,7 @@ class Fence:
         self.take(_token_of(context))
 
     def take(self, token: int) -> None:
-        """Record an order's token. Raises StaleEpoch like `admit`."""
+        """Record the token of an order. Raises StaleEpoch if a higher one was seen."""
         if token < self.highest:
             raise StaleEpoch(PLANNER_TOKEN, token, self.highest)
         self.highest = token

@@ -1,26 +1,26 @@
-"""Records <-> protobuf messages, field by field, by name.
+"""Conversion between records (dataclasses) and protobuf messages, field by field, by name.
 
     LOAD = Mapper(LoadReport, pb.LoadReport)
     LOAD.message(report)  # a pb.LoadReport
     LOAD.record(message)  # a LoadReport; raises InvalidRequest, which names the field
 
-A mapper is made when its module is loaded, and refuses then what does not fit: each field of the record needs one of
-the same name in the message (so the same unit), and each of the message one in the record, unless it is said to be
-`given` or `ignored`. What is converted on the way:
+A mapper is constructed when its module is loaded, and raises InvariantViolation if the types do not match: each field
+of the record needs one of the same name (and unit) in the message, and vice versa, except fields listed in `given` or
+`ignored`. Conversions:
 
 | record | message |
 |---|---|
 | int, float, str, bool, bytes, and NewTypes of them | the same |
 | `T | None` | a field with presence, or an enum whose 0 (UNSPECIFIED) is None |
-| T with a default | an optional field: what is absent has the default |
-| enum | enum; members by name, without the prefix of the type. UNSPECIFIED is the member NONE, if there is one |
+| T with a default | an optional field; if it is absent, the record has the default |
+| enum | enum with the same member names after the type's prefix; UNSPECIFIED is the member NONE, if there is one |
 | dataclass | message |
-| `tuple[T, ...]`, `frozenset[T]` | repeated; a set goes in ascending order |
+| `tuple[T, ...]`, `frozenset[T]` | repeated; sets are written in ascending order |
 | `tuple[A, B]` | message whose first fields are an A and a B |
 | `tuple[tuple[T, ...], ...]` | repeated message whose first field is repeated |
 | `Mapping[K, V]` | map |
 
-A range stands beside the type: `Annotated[int, check]`, where `check(value)` says why the value is refused, or nothing.
+A field may have a check: `Annotated[int, check]`, where `check(value)` returns why the value is refused, or None.
 """
 
 import dataclasses
@@ -41,13 +41,13 @@ R = TypeVar("R")
 M = TypeVar("M", bound=Message)
 E = TypeVar("E", bound=enum.Enum)
 
-# Any: what a converter takes and gives is known only to the two types it was made from.
+# Any: the types of a converter depend on the two fields for which it was made.
 _Convert = Callable[[Any], Any]
 _PLAIN = (int, float, str, bool, bytes)
 
 
 class _Refused(Exception):
-    """A field's value is invalid; the path grows on the way out, where it becomes InvalidRequest."""
+    """A field's value is invalid. Outer mappers prepend their field to `field`; the outermost raises InvalidRequest."""
 
     def __init__(self, field: str, why: str) -> None:
         super().__init__(field, why)
@@ -55,7 +55,7 @@ class _Refused(Exception):
 
 
 class Mapper(Generic[R, M]):
-    """Converts one type of record to and from its message."""
+    """Converts records of one type to and from protobuf messages of one type."""
 
     def __init__(
         self,
@@ -66,8 +66,11 @@ class Mapper(Generic[R, M]):
         ignored: Sequence[str] = (),
         check: Callable[[M], None] | None = None,
     ) -> None:
-        """`given`: fields, of either side, that the caller passes each time. `ignored`: unused fields of the message.
-        `check` raises InvalidRequest, naming the field, for an inconsistent message.
+        """`given`: fields, of either side, that the caller passes with each conversion. `ignored`: unused fields of the
+        message. `check`: validates a message before its conversion; raises InvalidRequest, which names the field.
+
+        Raises:
+            InvariantViolation: the two types do not match.
         """
         self._check = check
         self.record_type, self.message_type, self.given = record_type, message_type, tuple(given)
@@ -91,14 +94,14 @@ class Mapper(Generic[R, M]):
 
     # Any: values of fields, each of its own type.
     def message(self, record: R, **given: Any) -> M:
-        """The message of a record. Raises InvalidRequest for a number that its field cannot hold."""
+        """Convert a record to a message. Raises InvalidRequest for a number that its field cannot hold."""
         try:
             return self._message(record, given)
         except (ValueError, TypeError) as error:
             raise self._refusal(record, error) from error
 
     def record(self, message: M, **given: Any) -> R:
-        """The record of a message. Raises InvalidRequest for a value that is refused, with the path to its field."""
+        """Convert a message to a record. Raises InvalidRequest, with the path to the field, for an invalid value."""
         try:
             return self.inner_record(message, **given)
         except _Refused as error:
@@ -106,7 +109,7 @@ class Mapper(Generic[R, M]):
 
     # Any: values of fields, each of its own type.
     def inner_record(self, message: M, **given: Any) -> R:
-        """The record of a message within another one, whose mapper says the rest of the path."""
+        """Convert a message nested in another one; the outer mapper prepends its field to the path in errors."""
         if self._check is not None:
             self._check(message)
         return self._record(message, given)
@@ -115,7 +118,9 @@ class Mapper(Generic[R, M]):
         return self.message(record, **given).SerializeToString()
 
     def from_bytes(self, data: bytes, **given: Any) -> R:
-        """Raises google.protobuf.message.DecodeError for bytes that are no such message."""
+        """Parse and convert a message. Raises `google.protobuf.message.DecodeError` for malformed bytes, and
+        InvalidRequest for invalid values.
+        """
         return self.record(self.message_type.FromString(data), **given)
 
     def _refusal(self, record: R, error: Exception) -> Exception:
@@ -129,7 +134,7 @@ class Mapper(Generic[R, M]):
 
 
 def _writer(fields: "Sequence[_Field]", make: _Convert) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """A function as if written by hand: there is a message for each step of each engine."""
+    """Generate the function that converts a record, as fast as if written by hand: each engine step sends messages."""
     known: dict[str, Any] = {"make": make} | {f"to_{f.name}": f.to for f in fields}
     parts = [f"{f.name}=r.{f.name}" if f.to is None else f"{f.name}=to_{f.name}(r.{f.name})" for f in fields]
     return eval(f"lambda r, given: make({', '.join([*parts, '**given'])})", known)
@@ -148,18 +153,18 @@ _SPECIAL: dict[tuple[Any, str], tuple[_Convert, _Convert]] = {}
 def map_specially(
     record_type: type[R], message_type: type[M], to_message: Callable[[R], M], to_record: Callable[[M], R]
 ) -> None:
-    """Register converters for two types of different form, used wherever one occurs in a mapped record."""
+    """Register converters for a pair of types with different fields; mappers of enclosing records use them."""
     descriptor = cast(Descriptor, message_type.DESCRIPTOR)
     _SPECIAL[record_type, descriptor.full_name] = (to_message, to_record)
 
 
 class EnumMapper(Generic[E]):
-    """Members of an enum <-> the numbers of a protobuf enum, by name."""
+    """Converts members of an enum to and from the numbers of a protobuf enum, by name."""
 
     def __init__(
         self, enum_type: type[E], numbers: EnumDescriptor, *, absent: E | None = None, unknown: E | None = None
     ) -> None:
-        """`absent`: what UNSPECIFIED means. `unknown`: what a number means that only a newer peer knows."""
+        """`absent`: the member for UNSPECIFIED. `unknown`: the member for unknown numbers, as newer peers may send."""
         names = {value.name.removeprefix(_prefix(numbers)): value.number for value in numbers.values}
         self.absent = absent or next((m for m in enum_type if m.name == "NONE"), None)
         self._unknown = unknown
@@ -175,8 +180,7 @@ class EnumMapper(Generic[E]):
         """The member for a number.
 
         Raises:
-            InvalidRequest: naming `field`, for UNSPECIFIED or an unknown number that `absent` or `unknown` gives no
-                meaning.
+            InvalidRequest: naming `field`: the number is UNSPECIFIED or unknown, and there is no `absent` or `unknown`.
         """
         try:
             return self.inner_member(number)
@@ -194,13 +198,13 @@ _ENUMS: dict[tuple[type, str], EnumMapper[Any]] = {}
 
 
 def _prefix(numbers: EnumDescriptor) -> str:
-    """FINISH_REASON_ of FinishReason."""
+    """Prefix of an enum's value names: FINISH_REASON_ for FinishReason."""
     words = "".join(f"_{c}" if c.isupper() else c for c in numbers.name)
     return words.strip("_").upper() + "_"
 
 
 class _Field:
-    """How one field of a record is made from that of its message, and the other way round."""
+    """Converts one field of a record to and from the field of its message."""
 
     def __init__(self, field: "dataclasses.Field[Any]", hint: Any, message: Descriptor) -> None:
         self.name = field.name
@@ -209,7 +213,7 @@ class _Field:
         bare, self._may_be_none = _without_none(hint)
         self._default: Any = field.default
         has_default = field.default is not dataclasses.MISSING
-        # Of what is not there: None, the default, or (a message that has no default) one without fields.
+        # An absent field becomes None or the default; a message field without either becomes an empty message.
         self._has_presence = descriptor.has_presence and (self._may_be_none or has_default)
         if self._may_be_none and not self._has_presence and descriptor.enum_type is None:
             raise InvariantViolation(f"{message.full_name}.{self.name} has no presence: it cannot say None")
@@ -240,7 +244,7 @@ def _within(outer: str, inner: str) -> str:
 
 
 def _converters(hint: Any, field: FieldDescriptor, *, none_is_zero: bool) -> tuple[_Convert | None, _Convert | None]:
-    """To the message and from it; None: as it is."""
+    """Converters of a field's value to the message and from it; None: the value needs no conversion."""
     origin, arguments = get_origin(hint), get_args(hint)
     is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
     if is_map:
@@ -361,19 +365,19 @@ def _without_newtype(hint: Any) -> Any:
 
 
 class Choice(Generic[M]):
-    """A message with a oneof, each field of which stands for one type of record."""
+    """Converts a message with a oneof, each of whose fields corresponds to one type of record."""
 
     def __init__(self, message_type: type[M], oneof: str, mappers: Mapping[str, Mapper[Any, Any]]) -> None:
         self._message_type, self._oneof, self._mappers = message_type, oneof, mappers
         self._names = {mapper.record_type: name for name, mapper in mappers.items()}
 
     def message(self, record: object, *, inner: Mapping[str, Any] | None = None, **outer: Any) -> M:
-        """`inner`: what is given to the record's mapper; `outer`: fields beside the oneof."""
+        """Convert a record. `inner`: `given` fields for the record's mapper; `outer`: fields beside the oneof."""
         name = self._names[type(record)]
         return self._message_type(**{name: self._mappers[name].message(record, **(inner or {}))}, **outer)
 
     def record(self, message: M, **given: Any) -> Any | None:
-        """None for an unset choice, or one of a newer peer."""
+        """Convert the message in the oneof; None if it is unset or unknown (of a newer peer)."""
         name = message.WhichOneof(self._oneof)
         mapper = None if name is None else self._mappers.get(name)
         return None if mapper is None or name is None else mapper.record(getattr(message, name), **given)

@@ -17,13 +17,13 @@ from ballast.rpc.callers import Admit
 from ballast.rpc.channel import SERVER_OPTIONS, connection_age
 from ballast.rpc.failures import CallFailure, ErrorInterceptor, log_failure
 
-_OTHER_FILES = 512  # and connections opened by this process
+_OTHER_FILES = 512  # file descriptors reserved for files and for connections opened by this process
 _MOST_CONNECTIONS = 1 << 20
 
 
 # Any: the message types do not matter here.
 def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], None]) -> None:
-    """Call `act` when the call has ended for any reason. A generator's `finally` may run much later."""
+    """Call `act` as soon as the call has ended for any reason. (A generator's `finally` may run much later.)"""
 
     def callback(_: object) -> None:
         act()
@@ -32,7 +32,7 @@ def when_done(context: grpc.aio.ServicerContext[Any, Any], act: Callable[[], Non
 
 
 def ensure_free(host: str, port: int) -> None:
-    """Raise ConfigError if the address cannot be bound. For services with slow work before listening."""
+    """Raise ConfigError if the address cannot be bound. Services call it before slow work that precedes listening."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             host.strip("[]") or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
@@ -49,7 +49,9 @@ def _cannot_listen(host: str, port: int) -> ConfigError:
 
 
 def room_for_connections() -> int:
-    """Number of connections that leaves enough file descriptors for everything else."""
+    """Limit on incoming connections that leaves file descriptors for everything else: the process's limit on open
+    files, less 512 or half of it.
+    """
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if most == resource.RLIM_INFINITY:
         return _MOST_CONNECTIONS
@@ -57,7 +59,7 @@ def room_for_connections() -> int:
 
 
 class Register(Protocol):
-    """Protoc's `add_XServicer_to_server` with the servicer bound."""
+    """The generated `add_XServicer_to_server` with its servicer bound."""
 
     def __call__(self, server: grpc.aio.Server) -> None: ...
 
@@ -65,8 +67,8 @@ class Register(Protocol):
 class RpcServer:
     """A listening port with the given services, grpc.health.v1 and reflection.
 
-    Health of "": the process is alive; of a service's full name: it is ready, as set by `set_ready`. `Watch` reports
-    every change.
+    The health of "" is SERVING while the process is alive, that of a service's full name while it is ready
+    (`set_ready`). `Watch` reports every change.
     """
 
     def __init__(
@@ -82,9 +84,9 @@ class RpcServer:
         bounds: CallBounds | None = None,
         connection_age_s: float | None = None,
     ) -> None:
-        """`credentials`: TLS credentials; None: no TLS. `admit` decides on each call; None: everything is permitted.
-        Health and reflection need no token. After `connection_age_s` clients reconnect and find
-        new servers of the same name; None: never.
+        """`credentials`: TLS credentials; None: no TLS. `admit`: authenticates each call, except health and reflection;
+        None: all calls are permitted. `connection_age_s`: age at which connections are closed, so that clients
+        reconnect and find new servers of the same name; None: no limit.
         """
         bounds = bounds or CallBounds(connections=room_for_connections())
         interceptors = [ErrorInterceptor(on_bug, on_failure, admit, bounds)]
@@ -103,7 +105,7 @@ class RpcServer:
         reflection.enable_server_reflection(names, self._server)
 
     async def start(self) -> int:
-        """Start listening and return the port, which is chosen by the system if 0 was given.
+        """Start listening and return the port, which the system chooses if 0 was given.
 
         Raises:
             ConfigError: the port is taken, or the host does not exist.
@@ -128,6 +130,6 @@ class RpcServer:
             await self._health.set(name, status)
 
     async def stop(self, grace_s: float) -> None:
-        """Refuse new calls; running ones get `grace_s` to finish."""
+        """Stop serving: new calls are refused, running ones are ended after `grace_s`."""
         await self._health.enter_graceful_shutdown()
         await self._server.stop(grace_s)

@@ -1,11 +1,12 @@
-"""TLS of gRPC. A process has one folder with three files, named as by Kubernetes and cert-manager:
+"""TLS for gRPC. A process has one folder with three files, named as by Kubernetes and cert-manager:
 
-tls.crt  its certificate, with the chain up to the CA tls.key  its private key ca.crt   the CA of the cluster, which
-must have signed the peer's certificate
+tls.crt  its certificate, with the chain up to the CA
+tls.key  its private key
+ca.crt   the CA of the cluster, which must have signed the peer's certificate
 
-A certificate carries the role of its process, as the name ROLE.ballast and as the URI ballast://ROLE/ID (`*` as ID: any
-of that role). A client verifies the role that it wants to reach instead of the host, so certificates do not depend on
-where services run; only a dispatcher's must name its hosts, for clients from outside.
+A certificate contains the role of its process, as the name ROLE.ballast and as the URI ballast://ROLE/ID (`*` as ID:
+every process of that role). A client verifies the role of the server instead of its host, so certificates do not depend
+on where services run; only a dispatcher's must name its hosts, for clients outside the cluster.
 """
 
 import ssl
@@ -22,12 +23,12 @@ from ballast.common.errors import ConfigError
 
 CERTIFICATE, KEY, CA = "tls.crt", "tls.key", "ca.crt"
 _LOOK_S = 1.0  # interval of checks for new files
-_CALL_WITHIN_S = 15.0  # a little longer than a handshake may take
+_CALL_WITHIN_S = 15.0  # a handshake without a call for this long has failed; longer than its own timeout
 _MOST_CONNECTIONS = 1 << 16  # limit on remembered connections
 
 
 class TlsFolder:
-    """A certificate with its key and CA. New connections use replaced files."""
+    """A process's certificate, key and CA. When the files are replaced, new connections use the new ones."""
 
     def __init__(self, path: Path) -> None:
         """Raises ConfigError if one of the files cannot be read or is invalid."""
@@ -38,7 +39,7 @@ class TlsFolder:
                 raise ConfigError(str(path / name), "holds no PEM block of that kind; `ballast certs` makes the files")
 
     def channel_credentials(self) -> grpc.ChannelCredentials:
-        """Credentials from the current files, or from the previous ones if the new ones cannot be read."""
+        """Client credentials from the current files, or from the previous ones if the current ones cannot be read."""
         try:
             stamps = self.stamps()
             if self._channel is None or stamps != self._channel[0]:
@@ -50,7 +51,7 @@ class TlsFolder:
         return self._channel[1]
 
     def stamps(self) -> list[tuple[int, int]]:
-        """Modification stamps of the files."""
+        """(modification time in ns, inode) of each file."""
         stats = [(self.path / name).stat() for name in (CERTIFICATE, KEY, CA)]
         return [(stat.st_mtime_ns, stat.st_ino) for stat in stats]
 
@@ -58,7 +59,7 @@ class TlsFolder:
         """Seconds until the certificate expires; negative if it has expired.
 
         Raises:
-            ConfigError: it cannot be read.
+            ConfigError: the certificate cannot be read.
         """
         return expires_unix_s(self.path / CERTIFICATE) - time.time()
 
@@ -79,10 +80,10 @@ class TlsFolder:
 
 
 class Handshakes:
-    """Counts failed handshakes: those not followed by a call.
+    """Counts failed TLS handshakes: those not followed by a call.
 
-    gRPC reports neither failures nor causes (certificate of another CA, no certificate, no TLS), but it fetches this
-    side's certificate at the beginning of each handshake.
+    gRPC reports neither failures nor their causes (certificate of another CA, no certificate, no TLS), but it calls
+    `_Renewal.fetch` at the beginning of each handshake.
     """
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
@@ -109,7 +110,7 @@ class Handshakes:
 
     @property
     def failed_count(self) -> int:
-        """Number of handshakes without a call within the time limit."""
+        """Number of handshakes that no call followed in time."""
         with self._lock:
             self._expire()
             return self._failed_count
@@ -121,11 +122,11 @@ class Handshakes:
             self._failed_count += 1
 
 
-HANDSHAKES = Handshakes()  # of all servers of this process
+HANDSHAKES = Handshakes()  # handshakes of all servers in this process
 
 
 class _Renewal:
-    """Called by gRPC at every handshake, on its threads."""
+    """Gives gRPC the current certificate at every handshake; gRPC calls it in its own threads."""
 
     def __init__(self, folder: TlsFolder) -> None:
         self._folder = folder
@@ -133,7 +134,7 @@ class _Renewal:
         self._evaluated_at_s = time.monotonic()
 
     def fetch(self) -> grpc.ServerCertificateConfiguration | None:
-        """The current certificate; None: unchanged, also if files are incomplete or missing."""
+        """The new configuration if the files have changed; None if they have not, or cannot be read."""
         HANDSHAKES.begins()
         if time.monotonic() - self._evaluated_at_s < _LOOK_S:
             return None
@@ -150,7 +151,7 @@ class _Renewal:
 
 
 def expires_unix_s(certificate: Path) -> float:
-    """Expiry time of the first certificate in a file.
+    """Expiry time of the first certificate in a file, in seconds since 1970.
 
     Raises:
         ConfigError: the file contains no readable certificate.
@@ -163,7 +164,7 @@ def expires_unix_s(certificate: Path) -> float:
 
 
 def trusting(ca_file: Path | None) -> grpc.ChannelCredentials:
-    """Credentials of a client without a certificate. None: gRPC's built-in CAs."""
+    """Credentials of a client without a certificate. `ca_file`: CA of the servers; None: gRPC's built-in CAs."""
     return grpc.ssl_channel_credentials(None if ca_file is None else _read(ca_file))
 
 

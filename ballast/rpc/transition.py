@@ -1,4 +1,4 @@
-"""Messages of transitions between planner and members, as protobuf."""
+"""Conversion of types in calls between planner and members (transitions) from and to protobuf."""
 
 from ballast.common.transition import Phase, Status, TransitionKind
 from ballast.rpc.mapping import EnumMapper, Mapper

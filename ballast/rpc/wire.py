@@ -1,20 +1,18 @@
-"""Limits the number of nested messages before parsing: 16 MiB can contain eight million empty messages, which take
-seconds.
-"""
+"""Counts nested messages before parsing: 16 MiB can contain eight million empty ones, which take seconds to parse."""
 
 from typing import Final
 
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
-LARGE_BYTES: Final = 1 << 16  # smaller ones are parsed directly
-MAX_MESSAGES: Final = 16_384  # at all depths together
+LARGE_BYTES: Final = 1 << 16  # messages up to this size are parsed without counting
+MAX_MESSAGES: Final = 16_384  # limit on nested messages, all depths together
 _VARINT, _FIXED64, _DELIMITED, _FIXED32 = 0, 1, 2, 5
 
 
 def has_too_many(data: bytes, descriptor: Descriptor) -> bool:
-    """True if more than `MAX_MESSAGES` messages are nested. Reads at most four times as many fields.
+    """True if a message contains more than `MAX_MESSAGES` nested messages, or more than four times as many fields.
 
-    Malformed bytes count as few messages: parsing fails early.
+    False for malformed bytes, whose parsing fails early.
     """
     try:
         return _Walk(data).count(0, len(data), descriptor)

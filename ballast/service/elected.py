@@ -15,10 +15,12 @@ _HEALTH_INTERVAL_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class ElectionCandidate:
-    service: str  # also the name of its lease
+    """A replica that competes for its service's lease."""
+
+    service: str  # name of the service and of its lease
     instance: str
-    address: str  # host:port for other processes
-    ttl_s: float  # of the lease
+    address: str  # host:port at which other processes reach this replica
+    ttl_s: float  # duration of the lease
 
 
 async def serve_elected(
@@ -31,13 +33,13 @@ async def serve_elected(
     on_change: Callable[[int | None], None],
     floor: Floor | None = None,
 ) -> None:
-    """Run `work` and compete for the lease until `stopping` is set, then release the lease. Waits for the state server
-    first.
+    """Wait for the state server, then run `work` and compete for the lease until `stopping` is set, then release the
+    lease.
 
     The service is ready while this replica is the leader and the state server answers; a standby serves no requests.
-    `on_change` gets the fencing token, or None for a standby; it is called with None before `work` is cancelled. The
-    token is above `floor`. `server`: the gRPC server whose readiness to set; None: the service reports it in another
-    way.
+    `on_change` is called with the fencing token, which is above `floor`, when this replica becomes the leader, and with
+    None when it becomes a standby and before `work` is cancelled. `server`: the gRPC server whose readiness is set;
+    None: the service reports its readiness in another way.
     """
     async with asyncio.TaskGroup() as tasks:
         serving = tasks.create_task(

@@ -8,14 +8,14 @@ from ballast.rpc.errors import cut
 
 @dataclass(frozen=True, slots=True)
 class Failure(Exception):
-    """A refusal or an error, as returned to a client.
+    """An error response to a client, raised by handlers.
 
     Attributes:
         status: HTTP status.
         kind: OpenAI's `type` of the error.
-        code: Identifies the cause for programs.
-        message: For people: what was wrong, where, and what to do.
-        param: The invalid field of the request.
+        code: OpenAI's `code`: the cause, for programs.
+        message: The cause, for people: what was wrong, where, and what to do.
+        param: The invalid field of the request, if any.
         headers: Additional headers.
     """
 
@@ -31,6 +31,6 @@ class Failure(Exception):
 
 
 def invalid(param: str | None, why: str, *, code: str = "invalid_value", status: int = 400) -> Failure:
-    """A failure caused by the request."""
+    """A failure for an invalid request; `why` is prefixed with the name of the field, if given."""
     message = f"{param}: {why}" if param else why
     return Failure(status, "invalid_request_error", code, message, param)

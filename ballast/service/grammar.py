@@ -1,6 +1,6 @@
-"""Grammars as llguidance reads them, validated by dispatchers and applied by workers.
+"""Grammars for llguidance, validated by dispatchers and applied by workers.
 
-The state of a grammar is a function of the tokens, so a replay or a move continues where the sequence was.
+The state of a grammar is a function of the tokens, so it can be rebuilt after a replay or a move of a sequence.
 """
 
 import json
@@ -22,25 +22,26 @@ from ballast.service.one_of import narrowed
 if TYPE_CHECKING:  # exists in the type stubs only
     from llguidance._lib import JsonCompileOptions
 
-MOST_KEPT = 256  # compiled grammars; most requests of an application share a few
+MOST_KEPT = 256  # default limit on cached grammars; most requests of an application share a few
 _SILENT = 0
 _TRIED_TOKENS = 4  # some grammars compile and exceed limits only from their second token on
 _MAX_WHY_CHARS = 300
 _DEAD_END = "NoExtensionBias"
-# Whitespace between two tokens of JSON. Unbounded, a model may generate whitespace up to its maximum length.
-_GAP = r"/[ \t\r\n]{0,8}/"  # whitespace around a thought
+# Whitespace around a thought and between two tokens of JSON is bounded: otherwise a model may generate whitespace up to
+# its maximum length.
+_GAP = r"/[ \t\r\n]{0,8}/"
 _JSON_DEFAULTS: "JsonCompileOptions" = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{0,20}"}
 
 
 class Grammars:
-    """Compiles grammars for one vocabulary, each once; callers that need a grammar being compiled wait for it.
+    """Compiles and caches grammars for one vocabulary. Concurrent callers with the same grammar share one compilation.
     Thread-safe.
 
     Args:
         tokenizer_file: tokenizer.json of the model.
-        vocab_size: Of the model; may exceed the tokenizer's. None: the tokenizer's.
-        eos_token_ids: End-of-sequence tokens, allowed where a grammar may end. None: the tokenizer's.
-        most_kept: Number of compiled grammars to cache.
+        vocab_size: Vocabulary size of the model, which may exceed the tokenizer's. None: the tokenizer's.
+        eos_token_ids: End-of-sequence tokens, allowed where a grammar may end. None or empty: the tokenizer's.
+        most_kept: Maximum number of compiled grammars to cache.
 
     Raises:
         ConfigError: llguidance cannot read the tokenizer file.
@@ -64,7 +65,9 @@ class Grammars:
         self._kept: OrderedDict[Grammar, Future[LLMatcher]] = OrderedDict()  # least recently used first
 
     def ahead(self, grammar: Grammar) -> Future[Any]:
-        """Compile in a background thread, one grammar at a time. Cancellable. Raises InvalidRequest if it fails."""
+        """Compile a grammar in the background thread, one at a time. The future raises InvalidRequest if it fails, and
+        can be cancelled before it starts.
+        """
         with self._lock:
             if (found := self._kept.get(grammar)) is not None and found.done():
                 self._kept.move_to_end(grammar)
@@ -72,8 +75,8 @@ class Grammars:
         return self._threads.submit(self._compile, grammar)
 
     def check(self, grammar: Grammar, token_ids: Sequence[int] = ()) -> None:
-        """Raises InvalidRequest, with llguidance's message, for a grammar that is too large or unsatisfiable, or that
-        the given tokens of an answer violate.
+        """Raise InvalidRequest if the grammar is invalid, too large or unsatisfiable, or if the answer's tokens so far
+        (`token_ids`) violate it.
         """
         matcher = self._compile(grammar)
         self._try(grammar, matcher.deep_copy())
@@ -82,14 +85,14 @@ class Grammars:
             raise InvalidRequest("resumption.token_ids", why)
 
     def start(self, grammar: Grammar, token_ids: Sequence[int]) -> LLMatcher:
-        """Grammar state after the given tokens of the answer."""
+        """A matcher for one sequence, in the state after the answer's tokens so far (`token_ids`)."""
         matcher = self._compile(grammar).deep_copy()
         if token_ids:
             matcher.consume_tokens(list(token_ids))
         return matcher
 
     def _try(self, grammar: Grammar, matcher: LLMatcher) -> None:
-        """Advance by a few tokens: matchers report some failures only then."""
+        """Advance the matcher by a few tokens, as some failures appear only then. Raises InvalidRequest if it fails."""
         for count in range(_TRIED_TOKENS):
             mask = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), np.uint8), bitorder="little")
             if (why := matcher_failure(matcher)) and (count == 0 or _DEAD_END not in matcher.get_error()):
@@ -127,7 +130,7 @@ class Grammars:
         return matcher
 
     def _behind_thought(self, grammar: Grammar) -> str:
-        """A grammar that allows a thought before `grammar`."""
+        """llguidance's form of a grammar that allows or requires a thought before the text of `grammar`."""
         text = _text(grammar)
         answer = {"lark_grammar": text} if grammar.kind is GrammarKind.LARK else json.loads(text)["grammars"][0]
         if (special := self._special(grammar.thought_end)) is None:
@@ -143,14 +146,14 @@ class Grammars:
         return json.dumps({"grammars": [{"lark_grammar": rules}, {**answer, "name": "answer"}]})
 
     def _special(self, tag: str) -> int | None:
-        """The special token of a tag, if any."""
+        """The special token that a tag is; None if it is ordinary text."""
         token_ids = self._tokenizer.tokenize_str(tag)
         return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None
 
 
 def matcher_failure(matcher: LLMatcher) -> str:
-    """Why this matcher has failed; "" if it has not. A failed matcher allows only the end of the answer, so check after
-    each mask and each token.
+    """Why a matcher has failed; "" if it has not. A failed matcher silently allows only the end of the answer, so
+    callers check it after each mask and each token.
     """
     if not matcher.is_error():
         return ""

@@ -8,10 +8,10 @@ from typing import cast
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
 
-MAX_PROPERTIES = 2_000  # of one object; 3,000 take three times as long to compile
-MAX_ALL_PROPERTIES = 20_000
-MAX_ALTERNATIVES = 2_000  # of one anyOf or oneOf; an enum is a single expression, limited by its length
-MAX_REPETITION = 1 << 17  # longer than any answer
+MAX_PROPERTIES = 2_000  # limit of one object; 3,000 properties take three times as long to compile
+MAX_ALL_PROPERTIES = 20_000  # limit of all objects of a schema together
+MAX_ALTERNATIVES = 2_000  # limit of one anyOf, oneOf or allOf; an enum is limited only by the grammar's length
+MAX_REPETITION = 1 << 17  # limit of a minimum count of repetitions: longer than any answer
 MAX_DEPTH = 200
 
 _REPETITION = re.compile(r"\{\s*(\d+)")
@@ -19,7 +19,7 @@ _MINIMA = ("minItems", "minLength", "minProperties")
 
 
 def check_bounds(grammar: Grammar) -> None:
-    """Raises InvalidRequest with the count and the limit."""
+    """Raise InvalidRequest, with the count and the limit, for a grammar beyond a limit."""
     field = f"sampling.grammar.{grammar.kind}"
     if grammar.kind is GrammarKind.JSON_SCHEMA:
         try:
@@ -54,7 +54,7 @@ def _check_schema(field: str, schema: object) -> None:
 
 
 def _objects(schema: object) -> Iterator[tuple[dict[str, object], int]]:
-    """(JSON object, nesting depth) of all objects within."""
+    """(object, nesting depth) of each JSON object in a schema, itself included."""
     left: list[tuple[object, int]] = [(schema, 1)]
     while left:
         node, depth = left.pop()

@@ -16,7 +16,7 @@ from ballast.common.errors import BallastError, ConfigError, Unavailable
 from ballast.rpc.tls import CA
 
 _PIECE_BYTES = 64 << 10
-_KEEP_S = 30.0  # shorter than servers' keep-alive, so that this side closes first
+_KEEP_S = 30.0  # idle connections are closed after this; shorter than servers' keep-alive
 _MAX_KEPT = 256
 
 Headers = Sequence[tuple[str, str]]
@@ -31,7 +31,7 @@ class _HttpConnection:
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     idle_since_s: float = 0.0
-    is_clean: bool = True  # every request was sent completely
+    is_clean: bool = True  # all requests were sent completely
 
     def close(self) -> None:
         self.writer.transport.abort()
@@ -44,7 +44,7 @@ class Response:
         self.headers: list[tuple[str, str]] = []  # names in lower case
         self.status = 0
         self.is_over = False
-        self.keeps = False  # the connection can serve another call
+        self.keeps = False  # whether the connection can serve another call afterwards
         self._connection = connection
         self._parser = httptools.HttpResponseParser(self)
         self._has_head = False
@@ -54,10 +54,10 @@ class Response:
         return next((value for key, value in self.headers if key == name), None)
 
     async def pieces(self) -> AsyncGenerator[bytes, None]:
-        """The body.
+        """The pieces of the body, as they arrive.
 
         Raises:
-            BrokenCall: it ended prematurely.
+            BrokenCall: the body ended prematurely.
         """
         while True:
             pieces, self._pieces = self._pieces, []
@@ -68,10 +68,10 @@ class Response:
             await self._more()
 
     async def read(self, most_bytes: int) -> bytes:
-        """The whole body.
+        """Read the whole body, of at most `most_bytes`.
 
         Raises:
-            BrokenCall: it ended prematurely, or exceeds the limit.
+            BrokenCall: the body ended prematurely, or exceeds the limit.
         """
         body = bytearray()
         async for piece in self.pieces():
@@ -93,7 +93,7 @@ class Response:
         except (OSError, httptools.HttpParserError) as error:
             raise BrokenCall(f"the answer broke off: {error}") from error
 
-    # Callbacks of the parser.
+    # The remaining methods are callbacks of the parser.
 
     def on_header(self, name: bytes, value: bytes) -> None:
         self.headers.append((name.decode("latin-1").lower(), value.decode("latin-1")))
@@ -113,10 +113,10 @@ class Response:
 
 
 class HttpClient:
-    """Calls to one server, http://HOST:PORT or https://HOST:PORT.
+    """A client for one server, http://HOST:PORT or https://HOST:PORT.
 
     Args:
-        tls_dir: Folder whose ca.crt must have signed the server's certificate.
+        tls_dir: Folder whose ca.crt must have signed the server's certificate. None: the system's CAs.
         server_name: Name required in the certificate. None: the host of the URL.
 
     Raises:
@@ -154,11 +154,12 @@ class HttpClient:
         headers: Mapping[str, str] | Headers = (),
         body: bytes | AsyncIterable[bytes] = b"",
     ) -> AsyncGenerator[Response, None]:
-        """Send a request; returns when the head of the response was received. A streamed body is sent in chunks unless
-        the headers have its length. Cancelling aborts the call.
+        """Context manager that sends a request and yields the response once its head has arrived. A streamed body is
+        sent in chunks unless the headers have its length. Leaving the context before the end of the body closes the
+        connection.
 
         Raises:
-            Unavailable: no connection, so nothing was sent.
+            Unavailable: there is no connection, so nothing was sent.
             BrokenCall: the connection was lost during the call.
         """
         pairs = list(headers.items() if isinstance(headers, Mapping) else headers)
@@ -249,7 +250,7 @@ class HttpClient:
             answered.cancel()
             await asyncio.wait([answered])
             if not answered.cancelled():
-                answered.exception()  # marks it as retrieved; the reader of the response raises it again
+                answered.exception()  # marks the exception as retrieved, so that asyncio does not log it
 
     def _kept(self) -> _HttpConnection | None:
         while self._idle:

@@ -1,5 +1,5 @@
 """HTTP connections with limits on their number, on the time and length of a request's head, and on how long a client
-reads nothing. Clients that offer HTTP/2 (JDK, `curl --http2`) get HTTP/1.1, HTTP/1.0 clients unchunked responses.
+may read nothing. Clients that offer HTTP/2 (JDK, `curl --http2`) get HTTP/1.1, HTTP/1.0 clients unchunked responses.
 """
 
 import asyncio
@@ -18,7 +18,7 @@ _UPGRADE_TO_HTTP2 = re.compile(rb"\r\nupgrade:[ \t]*h2c[^\r\n]*", re.IGNORECASE)
 
 
 class _UnchunkedCycle(RequestResponseCycle):
-    """A response to an HTTP/1.0 request: its body ends with the connection."""
+    """A response to an HTTP/1.0 request: the end of the connection marks the end of its body."""
 
     # Any: ASGI messages.
     async def send(self, message: Any) -> None:
@@ -44,7 +44,9 @@ class _UnchunkedCycle(RequestResponseCycle):
 
 
 class BoundedProtocol(HttpToolsProtocol):
-    """Protocol with a time limit for the first request of a connection and for the head of each further one."""
+    """uvicorn's protocol with limits: a connection is closed if there are too many, if a request's head is too long or
+    not complete in time, or if the client reads nothing for `client_stall_timeout_s`.
+    """
 
     # Any: uvicorn's configuration and state.
     def __init__(self, *args: Any, client_stall_timeout_s: float, **kwargs: Any) -> None:
@@ -67,15 +69,15 @@ class BoundedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._head_timer is not None:
             self._head_bytes += len(data)
-            if self._head_bytes > _MAX_HEAD_BYTES + (64 << 10):  # the last piece may include body
+            if self._head_bytes > _MAX_HEAD_BYTES + (64 << 10):  # the last piece may include part of the body
                 self._give_up()
                 return
-        if not self._is_in_message:  # the parser would treat the body as another protocol's
+        if not self._is_in_message:  # without the upgrade header, or the parser would take the body for HTTP/2
             end = data.find(b"\r\n\r\n")
             if found := _UPGRADE_TO_HTTP2.search(data, 0, end if end >= 0 else len(data)):
                 data = data[: found.start()] + data[found.end() :]
         super().data_received(data)
-        if self._is_in_head and self._head_timer is None:  # most heads arrive in one piece and need no timer
+        if self._is_in_head and self._head_timer is None:  # only a head that arrives in several pieces needs a timer
             self._await_head()
 
     def on_message_begin(self) -> None:
@@ -90,7 +92,7 @@ class BoundedProtocol(HttpToolsProtocol):
         self._is_in_head = False
         self._head_came()
         super().on_headers_complete()
-        if self.scope["http_version"] == "1.0":  # its task has not started yet
+        if self.scope["http_version"] == "1.0":  # the class can change, as the cycle's task has not started yet
             self.cycle.__class__ = _UnchunkedCycle
 
     def connection_lost(self, exc: Exception | None) -> None:

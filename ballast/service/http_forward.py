@@ -7,7 +7,7 @@ from starlette.types import Receive, Scope, Send
 
 from ballast.service.http_client import HttpClient
 
-# Hop-by-hop headers, not forwarded (RFC 9110, 7.6.1); `expect` was handled by the receiving server.
+# Hop-by-hop headers, which are not forwarded (RFC 9110, 7.6.1); this server has already handled `expect`.
 _HOP: Final = frozenset(
     {"connection", "expect", "host", "keep-alive", "proxy-connection", "te", "trailer", "transfer-encoding", "upgrade"}
 )
@@ -20,12 +20,12 @@ class ClientGone(Exception):
 async def forward(
     client: HttpClient, scope: Scope, receive: Receive, send: Send, added: Mapping[str, str] | None = None
 ) -> int:
-    """Forward the request and return the response's status. `added`: additional headers.
+    """Forward the request, stream back the response and return its status. `added`: additional request headers.
 
     Raises:
         Unavailable: nothing was sent.
         BrokenCall: the connection was lost during the call, before or after the response began.
-        ClientGone: the client disconnected before its body was complete.
+        ClientGone: the client disconnected before it had sent its whole body.
     """
     headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
     headers = [(name, value) for name, value in headers if name.lower() not in _HOP] + list((added or {}).items())

@@ -1,4 +1,4 @@
-"""uvicorn within the service's own lifecycle: event loop, signals and shutdown."""
+"""uvicorn embedded in a service, which has its own event loop, signal handlers and shutdown."""
 
 import asyncio
 import socket
@@ -20,7 +20,11 @@ _LOOK_S = 1.0  # interval of checks for a new certificate
 
 
 class HttpServer:
-    """One listening port."""
+    """An HTTP(S) server on one port, which it binds when constructed.
+
+    Raises:
+    ConfigError: the port is taken, the host does not exist, or a file of `tls_dir` cannot be used.
+    """
 
     def __init__(
         self,
@@ -61,7 +65,7 @@ class HttpServer:
         await self._server.startup(sockets=[self._socket])
 
     async def serve(self, stopping: asyncio.Event) -> None:
-        """Serve until `stopping` is set and running requests have ended or timed out."""
+        """Serve until `stopping` is set, then until running requests have ended, for at most `shutdown_timeout_s`."""
         ticking = asyncio.create_task(self._server.main_loop(), name="uvicorn")
         stop = asyncio.create_task(stopping.wait(), name="stopping")
         renewing = asyncio.create_task(self._follow_certificate(), name="certificate")
@@ -75,7 +79,7 @@ class HttpServer:
             await self._server.shutdown(sockets=[self._socket])
 
     async def _follow_certificate(self) -> None:
-        """Use the folder's new certificate for new connections once its files match."""
+        """When the files of the TLS folder are replaced, use the new certificate for new connections."""
         if self._tls is None:
             return
         files, known = (self._tls.path / CERTIFICATE, self._tls.path / KEY), self._tls.stamps()
@@ -84,7 +88,7 @@ class HttpServer:
             try:
                 if (stamps := self._tls.stamps()) == known:
                     continue
-                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)  # a half that is not written yet fails
+                ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(*files)  # fails while only one file is new
                 context = self._server.config.ssl
                 assert context is not None
                 context.load_cert_chain(*files)

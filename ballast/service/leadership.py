@@ -13,12 +13,12 @@ from ballast.common.errors import InvalidRequest, Unavailable
 from ballast.service.logs import get_logger
 from ballast.service.state import StateServer
 
-_CONFIRMED_SKIPS = 4  # maximum lookups skipped in a row; then a second leader is detected
+_CONFIRMED_SKIPS = 4  # maximum lookups skipped in a row; the next one detects a second leader
 
 
 class Floor:
-    """Lower bound of lease tokens: a state server that restarts empty and with an earlier clock would issue lower
-    tokens than before, and a leader with such a token would be fenced everywhere.
+    """Lower bound of lease tokens. A state server that restarts empty and with an earlier clock would issue lower
+    tokens than before, and all services would refuse a leader with such a token.
     """
 
     def __init__(self) -> None:
@@ -33,7 +33,7 @@ class Leadership:
     """Competes for the lease `name` while `run` runs, and reports the first outcome and every change of the token to
     `on_change`.
 
-    `holder` must be unique to this life of the process: otherwise a restarted process would get the lease, and the
+    `holder` must be unique to this lifetime of the process: otherwise a restarted process would get the lease, and the
     fencing token, of its dead predecessor.
     """
 
@@ -57,7 +57,7 @@ class Leadership:
         self._floor = floor or Floor()
         self._renewable = True
         self.token: int | None = None  # None: standby
-        self.decided = asyncio.Event()  # set once the state server has answered: leader or standby
+        self.decided = asyncio.Event()  # set once the state server has first answered whether this is the leader
 
     async def run(self) -> None:
         while True:
@@ -83,7 +83,7 @@ class Leadership:
         self.decided.set()
 
     async def resign(self) -> None:
-        """Release the lease, so that a standby need not wait for its expiry. Call it after `run` has ended."""
+        """Release the lease, so that a standby need not wait for its expiry. To be called after `run` has ended."""
         if self.token is None:
             return
         self.token = None
@@ -94,7 +94,7 @@ class Leadership:
 
 
 class LeaderAddress:
-    """Address of a lease's holder, updated while `follow` runs.
+    """The address of a lease's holder, updated while `follow` runs.
 
     The last address is kept while the state server is unreachable or there is no holder. A fixed address is never
     looked up.
@@ -106,10 +106,10 @@ class LeaderAddress:
         self._is_fixed = fixed is not None
         self._interval_s = interval_s
         self._answers = False
-        self.current = fixed  # host:port; None: no holder was found yet
+        self.current = fixed  # host:port; None before the first holder is found
 
     def confirm(self) -> None:
-        """Report that the address has just answered as the leader, so that lookups can be less frequent."""
+        """Note that the current address has just answered as the leader, so that lookups can be less frequent."""
         self._answers = True
 
     async def follow(self) -> None:

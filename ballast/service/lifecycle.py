@@ -1,6 +1,6 @@
 """Lifecycle of a service process: event loop, signals, exit statuses.
 
-Exit status: 0 stopped on request, 2 invalid configuration, 70 broken invariant (a bug), 1 anything else.
+Exit statuses: 0 stopped on request, 2 invalid configuration, 70 broken invariant (a bug), 1 any other error.
 """
 
 import asyncio
@@ -24,14 +24,14 @@ from ballast.service.redact import redact
 
 E = TypeVar("E", bound=Exception)
 
-_MAX_CAUSES = 256  # distinct causes in the log; further failures are only counted
+_MAX_CAUSES = 256  # limit on distinct causes in the log; further failures are only counted
 
 
 class Lifecycle:
-    """Signals the main function of a service to stop, and collects reports of bugs."""
+    """Tells the main function of a service to stop, and collects reports of bugs and failed calls."""
 
     def __init__(self) -> None:
-        self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: drain, then return
+        self.stopping = asyncio.Event()  # set by SIGTERM, SIGINT or a bug: the main function drains, then returns
         self.bug: InvariantViolation | None = None
         self._logged: set[tuple[str, str, tuple[str, int]]] = set()  # causes of failed calls already logged
 
@@ -39,7 +39,7 @@ class Lifecycle:
         self.stopping.set()
 
     def report_bug(self, bug: InvariantViolation) -> None:
-        """Log the history and stop the process with status 70. Call it from the event loop only."""
+        """Log the bug and stop the process with status 70. To be called only in the event loop's thread."""
         INVARIANT_VIOLATIONS.inc()
         get_logger().error("invariant violated", why=bug.why, story=list(bug.story))
         self.bug = self.bug or bug
@@ -60,29 +60,31 @@ class Lifecycle:
 
 
 def advertised_address(host: str, advertise_host: str | None, port: int) -> str:
-    """host:port under which other processes reach a server that listens on `host`."""
+    """host:port at which other processes reach a server that listens on `host`. `advertise_host` overrides the host."""
     everywhere = host in ("0.0.0.0", "::", "[::]", "")
     return f"{advertise_host or (socket.gethostname() if everywhere else host)}:{port}"
 
 
 def say_ready(service: str, instance: str, address: str) -> None:
-    """Print the ready message, one line on stdout for the parent process, and freeze existing objects for the garbage
-    collector.
+    """Print the ready message, one line on stdout for the parent process, and exclude existing objects from garbage
+    collection.
     """
     gc.collect()
-    gc.freeze()  # otherwise full collections of imported objects would take most of an idle worker's time
+    gc.freeze()  # otherwise collections would scan all imported objects, which takes most of an idle worker's time
     print(f"ready service={service} id={instance} address={address}", flush=True)
 
 
 def run_service(main: Callable[[Lifecycle], Awaitable[None]]) -> None:
-    """Run `main` until it returns, then exit the process. SIGTERM and SIGINT set `stopping`; a second one kills."""
+    """Run `main` until it returns, then exit the process. The first SIGTERM or SIGINT sets `Lifecycle.stopping`; a
+    second one ends the process at once.
+    """
     faulthandler.enable()
     _open_all_files()
     sys.exit(uvloop.run(_supervise(main)))
 
 
 def _open_all_files() -> None:
-    """Raise the limit on open files: shells default to 1,024, for programs that use select."""
+    """Raise the limit on open files to its maximum; by default it is 1,024, for programs that use `select`."""
     now, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     if most != resource.RLIM_INFINITY and now < most:
         with contextlib.suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Structured logs: one event per line on stderr, ids as fields. Cores do not log; shells log their decisions.
 
-Logging never blocks a service: a line that cannot be written (full disk, closed pipe, stalled reader) is dropped and
-counted. Lines contain no secrets, and tracebacks no values of variables, which may be a client's prompt.
+Logging blocks a service for at most `_PATIENCE_S`: a line that cannot be written (full disk, closed pipe, stalled
+reader) is dropped and counted. Lines contain no secrets, and tracebacks no values of variables, which may be prompts.
 """
 
 import io
@@ -25,11 +25,11 @@ from ballast.service.redact import redact
 LogLevel = Literal["debug", "info", "warning", "error"]
 LogFormat = Literal["console", "json"]
 
-# Such characters in a client's id must not forge log lines. The escape character starts our own colours.
+# Characters that are escaped, so that a client's id cannot forge log lines. ESC remains where it starts a colour code.
 _UNPRINTABLE: Final = re.compile(r"[\x00-\x08\x0b-\x1a\x1c-\x1f\x7f]|\x1b(?!\[[0-9;]*m)")
-_PIPE_BYTES = 4096  # POSIX: a writable pipe accepts this many without blocking
+_PIPE_BYTES = 4096  # a writable pipe accepts this many bytes without blocking (POSIX)
 _PATIENCE_S = 0.05  # longest wait for a stalled reader
-_REST_S = 1.0  # minimum time before waiting for it again
+_REST_S = 1.0  # after a stall, lines are dropped without waiting for this long
 
 
 class Sink(io.TextIOBase):
@@ -58,10 +58,10 @@ class Sink(io.TextIOBase):
         return len(text)
 
     def flush(self) -> None:
-        """No-op."""
+        """Do nothing: lines are written at once."""
 
     def _write(self, fd: int, data: bytes) -> bool:
-        """Returns True if everything was written; the rest of the line is dropped."""
+        """Write as much as the reader takes in time. Returns True if everything was written."""
         ends_s = time.monotonic() + _PATIENCE_S
         while data:
             now_s = time.monotonic()
@@ -74,7 +74,7 @@ class Sink(io.TextIOBase):
 
 
 class _Renderer:
-    """The last processor: renders any event as one line, without secrets."""
+    """The last processor of structlog: renders an event as text without secrets and control characters."""
 
     def __init__(self, render: structlog.typing.Processor) -> None:
         self._render = render
@@ -117,7 +117,7 @@ def configure(*, service: str, instance: str, level: LogLevel, form: LogFormat) 
         cache_logger_on_first_use=True,
     )
     structlog.contextvars.bind_contextvars(service=service, instance=instance)
-    # Libraries (grpc, redis) use the standard module: same stream, warnings and above.
+    # Libraries (grpc, redis) use the standard module `logging`; their warnings and errors go to the same stream.
     handler = logging.StreamHandler(sink)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
@@ -150,7 +150,7 @@ def frames(error: BaseException) -> list[str]:
 
 
 def raised_at(error: BaseException) -> tuple[str, int]:
-    """File and line where it was raised. Unlike `frames` it reads no source, as a thousand calls may fail at once."""
+    """(file, line) where an error was raised. Unlike `frames` it reads no source, as many calls may fail at once."""
     tb = error.__traceback__
     while tb is not None and tb.tb_next is not None:
         tb = tb.tb_next

@@ -1,6 +1,6 @@
 """Prometheus metrics: one registry per process, served over HTTP on its own port. Names are `ballast_*`, in base units.
 
-Two things are added to the registry's output: every metric of ours has the label `model_name` once the model is known,
+The output adds two things to the registry: each `ballast_*` metric has the label `model_name` once the model is known,
 and the core metrics appear a second time under vLLM's names.
 """
 
@@ -35,8 +35,8 @@ _OURS: Final = "ballast_"
 _MAX_SCRAPES = 16  # concurrent scrapes
 _SCRAPE_S = 5.0
 
-# Metric family -> vLLM's names, including those of older versions. Counters of a dispatcher and its workers that count
-# the same share a name: their sum is the total.
+# Metric family -> vLLM's names, including those of older versions. Two families may share a name, one of dispatchers
+# and one of workers, if vLLM's metric is their sum.
 VLLM_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "ballast_requests_running": ("vllm:num_requests_running",),
     "ballast_requests_waiting": ("vllm:num_requests_waiting",),
@@ -55,7 +55,7 @@ VLLM_NAMES: Final[Mapping[str, tuple[str, ...]]] = {
     "ballast_request_queue_time_seconds": ("vllm:request_queue_time_seconds",),
     "ballast_requests": ("vllm:request_success",),
 }
-# Values of `ballast_requests`' label that count as success.
+# Values of the label `ending` of `ballast_requests` -> vLLM's `finished_reason`; other endings are not exported.
 _VLLM_REASONS: Final[Mapping[str, str]] = {"stop": "stop", "length": "length", "cancelled": "abort"}
 
 disable_created_metrics()
@@ -92,7 +92,7 @@ TASK_FAILURES = Counter(
 
 
 class Exposition(Collector):
-    """A registry's output. `model_name` may become known later and is read on each scrape."""
+    """A registry's output with both additions. `model_name` is called on each scrape: at first the name is unknown."""
 
     def __init__(self, registry: CollectorRegistry, instance: str = "") -> None:
         self.model_name: Callable[[], str] = str
@@ -131,13 +131,13 @@ def _as_vllm(metric: Metric, name: str, added: Mapping[str, str]) -> Metric:
 
 
 class _BoundedServer(ThreadingHTTPServer):
-    """Server with a thread per connection and a limit on connections: a slow one is closed to make
-    room for a new one.
+    """HTTP server with a thread per connection and a limit on connections. At the limit a new connection replaces the
+    oldest if that is slow, and is closed otherwise.
     """
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
-        self._open: dict[socket.socket, float] = {}  # connection -> its start, oldest first
+        self._open: dict[socket.socket, float] = {}  # connection -> start time, oldest first
         self._lock = threading.Lock()
         super().__init__(address, handler)
 
@@ -149,7 +149,7 @@ class _BoundedServer(ThreadingHTTPServer):
             if full and oldest is not None and now_s - self._open[oldest] > _SCRAPE_S:
                 del self._open[oldest]
                 with contextlib.suppress(OSError):
-                    oldest.shutdown(socket.SHUT_RDWR)  # ends its thread
+                    oldest.shutdown(socket.SHUT_RDWR)  # ends the connection's thread
                 full = False
             if not full:
                 self._open[request] = now_s
@@ -169,7 +169,7 @@ class _BoundedServer(ThreadingHTTPServer):
 
 
 class MetricsServer:
-    """Serves /metrics. Port 0 disables it.
+    """Serves /metrics in a background thread; does nothing if the port is 0.
 
     Raises:
         ConfigError: the address cannot be bound.

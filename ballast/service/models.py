@@ -1,6 +1,6 @@
-"""Models by name: a folder, or org/name[@revision] of a Hugging Face hub, with the standard cache.
+"""Finds models by name: a folder, or org/name[@revision] on a Hugging Face hub, kept in the standard cache.
 
-huggingface_hub does the work and has the settings: HF_HOME (location of the cache), HF_HUB_OFFLINE=1 (use only the
+huggingface_hub downloads them. Its settings apply: HF_HOME (location of the cache), HF_HUB_OFFLINE=1 (use only the
 cache), HF_TOKEN (for gated models), HF_ENDPOINT (another hub).
 """
 
@@ -19,7 +19,7 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json")
 
 @dataclass(frozen=True, slots=True)
 class Name:
-    """A model on a hub."""
+    """The name of a model on a hub."""
 
     repo: str
     revision: str | None = None
@@ -48,22 +48,23 @@ class CachedModel:
 
 
 def hub_name(text: str) -> Name | None:
-    """Parse the name of a model on a hub. None: it is a folder, or invalid."""
+    """Parse the name of a model on a hub; None if the text is an existing path or no such name."""
     found = _NAME.fullmatch(text)
     return Name(found["repo"], found["revision"]) if found is not None and not Path(text).exists() else None
 
 
 def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], object] | None = None) -> FoundModel:
-    """Folder and name of `model`. Missing files of a hub's model are downloaded, with a progress bar on a terminal.
+    """Find a model's folder and name. Missing files of a hub's model are downloaded, with a progress bar on a terminal.
 
     Args:
         model: A folder, or org/name[@revision].
-        weights: Whether to download the tensors, too; config.json and tokenizer always are.
+        weights: Whether to download the tensors, too; configuration and tokenizer are always downloaded.
         check: Called with the folder of config.json before any tensor is downloaded; raises ConfigError if the model
             cannot be served.
 
     Raises:
-        ConfigError: it is neither, or neither hub nor cache have it; the message says what to do.
+        ConfigError: the model is neither a folder nor such a name, neither hub nor cache have it, or `check` failed;
+        the message says what to do.
     """
     text = str(model)
     name = hub_name(text)
@@ -108,7 +109,6 @@ def cached_models() -> Iterator[CachedModel]:
 
 def _fetched(name: Name, patterns: tuple[str, ...]) -> Path:
     """Download the files that match these patterns. Returns the snapshot's folder."""
-    # Imported here because it takes a third of a second, and folders do not need it.
     from huggingface_hub import (
         constants,
         snapshot_download,  # pyright: ignore[reportUnknownVariableType] -- its callback's type is open

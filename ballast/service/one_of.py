@@ -1,9 +1,9 @@
 """Narrows `oneOf` in JSON schemas whose branches overlap in their types, so that they become disjoint.
 
 A grammar cannot express "exactly one of these", so llguidance accepts `oneOf` only if it can prove that no value
-matches two branches. For {"type": ["string", "null"]} and {"type": ["integer", "null"]} it cannot: null matches both
-and is therefore invalid. Without the shared types it can, and every answer still validates, since nothing new is
-allowed.
+matches two branches. It cannot for {"type": ["string", "null"]} and {"type": ["integer", "null"]}: null matches both,
+and is therefore invalid. Once types that several branches share are removed from each, it can. Every answer is still
+valid, since nothing new is allowed.
 """
 
 import json
@@ -18,9 +18,9 @@ _NAMED = ("properties", "patternProperties", "$defs", "definitions", "dependentS
 
 
 def narrowed(text: str) -> str:
-    """The schema with such `oneOf`s narrowed; unchanged if there are none or if the text is not JSON.
+    """The schema with overlapping `oneOf`s narrowed; unchanged if there are none or if the text is not JSON.
 
-    Schemas with conditions are left alone: narrowing a condition would allow more elsewhere.
+    Schemas with `not` or `if` are unchanged, as narrowing a condition would allow more elsewhere.
     """
     if '"oneOf"' not in text or '"not"' in text or '"if"' in text:
         return text
@@ -43,7 +43,7 @@ def narrowed(text: str) -> str:
 
 
 def _within(schema: Schema) -> list[object]:
-    """Direct subschemas."""
+    """The direct subschemas of a schema."""
     found: list[object] = [schema[key] for key in _INNER if key in schema]
     for key in _LISTS:
         if isinstance(parts := schema.get(key), list):
@@ -55,7 +55,7 @@ def _within(schema: Schema) -> list[object]:
 
 
 def _without_shared_types(branches: object) -> list[Schema] | None:
-    """The branches without shared types. None: nothing to change, or the types are not known."""
+    """The branches without the types that several of them share; None if there are none or a type is not known."""
     if not isinstance(branches, list):
         return None
     types = [_types(branch) for branch in cast(list[object], branches)]

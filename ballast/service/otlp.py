@@ -1,9 +1,9 @@
-"""Spans for an OpenTelemetry collector (Jaeger, Tempo ...), sent with OpenTelemetry's SDK as OTLP over HTTP.
+"""Sends spans to an OpenTelemetry collector (Jaeger, Tempo ...) as OTLP over HTTP, with OpenTelemetry's SDK.
 
-Spans are created from records when something has ended, so they cost nothing while tokens are generated. The SDK queues
-them, sends from its own thread, and drops the oldest if a collector is slow. Its environment variables apply
-(`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE`, `OTEL_RESOURCE_ATTRIBUTES` ...). Ids on which two
-services have to agree are derived from what both know.
+Spans are created after a request or transition has ended, so they cost nothing while tokens are generated. The SDK
+queues them, sends them from its own thread, and drops the oldest if a collector is slow. Its environment variables
+apply (`OTEL_EXPORTER_OTLP_HEADERS`, `OTEL_EXPORTER_OTLP_CERTIFICATE`, `OTEL_RESOURCE_ATTRIBUTES` ...). Ids on which two
+services have to agree are digests of data that both know.
 """
 
 import asyncio
@@ -43,15 +43,15 @@ _PARENT: Final = re.compile(r"00-([0-9a-f]{32})-([0-9a-f]{16})-([0-9a-f]{2})")
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """Reference to a span."""
+    """A reference to a span."""
 
     trace_id: str  # 32 hexadecimal digits
-    span_id: str  # 16 hexadecimal digits; "": none, the trace begins here
+    span_id: str  # 16 hexadecimal digits; "": there is no span yet, the trace begins here
     sampled: bool = True
 
     @classmethod
     def read(cls, traceparent: str) -> Self | None:
-        """Parse W3C's `traceparent` header; None if invalid."""
+        """Parse W3C's `traceparent` header; None if it is invalid."""
         found = _PARENT.fullmatch(traceparent)
         if found is None:
             return None
@@ -67,13 +67,13 @@ class Context:
         return f"00-{self.trace_id}-{self.span_id or '0' * 16}-{'01' if self.sampled else '00'}"
 
     def request(self, request_id: str) -> "Context":
-        """Reference to a request's span in this trace, known before the span is created."""
+        """The reference to a request's span in this trace, which is known before the span is created."""
         return Context(self.trace_id, _digest(self.trace_id, request_id)[:16], sampled=self.sampled)
 
 
 def transition_context(layout: Layout) -> Context:
-    """Reference to the span of the transition that led to this layout, created by the planner and referenced by
-    dispatchers.
+    """The reference to the span of the transition that led to this layout. The planner creates the span, and
+    dispatchers link to it.
     """
     members = (f"{m.worker_id} {m.incarnation} {m.address}" for group in layout.groups for m in group.members)
     digest = _digest("transition", str(layout.epoch), *sorted(members))
@@ -96,8 +96,8 @@ class Span:
     """A completed span. Times are wall-clock times; attributes that are None or "" are not sent."""
 
     name: str
-    at: Context  # its trace and its own id; "": the exporter draws an id
-    parent_id: str  # "": the root span
+    at: Context  # the span's trace and id; if the id is "", the exporter draws one
+    parent_id: str  # "" for the root span
     begin_s: float
     end_s: float
     attributes: Mapping[str, object]
@@ -108,17 +108,17 @@ class Span:
 
 
 def wall_offset_s() -> float:
-    """Offset from `time.monotonic()` of this process to wall-clock time, which collectors expect."""
+    """Wall-clock time, which collectors expect, minus this process's `time.monotonic()`."""
     return time.time() - time.monotonic()
 
 
 class Exporter:
-    """Sends spans from the SDK's thread. Call `put` from one thread only.
+    """Sends spans from the SDK's thread. `put` may be called from one thread only.
 
     Args:
-        endpoint: http://HOST:4318, or its /v1/traces.
-        service: service.name of the resource, without "ballast-".
-        instance: service.instance.id of the resource.
+        endpoint: http://HOST:4318, with or without /v1/traces.
+        service: The resource's `service.name` without "ballast-".
+        instance: The resource's `service.instance.id`.
     """
 
     def __init__(self, endpoint: str, service: str, instance: str) -> None:
@@ -152,14 +152,14 @@ class Exporter:
             made.end(_nanoseconds(span.end_s))
 
     async def close(self) -> None:
-        """Send the queued spans, waiting at most as long as one request may take."""
+        """Send the queued spans, for at most the timeout of one request to the collector."""
         sent = asyncio.ensure_future(asyncio.to_thread(self._provider.force_flush))
         await asyncio.wait([sent], timeout=_TIMEOUT_S)
-        self._sender.shutdown()  # a running request is not retried
+        self._sender.shutdown()  # prevents retries of a running request
 
 
 class _Ids(IdGenerator):
-    """Supplies the SDK with the ids of the span that `put` creates."""
+    """Gives the SDK the ids of the span that `put` is creating."""
 
     trace_id = span_id = ""
 

@@ -3,14 +3,14 @@
 import re
 from typing import Final
 
-# User and password of a URL, up to the last @ of the word: passwords may contain one.
+# Scheme, user and password of a URL, up to the last @ of the word, as passwords may contain one.
 _IN_URL: Final = re.compile(r"([a-z][a-z0-9+.-]*://)[^\s\"']*@", re.IGNORECASE)
 _AS_PARAMETER: Final = re.compile(r"([?&](?:password|token|secret)=)[^&\s\"']*", re.IGNORECASE)
 _AS_HEADER: Final = re.compile(r"(\bbearer\s+)[^\s\"',]+", re.IGNORECASE)
 
 
 def redact(text: str) -> str:
-    """`text` with URL credentials and bearer tokens replaced by `***`."""
+    """The text with bearer tokens, and credentials in URLs, replaced by `***`."""
     if "://" in text:
         text = _AS_PARAMETER.sub(r"\1***", _IN_URL.sub(r"\1***@", text))
     return _AS_HEADER.sub(r"\1***", text)

@@ -1,4 +1,4 @@
-"""Invalid messages: counted by sender, logged once for each sender and field. The service continues."""
+"""Counts invalid messages by sender, and logs the first for each sender and field. The service continues."""
 
 from prometheus_client import Counter
 
@@ -12,12 +12,12 @@ _REFUSED = Counter(
     ["sender"],
     registry=REGISTRY,
 )
-_MAX_SENDERS = 256  # distinct senders; further ones are counted together, which bounds memory
+_MAX_SENDERS = 256  # limit on distinct senders, which bounds memory; further ones are counted together
 _OTHERS = "others"
 
 
 class Refusals:
-    """Messages refused by one service. Not thread-safe."""
+    """The messages that one service has refused. Not thread-safe."""
 
     def __init__(self) -> None:
         self._fields: dict[str, set[str]] = {}

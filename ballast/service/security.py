@@ -1,7 +1,7 @@
 """Access control: TLS with certificates between services, tokens at dispatchers, and the calls permitted to each role.
 
-Without both, a service listens on loopback only unless `--insecure` is given. docs/security.md describes the threat
-model.
+Without TLS (dispatchers: and tokens), a service listens only on loopback unless `--insecure` is given. The threat model
+is in docs/security.md.
 """
 
 import contextlib
@@ -56,8 +56,8 @@ REGISTRY.register(_HandshakeMetrics())
 
 
 class _Certificates(Collector):
-    """Gauge of seconds until each certificate of this process expires. Certificates close to expiry
-    are logged daily.
+    """Gauge of the seconds until each certificate of this process expires. A certificate that expires within 30 days is
+    logged daily.
     """
 
     def __init__(self) -> None:
@@ -101,14 +101,14 @@ class Role(StrEnum):
     WORKER = "worker"
     GATEWAY = "gateway"
     JOBS = "jobs"
-    OPERATOR = "operator"  # a tool run by a person, bypassing dispatchers
+    OPERATOR = "operator"  # a person's tool that calls services without a dispatcher
 
 
 _CONTROL = frozenset({Role.DISPATCHER, Role.OPERATOR})
 _WATCHING = frozenset({Role.PLANNER, Role.DISPATCHER, Role.OPERATOR})
 _ORDERS = frozenset({Role.PLANNER})
 
-# Method -> roles that may call it. Methods that are not listed are denied.
+# Method -> roles that may call it. Calls of other methods are denied.
 _MONITOR, _PLANNER, _WORKER = (f"/ballastpb.{s}.v1.{s.capitalize()}Service/" for s in ("monitor", "planner", "worker"))
 MAY_CALL: Mapping[str, frozenset[Role]] = {
     f"{_MONITOR}Report": frozenset({Role.WORKER}),
@@ -122,7 +122,7 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
         )
     },
     f"{_WORKER}Attach": frozenset({Role.DISPATCHER}),
-    f"{_WORKER}GetStatus": _WATCHING | {Role.GATEWAY},  # its page shows each member's memory
+    f"{_WORKER}GetStatus": _WATCHING | {Role.GATEWAY},  # the gateway's page shows each member's memory
     f"{_WORKER}GetTrace": frozenset({Role.OPERATOR}),
     f"{_WORKER}GetTransition": frozenset({Role.PLANNER, Role.OPERATOR}),
     **{
@@ -130,13 +130,13 @@ MAY_CALL: Mapping[str, frozenset[Role]] = {
         for name in ("Prepare", "Commit", "Abort", "Migrate", "NamePartners", "Drain", "Park")
     },
 }
-# Methods permitted to tokens with role infer at a dispatcher; all others require operate.
+# Dispatcher methods that tokens with the role infer may call; all others require the role operate.
 _INFERENCE = "/ballastpb.inference.v1.InferenceService/"
 INFERS = frozenset(f"{_INFERENCE}{name}" for name in ("Generate", "Cancel", "Tokenize", "Detokenize", "GetModelInfo"))
 
 
 class GuardedSettings(Settings):
-    """Settings of every listening service: address, protection and logging."""
+    """Settings of every service that listens on a port: address, protection and logging."""
 
     host: str = "127.0.0.1"
     """Address to listen on."""
@@ -174,7 +174,7 @@ class ServiceSettings(GuardedSettings):
 
 
 class Security:
-    """Credentials of a service of `role`, and its checks of callers."""
+    """The credentials of a service with the role `role`, and its checks of callers."""
 
     def __init__(self, role: Role, settings: GuardedSettings) -> None:
         """Raises ConfigError if a file cannot be used."""
@@ -198,22 +198,24 @@ class Security:
         return opened
 
     def credentials(self) -> grpc.ServerCredentials | None:
-        """Server credentials. Dispatchers' clients have tokens instead of certificates."""
+        """Server credentials, or None without TLS. Clients need a certificate, except at dispatchers, where they need a
+        token.
+        """
         if self._tls is None:
             return None
         return self._tls.server_credentials(asks_clients=self._role is not Role.DISPATCHER)
 
     def admit_peers(self) -> Admit | None:
-        """The check of callers by their certificates. None: without TLS there is none."""
+        """The check of callers by their certificates; None without TLS."""
         return None if self._tls is None else admit_peer
 
     def tokens(self, file: Path | None) -> TokenBook | None:
-        """Tokens accepted from clients: those of the file, and the cluster's own."""
+        """The tokens that are accepted from clients: those of the file, and the cluster's own; None without a file."""
         return None if file is None else TokenBook(file, None if self.secret is None else cluster_token(self.secret))
 
     def ensure_guarded(self, hosts: Iterable[str | None], *, tokens: bool = True, links: bool = False) -> None:
-        """Check the protection before listening on `hosts`. `tokens`: clients' tokens are checked, or need not be.
-        `links`: the service also accepts links of other workers.
+        """Check the protection of a service before it listens on `hosts`. `tokens`: clients' tokens are checked or not
+        needed. `links`: the service accepts links of other workers, which needs the cluster secret.
 
         Raises:
             ConfigError: a host is not loopback, and the protection is incomplete.
@@ -237,7 +239,7 @@ def read_secret(path: Path) -> bytes:
     """Read the cluster's secret.
 
     Raises:
-        ConfigError: it cannot be read, or is too short.
+        ConfigError: the file cannot be read, or the secret is too short.
     """
     secret = read_file(path)
     if len(secret) < _MIN_SECRET_BYTES:
@@ -246,10 +248,10 @@ def read_secret(path: Path) -> bytes:
 
 
 def read_file(path: Path) -> bytes:
-    """Contents of a file, stripped of surrounding whitespace.
+    """The contents of a file without surrounding whitespace.
 
     Raises:
-        ConfigError: it cannot be read.
+        ConfigError: the file cannot be read.
     """
     try:
         return path.read_bytes().strip()
@@ -264,20 +266,25 @@ def refuse(reason: str, error: BallastError) -> NoReturn:
 
 
 def require_worker(worker_id: str) -> None:
-    """Check that the caller is this worker.
+    """Check that the caller's certificate permits it to act as this worker.
 
     Raises:
         PermissionDenied: the caller's certificate is another worker's.
     """
     name = caller().name
     allowed = name.removeprefix(f"{Role.WORKER}/")
-    # The workers of one process are ID.0, ID.1 ...
+    # A process with the id ID may have several workers: ID.0, ID.1 ...
     if name and allowed != "*" and worker_id != allowed and not worker_id.startswith(f"{allowed}."):
         refuse("worker_id", PermissionDenied(f"the certificate of {name} is not good for worker {worker_id}"))
 
 
 def admit_peer(method: str, context: _Context) -> Caller:
-    """An `Admit` for services that other services call over TLS."""
+    """The `Admit` of services that other services call over TLS: authenticates the caller by its certificate.
+
+    Raises:
+    Unauthenticated: the certificate contains no role.
+    PermissionDenied: the role may not call the method.
+    """
     role, identity = _identity_of(context)
     if role is None:
         refuse("certificate", Unauthenticated("the certificate names no role of a Ballast cluster"))
@@ -287,7 +294,7 @@ def admit_peer(method: str, context: _Context) -> Caller:
 
 
 def _identity_of(context: _Context) -> tuple[Role | None, str]:
-    """The role and ROLE/ID of the caller's certificate."""
+    """(role, ROLE/ID) in the caller's certificate; (None, "") if it contains none."""
     found = context.auth_context() or {}
     for uri in found.get("peer_uri", ()):
         identity = bytes(uri).decode(errors="replace").removeprefix("ballast://")
@@ -298,7 +305,10 @@ def _identity_of(context: _Context) -> tuple[Role | None, str]:
 
 
 class TokenAuthority:
-    """An `Admit` for dispatchers: `authorization: Bearer TOKEN` in the call's metadata."""
+    """The `Admit` of dispatchers: authenticates callers by `authorization: Bearer TOKEN` in the call's metadata.
+
+    A call raises Unauthenticated for a missing or unknown token, and PermissionDenied if its role does not suffice.
+    """
 
     def __init__(self, book: TokenBook) -> None:
         self._book = book

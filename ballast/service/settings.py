@@ -1,7 +1,8 @@
-"""Configuration: defaults < YAML file < BALLAST_<SERVICE>__* environment < flags. Frozen; unknown keys are errors.
+"""Configuration of services, from four sources; later ones take precedence: defaults, a YAML file, environment
+variables BALLAST_<SERVICE>__*, flags. Unknown keys are errors.
 
-Each service declares a `Settings` subclass in its `config.py`. Every field is a flag, a variable and a key of the file;
-the string below a field is its help text. Fields for developers only are given as `--dev NAME=VALUE`.
+Each service declares a subclass of `Settings` in its `config.py`. Each field is a flag, a variable and a key of the
+file; the string below it is its help text. Fields for developers only are given as `--dev NAME=VALUE`.
 """
 
 import argparse
@@ -26,7 +27,7 @@ class Settings(BaseModel):
     Attributes:
         service: Name of the section in the file and of the environment prefix.
         summary: One-line description for the help text.
-        short_flags: Full flag -> a shorter or older alias, both without the dashes.
+        short_flags: Flag -> a shorter or older alias, both without dashes.
         developer: Names of fields that are given as `--dev NAME=VALUE`, or below `dev` in the file.
     """
 
@@ -41,7 +42,7 @@ S = TypeVar("S", bound=Settings)
 
 
 def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> S:
-    """Read all sources once.
+    """Read the settings from all sources. `argv`: the flags.
 
     Raises:
         ConfigError: a setting or file is invalid; the message names it.
@@ -57,7 +58,7 @@ def load_settings(settings: type[S], argv: Sequence[str], environ: Mapping[str, 
 
 
 def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """All settings as one mapping: later sources override earlier ones, and `dev` is flattened."""
+    """Merge sources into one mapping; later ones override earlier ones. The entries of `dev` become ordinary ones."""
     merged: dict[str, Any] = {}
     for source in sources:
         public = {name: value for name, value in source.items() if name != _DEV}
@@ -77,7 +78,7 @@ def _merged(settings: type[Settings], sources: Sequence[Mapping[str, Any]]) -> d
 
 
 def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
-    """Raw values of the given flags."""
+    """The values of the flags in `argv`, not yet validated."""
     prefix = f"BALLAST_{settings.service.upper()}__"
     parser = argparse.ArgumentParser(
         prog=f"python -m services.{settings.service}",
@@ -99,7 +100,7 @@ def read_flags(settings: type[Settings], argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _with_flags(settings: type[Settings]) -> type[BaseModel]:
-    """A model with a field for each flag, and `dev` for the others."""
+    """A model with a field for each flag, and one mapping `dev` for the developers' settings."""
     fields: dict[str, Any] = {
         n: (f.annotation, f) for n, f in settings.model_fields.items() if n not in settings.developer
     }
@@ -113,10 +114,10 @@ def _with_flags(settings: type[Settings]) -> type[BaseModel]:
 
 
 def build(settings: type[S], values: Mapping[str, Any]) -> S:
-    """Validate plain values.
+    """Construct settings from values, and validate them.
 
     Raises:
-        ConfigError: a value is invalid; the message is about the first one.
+        ConfigError: a value is invalid; the message names the first invalid one.
     """
     try:
         return settings.model_validate(values)
@@ -159,7 +160,7 @@ def _read_environment(settings: type[Settings], environ: Mapping[str, str]) -> d
 
 
 def _parse(settings: type[BaseModel], name: str, text: str) -> object:
-    """Parse lists and mappings as JSON/YAML; leave everything else to the field's type."""
+    """Parse an environment variable: lists and mappings as YAML (or JSON); other values stay text for `build`."""
     if name == _DEV:
         return cast(object, yaml.safe_load(text))
     field = settings.model_fields.get(name)

@@ -1,8 +1,7 @@
 """The state server (Redis or Valkey): connecting, waiting for it, leases with fencing tokens.
 
-Redis may restart or vanish. Callers get `Unavailable` and continue with what they know; the connection is restored
-automatically. Key names, TTLs and scripts of a service are in its `store.py`; this module has what several services
-share.
+While the server does not answer, callers get `Unavailable` and continue with what they know; the connection is restored
+automatically. Key names, TTLs and scripts of one service are in its `store.py`, those shared by several in this module.
 """
 
 import asyncio
@@ -29,8 +28,8 @@ _WAIT_STEP_S = 0.5
 
 T = TypeVar("T")
 
-# Counters that must never decrease are raised to the server's clock if they are behind it: a server that restarted
-# empty would otherwise issue numbers that were used before (I5).
+# grow(last): the next value of a counter that must never decrease: at least the server's clock in ms, as a server that
+# restarted empty would otherwise issue numbers again (I5).
 _GROW = """
 local function grow(last)
   local now, number = redis.call('TIME'), tonumber(last) or 0
@@ -39,8 +38,7 @@ local function grow(last)
 end
 """
 
-# Keys of the wrong type, and leases without a TTL, are deleted: otherwise there would be no leader until an operator
-# deletes them.
+# heal(key, kind): delete a key of the wrong type, which would otherwise prevent a leader until an operator deletes it.
 HEAL = """
 local function heal(key, kind)
   local found = redis.call('TYPE', key).ok
@@ -48,8 +46,8 @@ local function heal(key, kind)
 end
 """
 
-# KEYS: lease, token counter, address, candidates. ARGV: holder, TTL in ms, address, lower bound of the token. Returns
-# the fencing token, or 0 if another process holds the lease.
+# Take or renew a lease. KEYS: lease, token counter, address, candidates. ARGV: holder, TTL in ms, address, lower bound
+# of the token. Returns the fencing token, or 0 if another process holds the lease. A lease without TTL is deleted.
 _ACQUIRE = (
     _GROW
     + HEAL
@@ -76,13 +74,13 @@ return tonumber(token)
 """
 )
 
-# KEYS: lease, address. ARGV: holder.
+# Delete a lease if ARGV's holder has it. KEYS: lease, address. ARGV: holder.
 _RELEASE = """
 if redis.call('HGET', KEYS[1], 'holder') == ARGV[1] then return redis.call('DEL', KEYS[1], KEYS[2]) end
 return 0
 """
 
-# KEYS: incarnations of a kind. ARGV: name.
+# The next incarnation of a process. KEYS: incarnations of a kind. ARGV: name.
 _INCARNATION = (
     _GROW
     + HEAL
@@ -96,12 +94,12 @@ return tonumber(next)
 
 
 def is_garbage(reply: object) -> bool:
-    """Whether a pipelined command failed because its key has another type."""
+    """Whether a pipelined command failed because its key has the wrong type."""
     return isinstance(reply, ResponseError) and str(reply).startswith("WRONGTYPE")
 
 
 def unless_garbage(reply: Any, otherwise: Any) -> Any:
-    """The reply of a pipelined command; `otherwise` if the key has another type. Any: replies have any type.
+    """The reply of a pipelined command; `otherwise` if its key has the wrong type. Any: replies have any type.
 
     Raises:
         Unavailable: the server refused the command for another reason.
@@ -114,17 +112,17 @@ def unless_garbage(reply: Any, otherwise: Any) -> Any:
 
 
 def lease_key(name: str) -> str:
-    """Key of a lease, a hash {holder, token}: scripts that write for a leader compare its token."""
+    """Key of a lease, a hash {holder, token}. Scripts that write for a leader compare its token."""
     return f"{KEY_PREFIX}lease:{name}"
 
 
 def address_key(name: str) -> str:
-    """Key with host:port of the lease's holder; it expires with the lease."""
+    """Key of the address (host:port) of a lease's holder; it expires with the lease."""
     return f"{KEY_PREFIX}{name}:address"
 
 
 def candidates_key(name: str) -> str:
-    """Key of a sorted set of host:port: all candidates for the lease, until a minute after they have ended."""
+    """Key of a sorted set with the addresses (host:port) of a lease's candidates, until a minute after their end."""
     return f"{KEY_PREFIX}{name}:candidates"
 
 
@@ -134,23 +132,25 @@ def _cancel_count() -> int:
 
 
 def _unless_cancelled(cancelled_before: int) -> None:
-    """redis-py sends within asyncio.wait_for, which before Python 3.12 swallows a cancellation that arrives just as
-    sending completes: the task would continue, and a service that is stopping would not end.
+    """Raise CancelledError if this task was cancelled during an operation. redis-py sends within asyncio.wait_for,
+    which before Python 3.12 swallows a cancellation that arrives just as sending completes.
     """
     if _cancel_count() > cancelled_before:
         raise asyncio.CancelledError
 
 
 class StateServer:
-    """A connection pool. Every operation ends within two seconds, with a result or with `Unavailable`."""
+    """A pool of connections to the state server. Each operation ends within four seconds, with a result or with
+    `Unavailable`.
+    """
 
     def __init__(
         self, url: str, *, user: str | None = None, password: str | None = None, ca_file: Path | None = None
     ) -> None:
-        """Arguments apply where the URL does not specify them.
+        """Create the pool, which connects when needed. The URL's user and password take precedence over the arguments.
 
         Args:
-            user: User of the server's ACL.
+            user: The server's ACL user.
             ca_file: CA of the server, for rediss://.
 
         Raises:
@@ -160,8 +160,8 @@ class StateServer:
         if ca_file is not None:
             access["ssl_ca_certs"] = str(ca_file)
         try:
-            # Blocking pool: operations beyond the number of connections wait instead of failing. Any: redis-py types
-            # the arguments only in part.
+            # With a blocking pool, operations beyond the number of connections wait instead of failing. Any: redis-py
+            # types the arguments only in part.
             pool = cast(Any, aioredis.BlockingConnectionPool).from_url(
                 url,
                 max_connections=_MAX_CONNECTIONS,
@@ -171,7 +171,7 @@ class StateServer:
                 socket_connect_timeout=_OPERATION_TIMEOUT_S,
                 health_check_interval=15,
                 retry=Retry(NoBackoff(), 1),
-                # uvloop raises this for a write to a connection that was just reset.
+                # uvloop raises RuntimeError for a write to a connection that was just reset.
                 retry_on_error=[RuntimeError],
                 **{name: value for name, value in access.items() if value is not None},
             )
@@ -188,14 +188,14 @@ class StateServer:
 
     @property
     def redis(self) -> aioredis.Redis:
-        """The client for stores. Await its commands through `run`."""
+        """The Redis client, for stores. Its commands are awaited through `run`."""
         return self._redis
 
     async def run(self, operation: Awaitable[T]) -> T:
         """Await one Redis command.
 
         Raises:
-            Unavailable: it was not answered in time.
+            Unavailable: the command failed, or was not answered in time.
         """
         cancelled_before = _cancel_count()
         try:
@@ -211,7 +211,7 @@ class StateServer:
         return result
 
     async def take_incarnation(self, kind: str, name: str) -> Incarnation:
-        """`next_incarnation`, retried until the server answers; logs every few seconds that it waits."""
+        """Call `next_incarnation` until the server answers; log every five seconds that it does not."""
         log, waited_s = get_logger(), 0.0
         while True:
             try:
@@ -235,8 +235,9 @@ class StateServer:
     async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str, above: int = 0) -> int | None:
         """Take or renew a lease and publish the holder's address.
 
-        Returns the fencing token, which grows with every change of holder and is greater than `above`; None if another
-        process holds the lease.
+        Returns:
+            The fencing token, which grows with every change of holder and is greater than `above`; None if another
+            process holds the lease.
         """
         keys = [lease_key(name), f"{lease_key(name)}:token", address_key(name), candidates_key(name)]
         args = [holder, int(ttl_s * 1000), address, above]
@@ -248,7 +249,7 @@ class StateServer:
         await self.run(cast(Awaitable[Any], self._release(keys=keys, args=[holder])))
 
     async def leader_address(self, name: str) -> str | None:
-        """Address of a lease's holder; None if there is none."""
+        """Address (host:port) of a lease's holder; None if there is no holder."""
         return await self.run(cast(Awaitable[str | None], self._redis.get(address_key(name))))
 
     async def close(self) -> None:
@@ -257,7 +258,7 @@ class StateServer:
 
 
 def state_server(settings: ServiceSettings) -> StateServer:
-    """The state server according to the settings.
+    """The client for the state server that the settings name.
 
     Raises:
         ConfigError: a setting or file cannot be used.

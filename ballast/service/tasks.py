@@ -1,7 +1,7 @@
-"""Tasks of a service: an error in one ends neither the service nor, permanently, the task.
+"""Background tasks of a service: an unexpected error ends neither the service nor, permanently, the task.
 
-Only a broken invariant of this process or an invalid setting is raised. Errors from sockets, libraries, event loops and
-other processes are counted, logged once for each place they come from, and the task is restarted.
+Only InvariantViolation and ConfigError end the service. Errors from sockets, libraries, event loops and other processes
+are counted and logged once for each place where they are raised, and the task is restarted.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from ballast.service.metrics import TASK_FAILURES
 
 _FIRST_BACK_OFF_S: Final = 0.1
 _LONGEST_BACK_OFF_S: Final = 5.0
-_MAX_CAUSES: Final = 256  # distinct causes in the log; further failures are only counted
+_MAX_CAUSES: Final = 256  # limit on distinct causes in the log; further failures are only counted
 
 T = TypeVar("T")
 Loop = Callable[[], Coroutine[Any, Any, None]]
@@ -24,10 +24,10 @@ _logged: set[tuple[str, str, tuple[str, int]]] = set()
 
 
 async def run_supervised(run: Loop, name: str) -> None:
-    """Run it until it returns or is cancelled; after each failure it is restarted after a pause that grows up to 5 s.
+    """Call `run` until it returns or is cancelled. After a failure it is called again, after a pause of 0.1 to 5 s.
 
     Raises:
-        InvariantViolation, ConfigError: raised by it, alone or in a group.
+        InvariantViolation, ConfigError: `run` raised one, alone or in a group.
     """
     clock, back_off_s = asyncio.get_running_loop(), _FIRST_BACK_OFF_S
     while True:
@@ -39,7 +39,7 @@ async def run_supervised(run: Loop, name: str) -> None:
         except asyncio.CancelledError as error:
             if is_cancelled():
                 raise
-            note_failure(name, error)  # of a call: gRPC cancels the task that awaits it
+            note_failure(name, error)  # a gRPC call was cancelled, not this task
         if clock.time() - began_s > _LONGEST_BACK_OFF_S:
             back_off_s = _FIRST_BACK_OFF_S
         await asyncio.sleep(back_off_s)
@@ -47,7 +47,7 @@ async def run_supervised(run: Loop, name: str) -> None:
 
 
 async def unless_it_fails(work: Coroutine[Any, Any, T], otherwise: T) -> T:
-    """The result, or `otherwise` after an unexpected error, for callers that need an answer in any case."""
+    """Await `work` and return its result; after an unexpected error, count and log it and return `otherwise`."""
     try:
         return await work
     except Exception as error:  # noqa: BLE001 - as above
@@ -73,7 +73,7 @@ def note_failure(task: str, error: BaseException) -> None:
     """Count and log a failure after which the caller continues.
 
     Raises:
-        InvariantViolation, ConfigError: the error is one, or a group that contains one: it ends the service.
+        InvariantViolation, ConfigError: the error is one, or a group that contains one, and ends the service.
     """
     if _may_end_it(error):
         raise error
@@ -88,7 +88,7 @@ def note_failure(task: str, error: BaseException) -> None:
 class Work(asyncio.TaskGroup):
     """A task group that starts no task once it has begun to end.
 
-    Streams and requests end after the loop that owns this group, and their events may still start work.
+    Streams and requests end after the task that owns this group, and their events may still try to start work.
     """
 
     def __init__(self) -> None:
@@ -100,14 +100,14 @@ class Work(asyncio.TaskGroup):
         return await super().__aenter__()
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task that ends by itself; its failure is logged and otherwise ignored."""
+        """Start a task that ends by itself; count and log its failure. Does nothing once the group is ending."""
         guarded = _once(work)
         try:
             task = self.create_task(guarded, name=name)
-            task.add_done_callback(lambda _: work.close())  # if cancelled before its start, see below
+            task.add_done_callback(lambda _: work.close())  # for a task that is cancelled before its start
         except RuntimeError:
             guarded.close()
-            work.close()  # avoids a 'never awaited' warning
+            work.close()  # like above, avoids a 'never awaited' warning
             if not self._is_open:
                 raise
 

@@ -8,10 +8,10 @@ from ballast.common.errors import ConfigError
 
 
 def load_tokenizer(model: Path) -> Tokenizer:
-    """Load `tokenizer.json` of a checkpoint, without padding and truncation that a training run may have left in it.
+    """Load `tokenizer.json` of a checkpoint, with padding and truncation, which training may have left on, turned off.
 
     Raises:
-        ConfigError: it is missing or corrupt.
+        ConfigError: the file is missing or corrupt.
     """
     path = model / "tokenizer.json"
     if not path.is_file():

@@ -1,6 +1,6 @@
-"""Clients' tokens: a file with a line NAME ROLE sha256:HEX [CLASS,...] for each. The tokens themselves are not stored.
+"""Clients' tokens: a file with a line NAME ROLE sha256:HEX [CLASS,...] per token. It has hashes of tokens only.
 
-Tokens are 256 random bits, so a plain hash keeps them secret. Lines that begin with # are comments.
+Tokens are 256 random bits, so a plain hash does not reveal them. Lines that begin with # are comments.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ _MAX_FILE_BYTES = 4 << 20
 
 
 class TokenRole(StrEnum):
-    INFER = "infer"  # generate, and cancel own requests
-    OPERATE = "operate"  # everything
+    INFER = "infer"  # permits generating, and cancelling own requests
+    OPERATE = "operate"  # permits everything
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
     name: str
     role: TokenRole
-    digest: str  # hexadecimal
-    classes: frozenset[PriorityClass] = ALL_CLASSES  # priority classes that its requests may have
+    digest: str  # SHA-256 of the token, hexadecimal
+    classes: frozenset[PriorityClass] = ALL_CLASSES  # priority classes that requests with this token may have
 
 
 def new_token() -> str:
@@ -46,17 +46,17 @@ def digest_of(token: str) -> str:
 
 
 def cluster_token(secret: bytes) -> str:
-    """The token with which the cluster's own processes operate it. It is derived from the secret and needs no line in
+    """The operator's token of the cluster's own processes. It is derived from the cluster secret and needs no line in
     the file.
     """
     return _PREFIX + base64.urlsafe_b64encode(hmac.digest(secret, b"ballast operate token", "sha256")).decode()
 
 
 def read_tokens(path: Path) -> dict[str, Token]:
-    """The tokens of a file, by name.
+    """Read the tokens of a file, by name.
 
     Raises:
-        ConfigError: a line is invalid; the message names it.
+        ConfigError: the file cannot be read, or a line is invalid; the message names the line.
     """
     try:
         if path.stat().st_size > _MAX_FILE_BYTES:
@@ -90,7 +90,7 @@ def _parse(line: str) -> Token | None:
 
 
 def write_tokens(path: Path, tokens: Iterable[Token]) -> None:
-    """Write the file atomically, readable by its owner only."""
+    """Write a file of tokens atomically, readable by its owner only. Raises ConfigError if it cannot be written."""
     body = "".join(f"{token.name} {token.role} {_HASH}{token.digest}{_classes_of(token)}\n" for token in tokens)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
@@ -107,7 +107,7 @@ def _classes_of(token: Token) -> str:
 
 
 class TokenBook:
-    """The tokens of a file, reloaded when it changes. `cluster`: the token of `cluster_token`, valid in addition."""
+    """The valid tokens: those of a file, reloaded when it changes, and `cluster`, the one of `cluster_token`."""
 
     def __init__(self, path: Path, cluster: str | None = None) -> None:
         """Raises ConfigError if the file cannot be used."""
@@ -121,8 +121,8 @@ class TokenBook:
         return self._by_digest.get(digest_of(token))
 
     async def follow(self) -> None:
-        """Reload the file when it changes, forever. If it becomes unreadable, the previous tokens stay valid, and a
-        warning is logged once.
+        """Reload the file whenever it changes, forever. If the new file is unreadable or invalid, log an error and keep
+        the previous tokens.
         """
         while True:
             await asyncio.sleep(_LOOK_S)

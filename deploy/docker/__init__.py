@@ -1,1 +1,1 @@
-"""How images are built."""
+"""Parts of the build of the images."""

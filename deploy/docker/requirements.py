@@ -1,7 +1,7 @@
 """`python requirements.py EXTRA,...`: prints the third-party requirements of these extras of both distributions, one
 per line.
 
-Used by the images, which install them before the sources are copied. Standard library only.
+The images' builds use it to install them before the sources are copied. Standard library only.
 """
 
 import re
@@ -15,7 +15,7 @@ _OURS = re.compile(r"(ballast-serve(?:-cluster)?)(?:\[([^\]]*)\])?(?:==.*)?")
 
 
 def requirements(root: Path, extras: Iterable[str]) -> list[str]:
-    """Requirements of ballast-serve with these extras, including those of our own distributions."""
+    """Third-party requirements of ballast-serve with these extras, sorted, those of ballast-serve-cluster included."""
     projects = {"ballast-serve": _project(root), "ballast-serve-cluster": _project(root / "cluster")}
     seen: set[tuple[str, str]] = set()
 

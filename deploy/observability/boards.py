@@ -1,7 +1,7 @@
 """Generates the two Grafana dashboards: `python -m deploy.observability.boards` writes them beside this file.
 
-Dashboards are lists of panels in code, so that a renamed metric is changed in one place; a test runs every query
-against a cluster under load.
+Dashboards are defined in code, as lists of panels, so that a renamed metric is changed in one place. A test runs every
+query against a cluster under load.
 """
 
 import json
@@ -18,7 +18,7 @@ _MODEL = 'model_name=~"$model"'
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel. `queries`: legend -> PromQL. `unit`: its name in Grafana."""
+    """A panel of a dashboard. `unit` and `kind` are Grafana's names; `queries`: legend -> PromQL."""
 
     title: str
     unit: str
@@ -29,7 +29,7 @@ class Panel:
 
 
 def _quantiles(metric: str) -> dict[str, str]:
-    """Median and high quantiles of a histogram over all dispatchers."""
+    """Queries for median, p90 and p99 of a histogram over all dispatchers."""
     rates = f"sum by (le) (rate({metric}_bucket{{{_MODEL}}}[$__rate_interval]))"
     return {name: f"histogram_quantile({q}, {rates})" for name, q in (("p50", 0.5), ("p90", 0.9), ("p99", 0.99))}
 
@@ -178,7 +178,7 @@ BOARDS: Final = {
 }
 
 
-# Any: Grafana's own JSON.
+# Any: Grafana's JSON.
 def board(name: str) -> dict[str, Any]:
     title, panels = BOARDS[name]
     return {
@@ -236,7 +236,7 @@ def queries(panels: Sequence[Panel]) -> list[str]:
 
 
 def text(name: str) -> str:
-    """Contents of the dashboard's file."""
+    """Contents of a dashboard's file."""
     return json.dumps(board(name), indent=1) + "\n"
 
 

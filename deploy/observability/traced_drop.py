@@ -1,8 +1,8 @@
 """`python -m deploy.observability.traced_drop`: traces of requests during a drop, as shown by Jaeger.
 
-Starts a cluster of emulated GPUs and a collector, sends requests, drops parameters under them, and prints the trace of
-a migrated request beside that of the transition. `--out FILE` writes both in Jaeger's JSON form, which its UI opens
-("Upload"); `--otlp FILE` writes the spans as sent by the services, which Tempo imports.
+It starts a cluster of emulated GPUs and a collector, sends requests, drops parameters while they run, and prints the
+trace of a moved request and that of the drop. `--out FILE` writes both in Jaeger's JSON format, which its UI opens
+("Upload"); `--otlp FILE` writes the spans as the services sent them, which Tempo imports.
 """
 
 import argparse
@@ -37,7 +37,7 @@ Json = dict[str, Any]  # Any: JSON of OTLP and Jaeger
 
 @dataclass
 class Collector:
-    """Receives spans as Jaeger and Tempo do, OTLP over HTTP, and keeps them in OTLP's JSON form."""
+    """Receives spans as OTLP over HTTP, like Jaeger and Tempo, and keeps them in OTLP's JSON format."""
 
     url: str = ""
     bodies: list[Json] = field(default_factory=list[Json])
@@ -75,7 +75,7 @@ def collecting() -> Generator[Collector]:
 
 
 def _with_hex_ids(of: Json) -> Json:
-    """OTLP's JSON form has ids in hexadecimal, protobuf's own JSON form in base64."""
+    """Convert ids from base64, as in protobuf's JSON format, to hexadecimal, as in OTLP's."""
     return {key: base64.b64decode(value).hex() if key in _IDS else value for key, value in of.items()}
 
 
@@ -89,7 +89,7 @@ def attributes(of: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def moved_request(spans: Sequence[Json]) -> tuple[list[Json], list[Json]] | None:
-    """Spans of a request that was moved by a drop, and spans of the drop; None: some have not arrived yet."""
+    """(spans of a request that a drop moved, spans of the drop); None while some of them have not arrived."""
     for root in spans:
         is_moved = any(event["name"] == "moved" for event in root.get("events", ()))
         if root["name"] != "request" or not is_moved or not root.get("links"):
@@ -103,7 +103,7 @@ def moved_request(spans: Sequence[Json]) -> tuple[list[Json], list[Json]] | None
 
 
 def to_jaeger(spans: Sequence[Json]) -> Json:
-    """Response of Jaeger's `/api/traces` for one trace."""
+    """One trace in the format of Jaeger's `/api/traces`."""
     processes = {who: f"p{number}" for number, who in enumerate(sorted({(s["service"], s["instance"]) for s in spans}))}
     return {
         "traceID": spans[0]["traceId"],
@@ -147,7 +147,7 @@ def _tags(values: Mapping[str, Any]) -> list[Json]:
 
 
 def waterfall(spans: Sequence[Json]) -> str:
-    """One line per span, sorted by start."""
+    """The spans of a trace as a chart in text: one line per span, sorted by start."""
     ordered = sorted(
         spans, key=lambda s: (int(s["startTimeUnixNano"]), "parentSpanId" in s, -int(s["endTimeUnixNano"]))
     )
@@ -164,7 +164,7 @@ def waterfall(spans: Sequence[Json]) -> str:
 
 
 async def drop_under_load(cluster: LocalCluster) -> None:
-    """Send requests for some seconds, with a drop in the middle."""
+    """Send requests, drop parameters once all groups run some of them, and wait for the answers."""
     sampling = SamplingParams(max_tokens=_TOKENS, ignore_eos=True)
     async with AsyncClient(cluster.address) as client, open_channel(cluster.address) as channel:
         asked = [
@@ -180,7 +180,7 @@ async def drop_under_load(cluster: LocalCluster) -> None:
 
 
 async def traced(folder: Path) -> tuple[Collector, list[Json], list[Json]]:
-    """(the collector, spans of a moved request, spans of the drop)."""
+    """Run the cluster. Returns (the collector, spans of a moved request, spans of the drop)."""
     made = stand_in(folder / "stand-in", catalogue_machine("A100-40G", "Qwen2.5-14B", 4096))
     with collecting() as collector:
         flags = flags_for(collector)

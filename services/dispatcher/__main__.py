@@ -56,7 +56,7 @@ T = TypeVar("T")
 _NAME = "dispatcher"
 _PLANNER_LOOKUP_S = 2.0
 _LAYOUT_POLL_S = 1.0
-_CONNECTION_AGE_S = 300.0  # after which clients resolve the name again, and find added dispatchers
+_CONNECTION_AGE_S = 300.0  # maximum age of a connection: clients then resolve the name again and find added dispatchers
 _CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
 
 
@@ -267,7 +267,7 @@ async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, No
 
 
 async def _keep_health(shell: DispatcherShell, server: RpcServer) -> None:
-    """Ready = layout known and at least one worker connected, and not draining."""
+    """Keep the server's health equal to `shell.ready`: connected to a worker, and not draining."""
     told = False
     while True:
         if shell.ready != told:

@@ -29,7 +29,7 @@ class DispatcherSettings(ServiceSettings):
     )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
-    # Where it listens and whom it knows.
+    # Addresses, credentials and model.
     port: int = Field(50051, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
     dispatcher_id: str | None = Field(None, min_length=1, max_length=128)
@@ -45,7 +45,7 @@ class DispatcherSettings(ServiceSettings):
     """Sampling parameters for HTTP requests that give none: auto, those of the model's generation_config.json; ballast:
     none, so temperature 1 and no bound; or a folder with another generation_config.json."""
 
-    # What it takes.
+    # Admission.
     max_num_queued_reqs: int = Field(2048, ge=1, le=1 << 20)
     """Requests that may wait; more are refused with the delay after which to try again."""
     max_num_queued_tokens: int = Field(4 << 20, ge=1)
@@ -74,7 +74,7 @@ class DispatcherSettings(ServiceSettings):
     client_stall_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which a client that reads nothing is given up."""
 
-    # Where requests go.
+    # Routing.
     queue_order: Literal["first-come", "shortest-first", "deadline"] = "first-come"
     """Which request of a class goes first when several wait. Shortest first: the fewest tokens to compute, so that most
     wait less where computing is short, and long prompts the longest. Deadline: the earliest."""
@@ -88,7 +88,7 @@ class DispatcherSettings(ServiceSettings):
     resume: bool = True
     """Let clients go on here with requests whose dispatcher has died, and elsewhere with those of this one."""
 
-    # What it tells.
+    # Logs, metrics and traces.
     access_log: bool = True
     """One line in the log for each request, without a word of its prompt or answer."""
     request_history_count: int = Field(4096, ge=0, le=1 << 20)

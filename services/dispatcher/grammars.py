@@ -31,11 +31,11 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_N
 
 
 class GrammarChecks:
-    """Used in a single event loop. Call `close` in the end.
+    """Validates grammars, in a single event loop. Call `close` in the end.
 
     Args:
         tokenizer_file: tokenizer.json of the model.
-        deadline_s: A grammar that takes longer is refused.
+        deadline_s: Time limit to compile one grammar; a slower one is refused.
     """
 
     def __init__(self, tokenizer_file: Path, deadline_s: float = 5.0) -> None:

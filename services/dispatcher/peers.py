@@ -24,7 +24,7 @@ _AT_ONCE_S, _FRESH_S = 0.5, 1.0
 
 
 class PlannerClient:
-    """A PlannerPort. Its owner keeps `where` up to date."""
+    """Implements PlannerPort with gRPC. Its owner keeps `where`, the active planner's address, up to date."""
 
     def __init__(self, where: LeaderAddress, dial: Dial = open_channel) -> None:
         self._where = where
@@ -86,7 +86,7 @@ class PlannerClient:
     async def watch_layout(
         self, request: planner_pb2.WatchLayoutRequest
     ) -> AsyncGenerator[planner_pb2.WatchLayoutResponse, None]:
-        """Layouts until the planner ends the stream. Raises like `ask`."""
+        """Yield layouts until the planner ends the stream. Raises BallastError, and Unavailable without a planner."""
         async with self._stub() as planner:
             async for response in planner.WatchLayout(request):
                 yield response

@@ -47,7 +47,7 @@ class Resumption:
 
 
 def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resumption | None:
-    """None: the request cannot be resumed after the death of this dispatcher.
+    """A message's resumption; None if the request cannot be resumed after the death of this dispatcher.
 
     Raises:
         InvalidRequest: the message is inconsistent.

@@ -52,7 +52,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_SALT_CHARS = 256
 _LOGPROBS_AT_ONCE = 64
-_MAX_TURNS = 8192  # of a conversation
+_MAX_TURNS = 8192  # messages of a conversation
 _PLANNER_TIMEOUT_S = 10.0
 _CALLERS_TOLD = 10
 _MAX_DETOKENIZED = 1 << 17
@@ -71,7 +71,7 @@ class ServingBounds:
 
 @dataclass(eq=False, slots=True)
 class _Service:
-    """One request served here. `stream`: once it is submitted. `claiming`: while the state server is asked."""
+    """A request served here. `stream`: None until it is submitted. `claiming`: claims its id while it is served."""
 
     request: Request
     resumption: Resumption | None
@@ -242,15 +242,13 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- generate
 
     def taken(self, request_id: RequestId, serial: int) -> None:
-        """The claim's client has resumed its request at another dispatcher."""
+        """Withdraw a request that its client has resumed at another dispatcher. `serial`: of the claim here."""
         service = self._served.get(request_id)
         if service is not None and service.claim is not None and service.claim.serial == serial:
             self._shell.withdraw(request_id, "its client goes on with it at another dispatcher")
 
     async def _open(self, service: _Service) -> ClientStream:
-        """Submit the request. The first token need not wait for the claim, unless the request was served elsewhere
-        before.
-        """
+        """Submit the request and claim its id: before submission for a later attempt, otherwise beside serving."""
         request, claim = service.request, service.claim
         if claim is not None and service.attempt > 1:
             self._refuse_if_served(claim)  # before this dispatcher's own claim is replaced
@@ -308,7 +306,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             is_first = False
 
     async def _accepted(self, message: pb.GenerateRequest, context: Context) -> _Service:
-        """The validated request; errors are recorded and sent to the client."""
+        """The validated request. An InvalidRequest is recorded before it is raised."""
         try:
             self._refuse_if_draining()
             resumption = resumption_from_proto(message, allowed=self._bounds.resume)
@@ -327,7 +325,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return Claim(request_id, serial, resumption.attempt, resumption.secret_hash)
 
     def _refuse_if_draining(self) -> None:
-        """Before any work for a request that the core would refuse."""
+        """Raise Unavailable while draining, before any work for a request that the core would refuse."""
         if self._shell.core.draining:
             raise Unavailable(self._identity.dispatcher_id, "is draining; use another dispatcher")
 
@@ -409,7 +407,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("sampling.adapter", f"{name!r} is not served; what is: {', '.join(known) or 'none'}")
 
     def _check_token_ids(self, field: str, ids: Sequence[int]) -> None:
-        """Against the vocabulary, once known from a worker; the worker validates again."""
+        """Raise InvalidRequest for ids outside the vocabulary, once a worker has told its size; workers check, too."""
         model = self._shell.model
         vocab_size = model.vocab_size if model is not None else 1 << 31
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -428,7 +426,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("prompt", why if most is None else f"{why} (max_model_len {most})")
 
     def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, may_shorten: bool) -> SamplingParams:
-        """Draw a seed if there is none, and fit max_tokens to the model's context.
+        """Validate and complete sampling parameters: a seed, tokens of bad words, max_tokens within the context.
 
         As in vLLM, a requested max_tokens that does not fit is an error, and the default is shortened.
         """
@@ -473,8 +471,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- status
 
     def _worker_statuses(self) -> list[pb.WorkerStatus]:
-        """All members of the layout. A leader's report is its group's; the others have their
-        leader's connection state.
+        """Status of each member of the layout. Only leaders have a load report, that of their group; all members of a
+        group have its leader's connection state.
         """
         fleet = self._shell.core.fleet
         statuses: list[pb.WorkerStatus] = []
@@ -507,8 +505,8 @@ def _json_object(field: str, text: str) -> Mapping[str, object]:
 
 
 def _cache_salt(given: str, adapter: str) -> bytes:
-    """Requests with tokens of different names never share KV: response times would reveal prompts of others. Those with
-    different adapters cannot share any.
+    """Salt of a request's cached KV; empty if it may share KV with all. Callers with differently named tokens never
+    share KV: response times would reveal prompts of others. Requests with different adapters cannot share any.
     """
     if len(given) > _MAX_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"has {len(given)} characters, at most {_MAX_SALT_CHARS} are allowed")
@@ -528,7 +526,8 @@ def _traceparent(context: Context) -> str:
 
 
 def targets_of(context: Context) -> Targets:
-    """
+    """Latency targets from the headers of a call; infinity for a missing one.
+
     Raises:
         InvalidRequest: a header is no positive number of seconds.
     """

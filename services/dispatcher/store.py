@@ -2,19 +2,21 @@
 
 Keys, all under `ballast:`
   layout                    read here, written by the planner (services.planner.store)
-  reach                     read here, written by the planner: how long a context the cluster holds
+  reach                     read here, written by the planner: the longest context that the cluster could hold
   layout:changed            channel; a hint to read the layout now
-  dispatchers:<id>          hash {address, incarnation}, expires unless renewed: who is there
+  dispatchers:<id>          hash {address, incarnation}: a running dispatcher's registration; expires unless renewed
   dispatchers:lately:<id>/<incarnation>
-                            expires 45 s later than that: until then nobody but its client takes a claim with a secret
+                            expires 45 s after the registration; until then claims of that incarnation which have a
+                            secret can be taken over only with that secret
   dispatchers:taken:<id>/<incarnation>
-                            channel; "<serial> <request id>": another one goes on with that request of this life
-  backlogs                  hash dispatcher id -> "<serial> <what waits and has come lately>" (ballast.common.traffic);
-                            the monitor counts it for as long as the serial goes on changing (services.monitor.store)
-  request:<request id>      "<attempt> <hash of its secret, or -> <dispatcher id>/<incarnation>/<serial>", expires: who
-                            serves a request whose id the client chose, for which of its requests that was claimed, and
-                            who may go on with it elsewhere. At most 350 bytes, one for each request that is served.
-                            "cancelled <hash of its secret>": nobody goes on with it
+                            channel; "<serial> <request id>": another dispatcher has taken over this claim
+  backlogs                  hash dispatcher id -> "<serial> <waiting requests and recent traffic>"
+                            (ballast.common.traffic); the monitor ignores an entry whose serial has stopped changing
+                            (services.monitor.store)
+  request:<request id>      "<attempt> <hash of the secret, or -> <dispatcher id>/<incarnation>/<serial>", expires: the
+                            claim of the dispatcher that serves a request whose id the client chose; who has the secret
+                            may resume it elsewhere. At most 350 bytes, one for each such request. After a cancel:
+                            "cancelled <hash of the secret>", and no dispatcher resumes it
 """
 
 import asyncio
@@ -51,17 +53,17 @@ _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # after the registration of a dead dispatcher has expired
-BACKLOG_INTERVAL_S = 0.05  # a burst that waits here is known to no other process
+BACKLOG_INTERVAL_S = 0.05  # short, as no other process knows of a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # how long a first token waits for an unresponsive state server
 _RELEASE_BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
 _MAX_RELEASES = 1 << 16  # beyond that claims expire by themselves
 
-# KEYS: claim, prefixes of registrations, of those of lately, and of channels. ARGV: owner, TTL in s, serial, attempt,
-# hash of the secret or '-', request id. Gives 0 if somebody else serves the request. Else the claim is ours now: 1 if
-# it was free, this very one (asked again, since the answer was lost) or an earlier one of our own (the request has
-# ended), or whoever holds it is not there any more in the life that took it; 2 if it was another dispatcher's, which
-# is told, and this is a later attempt of the same client; 3 if that client's request has been cancelled.
+# Claims a request id. KEYS: claim, prefixes of registrations, of `dispatchers:lately:` keys, and of channels. ARGV:
+# owner, TTL in s, serial, attempt, hash of the secret or '-', request id. Returns 0 if another dispatcher serves the
+# request, or a later attempt was claimed; 3 if the client has cancelled the request. Otherwise the claim is set:
+# returns 1 if it was free, held by the same owner (repeated call, ended request or earlier attempt), or by a dispatcher
+# whose incarnation is gone; 2 if another dispatcher held it for an earlier attempt of the same client, and is told so.
 _CLAIM = """
 local held = redis.call('GET', KEYS[1]) or ''
 if ARGV[5] ~= '-' and held == 'cancelled ' .. ARGV[5] then return 3 end
@@ -90,14 +92,14 @@ return given
 
 _TAKEN_OVER, _CANCELLED = 2, 3
 
-# KEYS: claim. ARGV: what it holds if it is ours, hash of the secret, TTL in s. A claim that is still on its way finds
-# the word that is left here.
+# Cancels a request. KEYS: claim. ARGV: its content if it is ours, hash of the secret, TTL in s. Also marks a free
+# claim, for a call to `_CLAIM` that is still on its way.
 _CANCEL = """
 local held = redis.call('GET', KEYS[1])
 if not held or held == ARGV[1] then redis.call('SET', KEYS[1], 'cancelled ' .. ARGV[2], 'EX', ARGV[3]) end
 """
 
-# KEYS: claims. ARGV: what each of them must hold to be deleted.
+# Deletes claims. KEYS: claims. ARGV: the content that each must have to be deleted.
 _RELEASE = """
 for i, key in ipairs(KEYS) do
   if redis.call('GET', key) == ARGV[i] then redis.call('DEL', key) end
@@ -106,7 +108,7 @@ end
 
 
 class DispatcherStore:
-    """One for each process. Its loops run until cancelled and survive losses of the state server."""
+    """This dispatcher's keys in the state server. Its loops run until cancelled and survive losses of that server."""
 
     def __init__(self, state: StateServer, identity: Identity) -> None:
         self._state = state
@@ -128,7 +130,7 @@ class DispatcherStore:
     async def watch_layout(
         self, poll_s: float, on_layout: Callable[[Layout], None], on_reach: Callable[[Reach | None], None]
     ) -> None:
-        """Calls back with every changed layout and reach."""
+        """Call `on_layout` and `on_reach` with each changed layout and reach."""
         known: str | None = None
         known_reach: str | None = None
         while True:
@@ -153,8 +155,8 @@ class DispatcherStore:
                 pass
 
     async def listen(self, on_taken: Callable[[RequestId, int], None]) -> None:
-        """Reacts to the planner's announcements by reading the layout, which is also polled. Calls back with each
-        request, and its claim's serial, that a client has resumed elsewhere.
+        """Make `watch_layout` read at once when the planner announces a layout. Call `on_taken` with the id and the
+        claim's serial of each request that a client has resumed elsewhere.
         """
         taken = f"{_TAKEN}{self._owner}"
         while True:
@@ -178,7 +180,7 @@ class DispatcherStore:
                     await self._state.run(cast(Awaitable[None], pubsub.aclose()))  # pyright: ignore[reportUnknownMemberType]
 
     async def _read_layout(self) -> tuple[str | None, str | None]:
-        """The layout, and the longest context it could hold."""
+        """The stored layout and reach, not decoded; None if missing."""
         layout, reach = await self._state.run(
             cast(Awaitable[list[str | None]], self._state.redis.mget(_LAYOUT, _REACH))  # pyright: ignore[reportUnknownMemberType]
         )
@@ -210,8 +212,8 @@ class DispatcherStore:
             get_logger().warning("registration is left to expire")
 
     async def share_traffic(self, traffic: Callable[[], Traffic | None]) -> None:
-        """Publish waiting requests and recent traffic, endlessly; nothing while there are none. `traffic`: None without
-        news, which leaves the last entry.
+        """Publish waiting requests and recent traffic, endlessly; the entry is deleted while idle. `traffic`: returns
+        None if nothing has changed, which keeps the last entry.
         """
         told, serial = False, 0
         while True:
@@ -259,13 +261,13 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def cancel(self, claim: Claim) -> None:
-        """Refuse resumption at every dispatcher. Without a state server there would be none."""
+        """Make every dispatcher refuse to resume the request. Without a state server nothing is done."""
         if claim.secret_hash and self._state.reachable:
             args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
             await self._soon(self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))
 
     async def _soon(self, script: Awaitable[Any]) -> Any | None:
-        """The result; None if the state server does not answer at once. Any: a script's result has no type."""
+        """The script's result; None if the state server does not answer in time. Any: a script's result has no type."""
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
                 return await self._state.run(script)
@@ -295,7 +297,7 @@ class DispatcherStore:
 
 
 def _decode_reach(body: str | None) -> Reach | None:
-    """None if invalid: then no request counts as long."""
+    """The stored reach; None if missing or invalid: then no request counts as long."""
     try:
         return None if body is None else read_reach(body)
     except ValueError as error:
@@ -304,7 +306,7 @@ def _decode_reach(body: str | None) -> Reach | None:
 
 
 def _decode(body: str) -> Layout | None:
-    """None if invalid; the previous layout stays in force."""
+    """The stored layout; None if invalid: then the previous one stays in force."""
     try:
         layout = LAYOUT.record(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()

@@ -25,8 +25,8 @@ _MAX_TIME_CHARS: Final = 256  # of a date format
 _FILLING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _DIGITS: Final = re.compile(r"\d+")
 _GIVEN_WIDTH: Final = re.compile(r"\*|:[^{}]*\{")
-_MOST_TURNS: Final = 2_000_000  # iterations of loops and calls of macros: some seconds
-_SHORT_TURNS: Final = 20_000  # some tens of milliseconds
+_MOST_TURNS: Final = 2_000_000  # iterations of loops and calls of macros; they take some seconds
+_SHORT_TURNS: Final = 20_000  # the same for a short rendering: some tens of milliseconds
 _TICK: Final = "_ballast_tick"
 _JOIN: Final = "_ballast_join"
 
@@ -108,7 +108,7 @@ def _bounded(template: Template, variables: Mapping[str, object]) -> str:
 
 
 def _ticks(*, short: bool) -> Callable[[], str]:
-    """Counts iterations of loops and calls of macros."""
+    """A function that counts iterations of loops and calls of macros; it raises when there are too many."""
     left = _SHORT_TURNS if short else _MOST_TURNS
 
     def tick() -> str:
@@ -232,7 +232,7 @@ def _count(value: object) -> int:
 
 
 def _joined(*parts: object) -> str:
-    """The operator ~."""
+    """The template operator `~`: concatenation, with a limit."""
     text = "".join(map(str, parts))
     if len(text) > _MAX_CHARS:
         raise TemplateError(f"a text of more than {_MAX_CHARS} characters")
@@ -278,7 +278,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """Without the HTML escaping of jinja2's own filter."""
+    """The filter `tojson`, without the HTML escaping of jinja2's own."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

@@ -24,7 +24,7 @@ from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
 # A longer text is tokenised in a thread: it takes milliseconds, and only the batch call releases the GIL.
 _THREAD_CHARS = 4_000
-_HUGE_CHARS = 256_000  # takes a large part of a second: one at a time
+_HUGE_CHARS = 256_000  # longer texts take a large part of a second each, and are tokenised one at a time
 _LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -32,7 +32,7 @@ _BYTE_FALLBACK = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class PromptEncoder:
-    """Constructed once at start from the model's folder.
+    """Converts texts and conversations to token ids and back.
 
     Args:
         model: The folder.
@@ -63,7 +63,9 @@ class PromptEncoder:
     async def encode_text(
         self, text: str, *, add_special_tokens: bool = True, longest: int | None = None
     ) -> Sequence[int]:
-        """`longest`: maximum number of useful tokens. A text that certainly has more is refused unread."""
+        """Token ids of a text. `longest`: maximum number of tokens; a text that certainly has more is refused before
+        tokenisation (InvalidRequest).
+        """
         return await self._encode("text", text, longest, add_special_tokens=add_special_tokens)
 
     async def encode_conversation(
@@ -72,7 +74,7 @@ class PromptEncoder:
         variables: Mapping[str, object] | None = None,
         longest: int | None = None,
     ) -> Sequence[int]:
-        """Ends with the generation prompt.
+        """Token ids of a rendered conversation.
 
         Args:
             messages: With role, content, and further fields of the template.
@@ -105,7 +107,7 @@ class PromptEncoder:
         return found
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Unknown token ids are left out."""
+        """Text of the tokens; unknown ids are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def check_grammar(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> None:
@@ -193,7 +195,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, looked at
 
 
 def _token_text(value: object) -> str:
-    """A special token is a string, or an object with its content."""
+    """Text of a special token, given as a string or as an object with its content; empty for None."""
     if isinstance(value, dict):
         return str(cast(Mapping[str, object], value).get("content", ""))
     return "" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""`python -m services.gateway`: builds and wires the parts, then waits for the signal to stop."""
+"""`python -m services.gateway`: constructs the parts of a gateway and serves until a signal stops it."""
 
 import contextlib
 import sys
@@ -37,14 +37,14 @@ async def main(life: Lifecycle) -> None:
     gateway_id = settings.gateway_id or f"gateway-{uuid.uuid4().hex[:8]}"
     logs.configure(service=_NAME, instance=gateway_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
-    # Clients' own tokens are forwarded; dispatchers check them.
+    # The gateway forwards clients' tokens; dispatchers check them.
     security = Security(Role.GATEWAY, settings)
     security.ensure_guarded([settings.host])
     try:
         client = AsyncClient(
             settings.dispatchers,
             resume_s=settings.resume_s,
-            token="",  # not BALLAST_TOKEN of the environment, which would give every client its rights
+            token="",  # not BALLAST_TOKEN of the environment, whose rights every client would have
             ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
         )
     except InvalidRequest as error:
@@ -99,7 +99,7 @@ async def main(life: Lifecycle) -> None:
 
 
 def own_right(security: Security) -> dict[str, str]:
-    """Metadata for calls that the gateway makes on its own behalf."""
+    """Metadata with the cluster's token, for calls that the gateway makes on its own behalf."""
     return {} if security.secret is None else {"authorization": f"Bearer {cluster_token(security.secret)}"}
 
 

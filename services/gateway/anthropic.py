@@ -1,5 +1,5 @@
-"""/v1/messages, Anthropic's form of a chat: converts the request to a chat, and the answer and failures to Anthropic's
-format.
+"""/v1/messages, Anthropic's chat interface: converts its requests to OpenAI's chat requests, and answers and failures
+to Anthropic's format.
 """
 
 import json
@@ -57,7 +57,7 @@ class MessagesRequest(BaseModel):
         """The equivalent chat request.
 
         Raises:
-            Failure: the request uses something that a chat does not support.
+            Failure: the request is invalid, or uses something that is not supported.
         """
         if self.max_tokens is None:
             raise invalid("max_tokens", "is missing", code="missing_required_parameter")
@@ -86,7 +86,7 @@ class MessagesRequest(BaseModel):
         )
 
     def as_tokens(self) -> TokenizeRequest:
-        """The equivalent request for counting tokens."""
+        """The equivalent request to tokenise, for counting tokens."""
         return TokenizeRequest(model=self.model, messages=self._messages(), tools=self._tools())
 
     def _messages(self) -> list[Message]:
@@ -115,12 +115,12 @@ def failure_form(failure: Failure, request_id: str) -> dict[str, object]:
 
 
 def status_of(failure: Failure) -> int:
-    """HTTP status of a failure; Anthropic has its own status for overload."""
+    """HTTP status of a failure: 529, Anthropic's own status, for overload."""
     return _OVERLOADED if failure.code == "overloaded" else failure.status
 
 
 def _turn(field: str, message: Message) -> list[Message]:
-    """A turn as messages: tool results become messages of their own, placed first."""
+    """Convert Anthropic's message to OpenAI's. Tool results become messages of their own, which come first."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise invalid(f"{field}.role", f"must be user or assistant, not {role!r}")
@@ -153,7 +153,7 @@ def _turn(field: str, message: Message) -> list[Message]:
 
 
 def _text(field: str, content: object) -> str:
-    """Text of a content, which is a string or a list of blocks."""
+    """The text of `content`, which is a string or a list of blocks. Raises Failure for a block that is not text."""
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -202,17 +202,17 @@ def _format(given: object) -> Block | None:
 
 
 class MessagesWriter:
-    """Writes one answer, complete or as events."""
+    """Writes one answer in Anthropic's format, as one message or as a stream of events."""
 
     def __init__(self, head: Head, wishes: Wishes, stop: Sequence[str]) -> None:
         self._head = head
         self._parser = wishes.parser()
         self._stop = stop
         self._blocks: list[Block] = []
-        self._pieces: list[str] = []  # of the current block
+        self._pieces: list[str] = []  # text of the current block so far
         self._is_open = False
         self._cut: set[int] = set()  # indices of incomplete tool calls
-        self._has_begun = False  # the stream has begun
+        self._has_begun = False  # whether message_start was written
         self._has_called = False
 
     def complete(self, generations: Sequence[Generation]) -> Mapping[str, object]:
@@ -223,7 +223,7 @@ class MessagesWriter:
         return message | self._end(generation)
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """Events for a chunk; may be empty."""
+        """The events for a chunk; may be empty."""
         events: list[bytes] = []
         if not self._has_begun:
             self._has_begun = True
@@ -235,7 +235,7 @@ class MessagesWriter:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Nothing: the last chunk's events end the stream."""
+        """Nothing, as the last chunk's events end the stream."""
         return b""
 
     def _write(self, part: Generation | GenerationChunk) -> list[bytes]:
@@ -263,7 +263,7 @@ class MessagesWriter:
                 return self._close(keep=complete)
 
     def _say(self, block: Block) -> list[bytes]:
-        """Continue the current block if it has this type, otherwise open a new one."""
+        """Continue the current block if it has the type of `block`, otherwise open `block`. Returns the events."""
         if self._is_open and self._blocks[-1]["type"] == block["type"]:
             return []
         events = self._close()
@@ -276,7 +276,9 @@ class MessagesWriter:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self, *, keep: bool = True) -> list[bytes]:
-        """End the current block, if any. An incomplete tool call is removed."""
+        """End the open block, if any, and return its event. `keep`: False for an incomplete tool call, which a message
+        then omits.
+        """
         if not self._is_open:
             return []
         self._is_open = False
@@ -314,7 +316,7 @@ class MessagesWriter:
 
 
 def _input(arguments: str) -> Block:
-    """Arguments as an object, which Anthropic's format requires; other values are wrapped in one."""
+    """A call's arguments as an object, as Anthropic's format requires; any other value becomes {"arguments": value}."""
     try:
         given: object = json.loads(arguments, parse_constant=str)
     except (ValueError, RecursionError):

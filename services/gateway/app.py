@@ -1,4 +1,4 @@
-"""The HTTP side: routes, limits, disconnects, errors, metrics."""
+"""The HTTP side of the gateway: routes, limits, disconnects, errors, metrics."""
 
 import asyncio
 import gzip
@@ -37,12 +37,12 @@ from services.gateway.openai.writing import dumps, event
 _CLIENT_GONE = 499  # nginx's status for a client that disconnected
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,96}")
 _PASSED_ON = ("authorization", "traceparent", "tracestate", *TARGET_HEADERS)
-_TRACED = ("chatcmpl", "cmpl", "resp", "msg")  # kinds of calls that generate tokens
+_TRACED = ("chatcmpl", "cmpl", "resp", "msg")  # kinds of calls that have spans
 _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
-_LARGE_BYTES = 16 << 10  # smaller bodies cost less than authenticating the caller first
+_LARGE_BYTES = 16 << 10  # larger bodies are read after authentication of the caller, larger responses compressed
 _MAX_HEADER_CHARS = {"authorization": 4096, "traceparent": 128, "tracestate": 512, **dict.fromkeys(TARGET_HEADERS, 32)}
-# Paths of OpenAI and vLLM that need another kind of model.
+# Paths of OpenAI and vLLM that need another kind of model -> what that model makes.
 _UNSERVED = {
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "ranks",
@@ -80,8 +80,9 @@ def build_app(
     jobs: HttpClient | None = None,
     cluster: ClusterGauges | None = None,
 ) -> Starlette:
-    """Build the application. `exporter` sends a span for each generating call; None: no traces. `jobs`: service for
-    files and batches. `cluster`: metrics of the whole cluster, served beside the gateway's own.
+    """Build the application. `exporter` sends a span for each call that generates; None: no traces. `jobs`: client of
+    the service for files and batches; None: these paths are refused. `cluster`: metrics of the whole cluster, served
+    beside the gateway's own; None: the gateway's only.
     """
     door = Door(metrics, bounds, is_stopping, exporter, endpoints.admit)
     served: list[tuple[str, str, str, Handler]] = [
@@ -135,7 +136,7 @@ async def _refuse(path: str, what: str, _: Call) -> Reply:
 
 
 def allowing(app: ASGIApp, origins: str) -> ASGIApp:
-    """The application with CORS for the given origins: comma-separated, or *; empty: none."""
+    """The application with CORS headers for the given origins (comma-separated, or *); unchanged if there are none."""
     allowed = [origin.strip() for origin in origins.split(",") if origin.strip()]
     if not allowed:
         return app
@@ -144,11 +145,11 @@ def allowing(app: ASGIApp, origins: str) -> ASGIApp:
 
 
 class _App(Starlette):
-    """Application that routes known (method, path) pairs directly. All others pass through Starlette's layers, each of
-    which costs time for every event of a stream.
+    """Application that calls the endpoints of known (method, path) pairs directly. Other requests pass through
+    Starlette's layers, each of which costs time for every event of a stream.
     """
 
-    # Any: Starlette's own arguments.
+    # Any: Starlette's arguments.
     def __init__(self, direct: Mapping[tuple[str, str], ASGIApp], **kwargs: Any) -> None:
         super().__init__(**kwargs)
         self._direct = direct
@@ -160,8 +161,8 @@ class _App(Starlette):
 
 @dataclass(frozen=True, slots=True)
 class _Traced:
-    at: Context  # this gateway's span
-    parent_id: str  # span id of the client; "": none
+    at: Context  # the gateway's span
+    parent_id: str  # id of the client's span; "" if there is none
 
 
 class Door:
@@ -175,7 +176,7 @@ class Door:
         exporter: Exporter | None = None,
         admit: Admit | None = None,
     ) -> None:
-        """`admit` raises for callers whom dispatchers would refuse."""
+        """`admit` is called before a large body is read, and raises for callers whom dispatchers would refuse."""
         self._exporter = exporter
         self._admit = admit
         self._metrics = metrics
@@ -184,13 +185,13 @@ class Door:
         self._in_flight = 0
 
     def endpoint(self, route: str, kind: str, act: Handler) -> ASGIApp:
-        """`kind`: prefix of the request ids."""
+        """The endpoint that runs `act` for each call. `route`: its label in metrics; `kind`: prefix of request ids."""
 
         return _Asgi(partial(self._serve, route, kind, act))
 
     async def load(self, _: Call) -> Reply:
-        """vLLM's /load."""
-        return {"server_load": self._in_flight - 1}  # without this call
+        """vLLM's /load: the number of requests in progress."""
+        return {"server_load": self._in_flight - 1}  # this call itself does not count
 
     async def _serve(self, route: str, kind: str, act: Handler, scope: Scope, receive: Receive, send: Send) -> None:
         began_s = time.perf_counter()
@@ -231,8 +232,8 @@ class Door:
                 self._tell(traced, route, request_id, answer.status, took_s)
 
     def handing_on(self, route: str, jobs: HttpClient | None) -> ASGIApp:
-        """Endpoint that forwards calls to the jobs service. Bodies and responses are streamed unchanged, whatever their
-        length.
+        """The endpoint that forwards calls to the jobs service. Bodies and responses of any length are streamed
+        unchanged. `jobs` None: calls are refused.
         """
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -250,7 +251,7 @@ class Door:
                 answer.status = _CLIENT_GONE
             except BrokenCall as error:
                 answer.status = 502
-                if not answer.has_begun:  # otherwise closing the connection tells the client
+                if not answer.has_begun:  # otherwise the connection is closed, which the client notices
                     failure = Failure(502, "server_error", "jobs_broke_off", f"the jobs service: {error}")
                     await self._fail(route, answer.request_id, failure, answer)
             except Exception as error:  # noqa: BLE001 - every failure becomes a response
@@ -264,7 +265,7 @@ class Door:
         return _Asgi(serve)
 
     def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
-        """A span in the client's trace, or in a new one."""
+        """The reference to this call's span, in the client's trace or a new one; None if the call is not traced."""
         if self._exporter is None or kind not in _TRACED:
             return None
         parent = Context.read(headers.get("traceparent", "")) or Context.new()
@@ -336,7 +337,7 @@ class Unpacked:
         limit: Maximum number of bytes to decompress.
 
     Raises:
-        Failure: the encoding is unknown (on construction), or the body is not in it (in `more` and `end`).
+        Failure: the encoding is unknown (on construction), or the body is not valid in it (`more` and `end`).
     """
 
     def __init__(self, encoding: str, limit: int) -> None:
@@ -361,9 +362,9 @@ class Unpacked:
 
 
 class Watch:
-    """Cancels the task of its block if the client disconnects, and then raises ClientGone.
+    """Context manager that cancels the task of its block if the client disconnects, and then raises ClientGone.
 
-    The body must have been read, so that only a disconnect can follow.
+    The request's body must have been read before, so that only a disconnect can be received.
     """
 
     def __init__(self, receive: Receive) -> None:
@@ -398,7 +399,7 @@ class HttpAnswer:
     """The response to one client."""
 
     def __init__(self, send: Send, request_id: str, accepted: str = "") -> None:
-        """`accepted`: the accept-encoding header."""
+        """`accepted`: the client's accept-encoding header."""
         self.status = 500
         self._packs = "gzip" in accepted
         self._send = send
@@ -468,7 +469,7 @@ class AnthropicAnswer(HttpAnswer):
 
 
 class _Asgi:
-    """Wraps a function, to which Starlette would pass a Request instead of the bare ASGI call."""
+    """Wraps a function as an ASGI application; to a bare function Starlette would pass a Request."""
 
     def __init__(self, serve: ASGIApp) -> None:
         self._serve = serve
@@ -478,10 +479,10 @@ class _Asgi:
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """Metadata to forward to dispatchers. An invalid trace is omitted.
+    """Metadata for dispatchers from a request's headers; invalid ones are omitted, except authorization.
 
     Raises:
-        Unauthenticated: the header cannot be a token.
+        Unauthenticated: the header authorization (or x-api-key) is too long or has characters that no token has.
     """
     found: dict[str, str] = {}
     for name in _PASSED_ON:
@@ -505,7 +506,7 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _ids(kind: str, given: str | None) -> tuple[str, str]:
-    """The unique id of a request at dispatchers, and the id shown to the client."""
+    """(unique id of a request at dispatchers, id shown to the client). `given`: the client's x-request-id, if any."""
     if given is None or _REQUEST_ID.fullmatch(given) is None:
         minted = f"{kind}-{secrets.token_hex(16)}"
         return minted, minted

@@ -14,7 +14,7 @@ class GatewaySettings(GuardedSettings):
     developer: ClassVar[frozenset[str]] = frozenset({"max_choices", "body_timeout_s", "client_stall_timeout_s"})
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
-    # Where it listens and whom it knows.
+    # Addresses, names and formats.
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
     gateway_id: str | None = Field(None, min_length=1, max_length=128)
@@ -41,7 +41,7 @@ class GatewaySettings(GuardedSettings):
     allowed_origins: str = ""
     """Origins whose pages a browser lets read answers: https://HOST, several with commas; * for all. Default: none."""
 
-    # What it takes.
+    # Limits.
     max_concurrent_requests: int = Field(4096, ge=1)
     """Requests that are served at once; more are refused with status 503."""
     max_body_bytes: int = Field(8 << 20, ge=1024, le=64 << 20)
@@ -53,7 +53,7 @@ class GatewaySettings(GuardedSettings):
     client_stall_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which a client that reads nothing is given up."""
 
-    # How it asks.
+    # Calls to dispatchers, traces, shutdown.
     resume_s: float = Field(30.0, ge=0)
     """Seconds to find another dispatcher that goes on with a request whose own has died; 0: it fails."""
 

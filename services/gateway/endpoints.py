@@ -1,4 +1,4 @@
-"""What each path of the API does: a parsed call in, an answer or a stream of events out."""
+"""The handlers of the API's paths: each takes a call and returns an answer or a stream of events."""
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -41,7 +41,7 @@ from services.gateway.openai.scanner import Format
 from services.gateway.openai.structure import form_of
 from services.gateway.openai.tools import ToolUse, tool_use_of
 
-_COMPLETION_MAX_TOKENS = 16  # OpenAI's default for the older form
+_COMPLETION_MAX_TOKENS = 16  # OpenAI's default of max_tokens in /v1/completions
 _MAX_TOP_LOGPROBS = 20
 
 Events = AsyncGenerator[bytes, None]
@@ -52,10 +52,11 @@ class Call:
     """One HTTP request.
 
     Attributes:
-        request_id: Ours, unique; what a client has sent as x-request-id is part of it.
-        body: As it came.
-        path: Parameters of the path.
-        metadata: What goes on to dispatchers: authorization, traceparent.
+        request_id: Unique id of the request; contains the x-request-id that the client has sent.
+        body: The body, unpacked but not parsed.
+        path: Parameters in the path.
+        metadata: Metadata for calls to dispatchers: authorization, traceparent, targets.
+        reply_headers: Additional headers of the response.
     """
 
     request_id: str
@@ -65,7 +66,7 @@ class Call:
     reply_headers: dict[str, str] = field(default_factory=dict[str, str])
 
     def report_ignored_keys(self, keys: Iterable[str]) -> None:
-        """A header names the keys of a schema that the answer does not follow."""
+        """Name, in a response header, the keys of a JSON schema that the answer need not follow."""
         if names := ", ".join(sorted(keys)):
             self.reply_headers["x-ballast-schema-ignored"] = names
 
@@ -74,21 +75,21 @@ Reply = Mapping[str, object] | Events
 
 
 class Writer(Protocol):
-    """Writes one answer in OpenAI's form."""
+    """Writes one answer in the format of an API, as one object or as a stream of events."""
 
     def complete(self, generations: Sequence[Generation], /) -> Mapping[str, object]: ...
 
     def chunk(self, index: int, chunk: GenerationChunk, /) -> bytes:
-        """What a chunk brings, as events; empty if there is nothing to say yet."""
+        """The events for a chunk of choice `index`; may be empty."""
         ...
 
     def end(self) -> bytes:
-        """What follows the last chunk of the last choice."""
+        """The events after the last chunk of the last choice; may be empty."""
         ...
 
 
 class HttpEndpoints:
-    """The API. What fails raises Failure or an error of `ballast.common.errors`."""
+    """The handlers of the API. They raise Failure or an error of `ballast.common.errors`."""
 
     def __init__(
         self,
@@ -99,7 +100,9 @@ class HttpEndpoints:
         tool_format: ToolFormat | None = None,
         reasoning: ReasoningParser = ReasoningParser.AUTO,
     ) -> None:
-        """`tool_format`: None: by the model's chat template."""
+        """`max_choices`: limit on prompts times choices of a request. `tool_format`: how the model writes tool calls;
+        None: detected from its chat template.
+        """
         self._client = client
         self._generator = generator
         self._model = model
@@ -108,7 +111,7 @@ class HttpEndpoints:
         self._reasoning = reasoning
 
     async def admit(self, metadata: Mapping[str, str]) -> None:
-        """Raises for a caller whom dispatchers would refuse; whom they have known lately they are not asked about."""
+        """Check the caller's credentials (`ServedModel.admit`). Raises a BallastError if dispatchers refuse them."""
         await self._model.admit(metadata)
 
     # ------------------------------------------------------------------------------------------ generating
@@ -120,7 +123,7 @@ class HttpEndpoints:
     async def message(self, call: Call) -> Reply:
         request = parse(MessagesRequest, call.body)
         stop = request.stop_sequences or ()
-        # max_tokens has to be given, so clients give one that may exceed what the model has room for.
+        # Anthropic requires max_tokens, so clients send one that may exceed the model's maximum length.
         return await self._chat(
             call, request.as_chat(), lambda head, wishes: MessagesWriter(head, wishes, stop), fit_max_tokens=True
         )
@@ -177,7 +180,7 @@ class HttpEndpoints:
         )
         is_harmony = self._tool_format is ToolFormat.OPENAI or "<|channel|>" in served.chat_template
         if tools is not None or is_harmony:
-            sampling = replace(sampling, skip_special_tokens=False)  # as which some models have these tags
+            sampling = replace(sampling, skip_special_tokens=False)  # some models' tags of calls are special tokens
         messages = messages_for_template(request.messages)
         asks = [
             Ask(sampling=each, messages=messages, template_variables=variables)
@@ -324,13 +327,13 @@ class HttpEndpoints:
         return {"prompt": await self._client.detokenize(request.tokens, metadata=call.metadata)}
 
     async def health(self, call: Call) -> Reply:
-        """Ready: a dispatcher answers and knows a worker."""
+        """Readiness: ok if a dispatcher answers. Raises Unavailable or DeadlineExceeded if none does."""
         try:
             await self._model.ask(call.metadata)
         except (Unavailable, DeadlineExceeded):
             raise
         except BallastError:
-            pass  # it answers, if only to those whom it knows
+            pass  # a dispatcher answers, though this caller may lack a token
         return {"status": "ok"}
 
     async def live(self, call: Call) -> Reply:
@@ -393,7 +396,7 @@ def _template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, obj
 
 
 def _prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
-    """One or several, each a text or token ids."""
+    """The prompts of a request, each a text or a list of token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]

@@ -1,4 +1,4 @@
-"""Failures as shown to OpenAI clients: an HTTP status and a body in OpenAI's format."""
+"""Converts errors to responses for clients: an HTTP status and a body in OpenAI's format."""
 
 import math
 import re
@@ -6,7 +6,7 @@ import re
 from ballast.common import errors
 from ballast.service.failures import Failure, invalid
 
-# Our field names -> the names in the client's request.
+# Fields in errors of dispatchers -> their names in the client's request.
 _PARAMS = {
     "sampling.max_tokens": "max_tokens",
     "sampling.grammar": "response_format",
@@ -54,7 +54,7 @@ def _invalid_request(error: errors.InvalidRequest) -> Failure:
         why = "the request is larger than dispatchers take (their --max-message-bytes)"
         return invalid(None, why, code="body_too_large", status=413)
     param = _PARAMS.get(error.field, error.field.removeprefix("sampling.").removeprefix("grammar."))
-    param = re.sub("^token_ids", "prompt", param)  # may have an index, as in token_ids[7]
+    param = re.sub("^token_ids", "prompt", param)  # `param` may have an index, as in token_ids[7]
     longest = re.search(r"max_model_len\D*(\d+)", error.why)
     if longest is None:
         return invalid(param, error.why)

@@ -1,4 +1,4 @@
-"""Requests to dispatchers, one per choice of an answer, and their chunks merged into one stream."""
+"""Sends requests to dispatchers, one per choice of an answer, and merges their chunks into one stream."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -11,12 +11,12 @@ from services.gateway.metrics import GatewayMetrics
 
 Numbered = tuple[int, GenerationChunk]  # (index of the choice, chunk)
 
-_UNREAD_CHUNKS = 4  # per choice; further chunks stay at the dispatcher, which merges them
+_UNREAD_CHUNKS = 4  # limit per choice; further chunks wait at the dispatcher, which merges them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """The prompt of one choice: exactly one of `prompt`, `token_ids` and `messages`."""
+    """The request for one choice. Exactly one of `prompt`, `token_ids` and `messages` is its prompt."""
 
     sampling: SamplingParams
     prompt: str | None = None
@@ -30,11 +30,11 @@ class RequestCaller:
     """Properties shared by all choices of a request.
 
     Attributes:
-        request_id: Of the first choice; a number is appended for the others.
-        priority: Its class.
-        metadata: Forwarded to dispatchers: authorization, traceparent.
-        fit_max_tokens: The client has given no limit: generate as many tokens as the model's length permits.
-        cache_salt: KV is shared only with requests that have the same salt.
+        request_id: Id of the first choice's request; for the others a number is appended.
+        priority: Priority class.
+        metadata: Metadata of the calls to dispatchers: authorization, traceparent, targets.
+        fit_max_tokens: Reduce a `max_tokens` beyond the model's maximum length instead of refusing the request.
+        cache_salt: KV in the prefix cache is shared only with requests that have the same salt.
     """
 
     request_id: str
@@ -45,7 +45,7 @@ class RequestCaller:
 
 
 class Generator:
-    """Sends requests to dispatchers and counts them."""
+    """Sends requests to dispatchers, and counts those in progress in a metric."""
 
     def __init__(self, client: AsyncClient, metrics: GatewayMetrics) -> None:
         self._client = client
@@ -55,7 +55,7 @@ class Generator:
         """All answers, in order. If one fails, the others are cancelled.
 
         Raises:
-            BallastError: the error of the first that failed.
+            BallastError: the error of the first answer that failed.
         """
         if len(asks) == 1:
             return [await self._collect(asks[0], caller, 0)]
@@ -68,7 +68,7 @@ class Generator:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stream(self, asks: Sequence[Ask], caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
-        """Chunks with the index of their choice. Closing it cancels running requests."""
+        """The chunks of all choices, each with the index of its choice. Closing the generator cancels the requests."""
         return self._one(asks[0], caller) if len(asks) == 1 else self._many(asks, caller)
 
     async def _one(self, ask: Ask, caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
@@ -143,7 +143,7 @@ def _request_id(caller: RequestCaller, index: int) -> str:
 
 
 async def first_of(chunks: AsyncGenerator[Numbered, None]) -> Numbered:
-    """Wait for the first chunk, so that an early failure is raised here and not in the stream."""
+    """Await the first chunk, so that an early failure is raised before the response begins."""
     try:
         return await anext(chunks)
     except BaseException:

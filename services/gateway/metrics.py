@@ -14,12 +14,12 @@ from ballast.client.stream import Metadata
 from ballast.common.errors import BallastError
 from ballast.service.metrics import E2E_BUCKETS_S, TTFT_BUCKETS_S
 
-_FRESH_S = 0.2  # routers poll many times a second
+_FRESH_S = 0.2  # how long values are reused, as routers poll many times a second
 _ASK_S = 1.0
 
 
 class GatewayMetrics:
-    """Labels: `route` (closed set) and `status` (HTTP status; 499: the client disconnected)."""
+    """Metrics of this gateway. Labels: `route` (a path template) and `status` (HTTP; 499: the client disconnected)."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
@@ -49,12 +49,12 @@ class GatewayMetrics:
 
 
 class ClusterGauges(Collector):
-    """Gauges of the whole cluster as if it were one vLLM server, for routers that choose between servers. Omitted while
-    dispatchers do not answer.
+    """Gauges that present the whole cluster as one vLLM server, for routers that choose between servers. There are none
+    while no dispatcher answers.
 
     Args:
-        client: Used to ask dispatchers.
-        metadata: Credentials for these calls.
+        client: Client for the calls to dispatchers.
+        metadata: Metadata of these calls, with credentials.
     """
 
     def __init__(self, client: AsyncClient, metadata: Metadata) -> None:
@@ -65,7 +65,7 @@ class ClusterGauges(Collector):
         self._asking = asyncio.Lock()
 
     async def refresh(self) -> None:
-        """Ask all dispatchers, unless the values are fresh."""
+        """Update the values from all dispatchers unless they are less than 0.2 s old."""
         async with self._asking:
             if time.monotonic() < self._fresh_until_s:
                 return

@@ -13,7 +13,7 @@ from ballast.common.errors import BallastError
 from ballast.common.model import ModelInfo
 from services.gateway.errors import invalid
 
-_ADMITTED_S = 30.0  # how long a valid token is cached; dispatchers check each request regardless
+_ADMITTED_S = 30.0  # how long an admitted caller is not checked again; dispatchers check each request regardless
 _MOST_ADMITTED = 4096
 
 
@@ -21,19 +21,19 @@ _MOST_ADMITTED = 4096
 class KnownModel:
     """The model as described by dispatchers."""
 
-    name: str  # its name in answers
+    name: str  # the model's name in answers
     info: ModelInfo
     chat_template: str
     default_sampling: Mapping[str, float]  # used for parameters that a request omits
-    names: tuple[str, ...]  # accepted names of the model without an adapter
+    names: tuple[str, ...]  # names by which clients may call the base model
 
     @property
     def adapters(self) -> tuple[str, ...]:
-        """Names of the LoRA adapters, which clients use as model names."""
+        """Names of the LoRA adapters, which clients use as model names. A name of the base model takes precedence."""
         return tuple(adapter.name for adapter in self.info.adapters if adapter.name not in self.names)
 
     def adapter_of(self, asked: str | None) -> str:
-        """Name of the adapter requested by a model name; empty: none, also if the request names no model.
+        """The adapter that a request's model name selects; "" for the base model, also if the request names no model.
 
         Raises:
             Failure: no such model is served.
@@ -50,8 +50,8 @@ class ServedModel:
     """Caches facts about the model, which every request needs and which rarely change.
 
     Args:
-        client: Used to ask dispatchers.
-        names: Names of the model for clients; empty: its own name.
+        client: Client for the calls to dispatchers.
+        names: Names by which clients may call the model; empty: the model's own name.
         refresh_s: Maximum age of the facts.
     """
 
@@ -115,7 +115,7 @@ class ServedModel:
         return self._known
 
     async def single_token(self, text: str, metadata: Metadata | None) -> int | None:
-        """The single token that encodes a text; None: there are several, or dispatchers do not answer."""
+        """The token that encodes a whole text; None if it takes several, or dispatchers do not answer."""
         if text not in self._single_tokens:
             try:
                 ids = await self._client.tokenize(text, add_special_tokens=False, metadata=metadata)

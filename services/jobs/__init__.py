@@ -1,1 +1,1 @@
-"""Batches of requests without a deadline of their own: input files, output files, as in OpenAI's API."""
+"""The jobs service: OpenAI's Files and Batches, for requests that need no immediate answer."""

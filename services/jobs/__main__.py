@@ -1,4 +1,4 @@
-"""`python -m services.jobs`: builds and wires the parts, then waits for the signal to stop."""
+"""`python -m services.jobs`: constructs the parts of the jobs service and serves until a signal stops it."""
 
 import asyncio
 import sys

@@ -1,4 +1,4 @@
-"""The HTTP side: OpenAI's Files and Batches. A standby forwards requests to the leader."""
+"""The HTTP side of the jobs service: OpenAI's Files and Batches. A standby forwards requests to the leader."""
 
 import asyncio
 import json
@@ -45,8 +45,8 @@ class Quotas:
 
 
 class Desk:
-    """Handles requests. `runner` is set while this replica is the leader; otherwise requests are
-    forwarded to `leader`.
+    """The handlers of the API. While this replica is the leader, `runner` is set; otherwise requests are forwarded to
+    `leader()`. `book`: tokens of clients; None: clients need no token.
     """
 
     def __init__(self, quotas: Quotas, book: TokenBook | None) -> None:
@@ -192,7 +192,7 @@ class Desk:
         return JSONResponse({"status": "ok"})
 
     def owner_of(self, request: Request) -> str:
-        """Name of the caller's token.
+        """Name of the caller's token; "" if tokens are not required.
 
         Raises:
             Failure: tokens are required, and the caller has no valid one.
@@ -235,7 +235,7 @@ def build_app(desk: Desk) -> Starlette:
 
 
 class _JobsEndpoint:
-    """A route, handled by this replica or by the leader. Every failure becomes a response."""
+    """The endpoint of a route: this replica handles its requests, or the leader. Every failure becomes a response."""
 
     def __init__(self, desk: Desk, act: Handler) -> None:
         self._desk = desk

@@ -13,7 +13,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class GatewayAnswer:
-    """A gateway's response. `retry_after_s`: None if it names no time."""
+    """A gateway's response. `retry_after_s`: the delay before a retry that it asks for, if any."""
 
     status: int
     request_id: str
@@ -28,10 +28,10 @@ class Gateways:
         self._next = 0
 
     async def ask(self, url: str, body: bytes) -> GatewayAnswer:
-        """Send one request to the next gateway that can be reached.
+        """Send one request to the next gateway, in turn, that can be reached.
 
         Raises:
-            Unavailable: none can be reached.
+            Unavailable: no gateway can be reached.
             BrokenCall: the connection was lost during the call.
         """
         for _ in self._clients[1:]:

@@ -1,7 +1,7 @@
 """Runs batches: validates input files, sends lines, stores results, writes output files.
 
-Whatever was in progress when the process died is redone: validation restarts, lines without a result are sent again,
-output files are written again.
+After a crash, the next process repeats what was in progress: it restarts validations, sends lines without a result
+again, and writes output files again.
 """
 
 import asyncio
@@ -26,10 +26,10 @@ from services.jobs.core.verdict import Again, KeepResult
 from services.jobs.gateways import Gateways
 from services.jobs.store import Full, Result, Store, Upload
 
-_GROUP_S: Final = 0.05  # results within this time are stored in one transaction
+_GROUP_S: Final = 0.05  # results of this time are stored in one transaction
 _TICK_S: Final = 0.5  # interval of checks for expired batches
 _HOUSE_S: Final = 300.0
-_LINES_AT_ONCE: Final = 512  # read from the store at a time
+_LINES_AT_ONCE: Final = 512  # number of lines read from the store at a time
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -47,7 +47,9 @@ class Rules:
 
 
 class Runner:
-    """Runs the batches of a store while `run` runs. `now_s`: wall-clock time that never goes back."""
+    """Runs the batches of a store while `run` runs. `now_s`: returns wall-clock time that never goes back. `is_full`:
+    whether the disk is full.
+    """
 
     def __init__(self, store: Store, gateways: Gateways, rules: Rules, now_s: Callable[[], float]) -> None:
         self.is_full = False
@@ -57,20 +59,20 @@ class Runner:
         self._rules = rules
         self._thread = ThreadPoolExecutor(1, "store")
         self._queue = Queue(low=min(_LINES_AT_ONCE, rules.in_flight))
-        self._batches: dict[str, JobBatch] = {}  # not ended
+        self._batches: dict[str, JobBatch] = {}  # batches that have not ended, by id
         self._changing = asyncio.Lock()  # guards `_batches`
-        self._calls: dict[str, set[asyncio.Task[None]]] = {}  # by batch
+        self._calls: dict[str, set[asyncio.Task[None]]] = {}  # calls to gateways in progress, by batch
         self._stages: dict[str, asyncio.Task[None]] = {}  # validations and finalisations in progress
         self._unsaved: list[tuple[Pick, Result]] = []
         self._results_came = asyncio.Event()
         self._wake = asyncio.Event()
 
     async def stored(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a call of the store in its thread."""
+        """Run a method of the store in the store's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     async def run(self) -> None:
-        """Run until cancelled."""
+        """Run the open batches of the store, and those added, until cancelled."""
         for batch in await self.stored(self.store.open_batches):
             self._take(batch)
         try:
@@ -82,7 +84,7 @@ class Runner:
             self._thread.shutdown(wait=True)
 
     async def add(self, batch: JobBatch) -> None:
-        """Add a batch.
+        """Store a new batch and run it.
 
         Raises:
             Full: there is no disk space; nothing was stored.
@@ -98,7 +100,7 @@ class Runner:
 
         Raises:
             NotFound: the owner has no such batch.
-            NotPossible: it has ended.
+            NotPossible: the batch has ended, or is FINALIZING.
             Full: there is no disk space.
         """
         if batch_id not in self._batches or self._batches[batch_id].owner != owner:
@@ -131,13 +133,13 @@ class Runner:
                     await self._wake.wait()
 
     async def _look(self, tasks: asyncio.TaskGroup) -> None:
-        """Advance each batch according to its lines and the time, and start what its state requires."""
+        """Advance the state of each batch (`JobBatch.due`), and start validations and finalisations."""
         for batch_id in list(self._batches):
             open_count = len(self._calls.get(batch_id, ()))
             try:
                 batch = await self._change(batch_id, lambda one, calls=open_count: one.due(self.now_s(), calls=calls))
             except KeyError:
-                continue  # it has ended meanwhile
+                continue  # the batch has ended meanwhile
             if batch_id in self._stages:
                 continue
             if batch.state is BatchState.VALIDATING:
@@ -158,7 +160,12 @@ class Runner:
     async def _change(
         self, batch_id: str, make: Callable[[JobBatch], JobBatch], lines: list[JobLine] | None = None
     ) -> JobBatch:
-        """Store a batch's next state, then apply it."""
+        """Store the next state of a batch, `make(batch)`, then apply it. `lines`: its lines, once they are validated.
+
+        Raises:
+            KeyError: the batch has ended.
+            Full: there is no disk space.
+        """
         async with self._changing:
             old = self._batches[batch_id]
             new = make(old)
@@ -180,7 +187,7 @@ class Runner:
 
     @contextlib.contextmanager
     def _noting_full(self) -> Generator[None]:
-        """Context manager that records a full disk; the next caller tries again."""
+        """Context manager that suppresses `Full` and records it in `is_full`."""
         try:
             yield
         except Full as error:
@@ -315,7 +322,7 @@ class Runner:
 
     async def _end(self, batch_id: str) -> None:
         """Wait until no call of the batch is open, write its result files and end it."""
-        while self._is_under_way(batch_id):  # noqa: ASYNC110 - several things have to end
+        while self._is_under_way(batch_id):  # noqa: ASYNC110 - calls and unsaved results have no common event
             await asyncio.sleep(_GROUP_S)
         await self._until_there_is_room(lambda: self._write_files(self._batches[batch_id]))
 
@@ -364,7 +371,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------ all else
 
     async def _delete_outdated(self) -> None:
-        """Delete expired files and batches."""
+        """Delete outdated files and batches every five minutes, forever."""
         while True:
             before_s = self.now_s() - self._rules.keep_s
             for file_id in await self.stored(self.store.outdated_files, before_s):

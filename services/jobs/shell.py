@@ -1,4 +1,4 @@
-"""Lifecycle of a replica: the leader opens the folder and runs the batches, a standby forwards requests."""
+"""Lifecycle of a replica of the jobs service: the leader opens the folder and runs batches; a standby waits."""
 
 import asyncio
 import sqlite3
@@ -22,8 +22,8 @@ Dial = Callable[[str], HttpClient]
 
 
 class WallClock:
-    """Wall-clock time that never goes back: the time at the start, or that of the last stored change if later, advanced
-    by the monotonic clock.
+    """Wall-clock time that never goes back: the time at construction (or `stored_s`, the time of the last stored
+    change, if it is later), advanced by the monotonic clock.
     """
 
     def __init__(self, stored_s: float) -> None:
@@ -44,7 +44,7 @@ class JobsShell:
         self._changed = asyncio.Event()
 
     def change_leadership(self, token: int | None) -> None:
-        """The lease's token, or None for a standby: running work is stopped."""
+        """Take note of the lease's fencing token, or None for a standby. Work for an earlier token is stopped."""
         self._token = token
         self._desk.runner = None
         self._changed.set()
@@ -75,7 +75,7 @@ class JobsShell:
         try:
             store = await asyncio.to_thread(Store, self._folder, token)
         except Fenced:
-            # The state server has lost its data: the lease is renewed with a higher token.
+            # The state server has lost its data and issued a lower token; `floor` makes the next one higher.
             self._floor.fenced(await asyncio.to_thread(Store.last_epoch, self._folder))
             raise
         try:
@@ -88,7 +88,7 @@ class JobsShell:
 
 
 class Leader:
-    """A client of the leader."""
+    """Returns an HTTP client of the leading replica when called. `own`: the address of this replica."""
 
     def __init__(self, address: LeaderAddress, own: str, dial: Dial) -> None:
         self._address = address
@@ -97,7 +97,7 @@ class Leader:
         self._client: tuple[str, HttpClient] | None = None
 
     def __call__(self) -> HttpClient | None:
-        """None: there is no leader, or it is this replica, which has not been notified yet."""
+        """The client; None if there is no leader, or it is this replica, which has not been notified yet."""
         current = self._address.current
         if current is None or current == self._own:
             return None

@@ -1,9 +1,10 @@
 """Storage in one folder: jobs.sqlite, and clients' files in files/.
 
-A file is written as ID.part, synced and renamed, and then gets a row. Files without a row are remains of interrupted
-writes, and are removed when the folder is opened. A line's result is a column of its row, written once, in one
-transaction with the counts of its batch. Every transaction first checks that the folder still belongs to this process
-(`epoch`, the fencing token of the lease), so that a process that was presumed dead writes nothing when it wakes up.
+A file is written as ID.part, synced and renamed, and then gets a row. Files without a row are left over from
+interrupted writes, and are removed when the folder is opened. A line's result is a column of its row, written once, in
+one transaction with the counts of its batch. Every transaction first checks that the folder still belongs to this
+process (`epoch`, the fencing token of the lease), so that a process that was presumed dead writes nothing when it wakes
+up.
 
 Calls block; the runner makes them in a thread.
 """
@@ -41,11 +42,11 @@ CREATE TABLE IF NOT EXISTS lines (
 
 
 class Full(BallastError):
-    """The disk is full. Nothing was written."""
+    """The disk is full, and nothing was written."""
 
 
 class Fenced(BallastError):
-    """The folder belongs to another process now."""
+    """The folder now belongs to a process with another token."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class StoredFile:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """Result of a line; `text` is the line of the output file."""
+    """The result of a line. `text`: its line in the output file."""
 
     batch_id: str
     number: int
@@ -70,7 +71,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class CallerUsage:
-    """Storage used by one owner."""
+    """Bytes of files, and numbers of batches and lines without an end, of one owner or of all."""
 
     file_bytes: int
     open_batches: int
@@ -78,15 +79,18 @@ class CallerUsage:
 
 
 class Store:
-    """Used by one thread at a time, except for `Upload`s, which are files of their own.
+    """The jobs and files of a folder, which it takes over when constructed. Only one thread may use it at a time;
+    `Upload`s are independent.
 
     Args:
+        folder: The folder, which is created if necessary.
         epoch: Fencing token of this process.
-        before_write: Called with the name of each write before it is made; tests make it fail.
+        before_write: Called with a description of each write before it is made; tests make it fail.
+        busy_timeout_s: How long to wait for another process's lock.
 
     Raises:
         Fenced: a process with a higher token has opened the folder.
-        Unavailable: another process holds a lock: it was stopped during a write.
+        Unavailable: another process keeps a lock, as it was stopped during a write.
     """
 
     def __init__(
@@ -120,7 +124,7 @@ class Store:
 
     @staticmethod
     def last_epoch(folder: Path) -> int:
-        """The highest token that has opened the folder; 0: none."""
+        """The highest fencing token with which the folder was opened; 0 if it never was."""
         path = folder / "jobs.sqlite"
         if not path.exists():
             return 0
@@ -132,7 +136,7 @@ class Store:
 
     @property
     def last_s(self) -> float:
-        """Latest time stored here; clocks may have been set back since."""
+        """The time of the last stored change, to which a clock that was set back since must not return."""
         return _meta(self._db, "now_s")
 
     def _take_over(self) -> None:
@@ -172,7 +176,7 @@ class Store:
         return Upload(self._files, StoredFile(file_id, owner, purpose, name, 0, created_s), self._before_write)
 
     def add_file(self, file: StoredFile) -> None:
-        """Add a file whose contents are in place."""
+        """Add the row of a file whose contents are in place; if that fails, remove its contents."""
         try:
             with self._transaction("add a file", now_s=file.created_s):
                 self._insert_file(file)
@@ -185,7 +189,7 @@ class Store:
         self._db.execute("INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?)", values)
 
     def file(self, file_id: str, owner: str) -> StoredFile:
-        """A file of an owner.
+        """The file with this id, if it is the owner's.
 
         Raises:
             NotFound: the owner has no such file.
@@ -209,8 +213,8 @@ class Store:
         return self._files / file_id
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file: first its contents, which needs no space; then its row, which on a full disk is left to the
-        next start.
+        """Delete a file: first its contents, which needs no disk space, then its row. On a full disk the row is deleted
+        when the folder is opened next.
         """
         self._before_write("delete a file")
         self.path(file_id).unlink(missing_ok=True)
@@ -227,7 +231,7 @@ class Store:
         return [str(row[0]) for row in self._db.execute(query, (before_s,))]
 
     def usage(self, owner: str | None = None) -> CallerUsage:
-        """Usage of one owner; None: of all."""
+        """The usage of one owner; None: of all owners together."""
         mine, values = ("owner = ?", (owner,)) if owner is not None else ("1", ())
         stored = self._db.execute(f"SELECT coalesce(sum(bytes), 0) FROM files WHERE {mine}", values).fetchone()[0]
         query = f"""SELECT count(*), coalesce(sum(total - completed - failed), 0) FROM batches
@@ -245,14 +249,14 @@ class Store:
             )
 
     def save_batch(self, batch: JobBatch, now_s: float, lines: Sequence[JobLine] = ()) -> None:
-        """Store a batch. `lines`: all of its lines, when they have been validated."""
+        """Store the state of a batch. `lines`: all its lines, if they have just been validated."""
         with self._transaction("save a batch", now_s=now_s):
             self._update(batch)
             rows = ((batch.id, line.number, line.custom_id, line.offset, line.length) for line in lines)
             self._db.executemany("INSERT INTO lines VALUES (?, ?, ?, ?, ?, NULL, NULL)", rows)
 
     def end_batch(self, batch: JobBatch, now_s: float, files: Sequence[StoredFile]) -> None:
-        """End a batch. Its files are in place and contain the results from now on."""
+        """Store an ended batch and the rows of its output files, and delete its lines."""
         with self._transaction("end a batch", now_s=now_s):
             for file in files:
                 self._insert_file(file)
@@ -266,7 +270,7 @@ class Store:
         )
 
     def batch(self, batch_id: str, owner: str) -> JobBatch:
-        """A batch of an owner.
+        """The batch with this id, if it is the owner's.
 
         Raises:
             NotFound: the owner has no such batch.
@@ -278,7 +282,7 @@ class Store:
         return _batch_of(row)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> list[JobBatch]:
-        """An owner's batches, newest first."""
+        """Up to `limit` batches of an owner, newest first, that follow the batch `after`."""
         where, values = _page("batches", owner, after, newest_first=True)
         query = f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY serial DESC LIMIT ?"
         return [_batch_of(row) for row in self._db.execute(query, (*values, limit))]
@@ -288,7 +292,7 @@ class Store:
         return [_batch_of(row) for row in self._db.execute(query)]
 
     def forget_batches(self, before_s: float) -> None:
-        """Deletes the batches that ended before `before_s`."""
+        """Delete the ended batches that were created before `before_s`."""
         with self._transaction("forget batches"):
             query = "DELETE FROM batches WHERE has_ended AND json_extract(rest, '$.created_s') < ?"
             self._db.execute(query, (before_s,))
@@ -296,13 +300,13 @@ class Store:
     # ------------------------------------------------------------------------------------------ lines
 
     def open_lines(self, batch_id: str, after: int, limit: int) -> list[JobLine]:
-        """Lines without a result, in order."""
+        """The next `limit` lines of a batch without a result after line number `after`, in order."""
         query = """SELECT number, custom_id, offset, length FROM lines
                    WHERE batch_id = ? AND number > ? AND result IS NULL ORDER BY number LIMIT ?"""
         return [JobLine(*row) for row in self._db.execute(query, (batch_id, after, limit))]
 
     def save_results(self, results: Sequence[Result], now_s: float) -> dict[str, tuple[int, int]]:
-        """Store results of lines that have none yet. Returns batch -> (successes, failures) stored."""
+        """Store the results of lines that have none yet. Returns the numbers stored: batch -> (successes, failures)."""
         stored: dict[str, tuple[int, int]] = {}
         with self._transaction("save results", now_s=now_s):
             for one in results:
@@ -320,7 +324,9 @@ class Store:
         return stored
 
     def results(self, batch_id: str, after: int, limit: int) -> list[tuple[int, str, bool, str | None]]:
-        """(number, custom id, success, result or None) in order of lines."""
+        """The next `limit` lines of a batch after number `after`, in order, as (number, custom id, success, result
+        or None).
+        """
         query = """SELECT number, custom_id, coalesce(is_success, 0), result FROM lines
                    WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
         rows = self._db.execute(query, (batch_id, after, limit))
@@ -328,7 +334,7 @@ class Store:
 
 
 class Upload:
-    """A file being written. Ends with `commit`, which renames it to its final name, or with `abort`."""
+    """A file that is being written, until `commit` puts it in place or `abort` removes it."""
 
     def __init__(self, folder: Path, file: StoredFile, before_write: Callable[[str], None]) -> None:
         self._folder = folder
@@ -347,7 +353,7 @@ class Upload:
             self.bytes += len(data)
 
     def commit(self) -> StoredFile:
-        """Put the file in place. Does not add its row."""
+        """Sync the file and rename it to its final name. Its row is added by `Store.add_file` or `end_batch`."""
         self.write(b"")
         assert self._open is not None, "write has opened it"
         with _with_names():
@@ -366,7 +372,7 @@ class Upload:
         return StoredFile(file.id, file.owner, file.purpose, file.name, self.bytes, file.created_s)
 
     def abort(self) -> None:
-        """Remove the file; also after `commit`."""
+        """Remove the file, even after `commit`."""
         if self._open is not None:
             with contextlib.suppress(OSError):  # flushing may fail on a full disk
                 self._open.close()
@@ -379,7 +385,7 @@ _BATCH: Final = "rest, total, completed, failed"
 
 
 def _page(table: str, owner: str, after: str | None, newest_first: bool) -> tuple[str, list[object]]:
-    """SQL condition for the items of a list that follow `after`."""
+    """SQL condition, with its values, for an owner's rows that follow the one with the id `after`."""
     if after is None:
         return "owner = ?", [owner]
     compare = "<" if newest_first else ">"

@@ -1,4 +1,4 @@
-"""Multipart forms with a file: parsed piece by piece, with the file streamed into the store."""
+"""Parses multipart forms with a file piece by piece, and streams the file into the store."""
 
 from collections.abc import Callable
 from typing import Final
@@ -15,10 +15,12 @@ _MAX_FIELDS: Final = 16
 
 
 class FileForm:
-    """`multipart/form-data` with one file named `file`, and small fields.
+    """A body of type `multipart/form-data` with one file named `file` and small fields.
 
     Args:
-        open_file: Begins the upload; called with the client's file name.
+        content_type: The content-type header.
+        max_file_bytes: Maximum size of the file.
+        open_file: Called with the client's file name; begins the upload.
 
     Raises:
         Failure: the content type has no valid boundary.
@@ -34,7 +36,7 @@ class FileForm:
         self._open_file = open_file
         self._header = (bytearray(), bytearray())
         self._disposition = b""
-        self._field: str | None = None  # None: within the file
+        self._field: str | None = None  # name of the current field; None within the file
         self._value = bytearray()
         self._is_whole = False
         try:
@@ -70,7 +72,7 @@ class FileForm:
         """The complete upload, not committed yet.
 
         Raises:
-            Failure: something is missing.
+            Failure: the form is incomplete, or has no file.
         """
         if not self._is_whole:
             raise invalid(None, "the form is cut off")
@@ -82,7 +84,7 @@ class FileForm:
         if self.upload is not None:
             self.upload.abort()
 
-    # Callbacks of the parser.
+    # The remaining methods are callbacks of the parser.
 
     def _begin_part(self) -> None:
         self._disposition = b""

@@ -74,7 +74,7 @@ def build_shell(settings: MonitorSettings, state: StateServer) -> MonitorShell:
             dwell_s=settings.dwell_s,
         ),
     )
-    # Rows survive one missed write, and little more.
+    # Registry rows outlive one missed write.
     ttl_s = max(settings.lease_s, 3 * rules.registry_interval_s)
     return MonitorShell(
         MonitorCore(rules),

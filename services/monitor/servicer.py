@@ -39,7 +39,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     def __init__(self, shell: MonitorShell) -> None:
         self._shell = shell
         self._refusals = Refusals()
-        self._heard: dict[StreamId, _Heard] = {}  # of open streams, for the status
+        self._heard: dict[StreamId, _Heard] = {}  # last messages of open streams, for GetClusterStatus
         self._groups: tuple[tuple[GroupDemand, ...], list[pb.GroupDemand]] = ((), [])
 
     async def Report(  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -122,7 +122,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         watcher = self._shell.watch()
         when_done(context, lambda: self._shell.unwatch(watcher))
-        # Sent for an empty snapshot, too, as an acknowledgement.
+        # Acknowledges the call, also if the snapshot is empty.
         await context.send_initial_metadata(())
         while True:
             yield _change_to_proto(*await watcher.next())
@@ -154,7 +154,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         return self._groups[1]
 
     def _status_of(self, row: InstanceRow, slowness: float) -> pb.InstanceStatus:
-        """With the worker's own messages where they are its last ones."""
+        """Status of an instance; reuses the protobuf messages of its stream if they are current."""
         entry = self._shell.core.entries.get(row.instance.worker_id)
         heard = None if entry is None or entry.stream_id is None else self._heard.get(entry.stream_id)
         if heard is None or heard.load is not row.load:
@@ -230,7 +230,7 @@ def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
 
 
 def _within_int64(record: _Sums) -> _Sums:
-    """Bounds sums and forecasts over all instances, each of which was within bounds."""
+    """The record with its integers limited to int64: sums over instances may exceed it where single values do not."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     beyond = {name: _int64(value) for name, value in values.items() if type(value) is int and value != _int64(value)}
     return replace(record, **beyond) if beyond else record

@@ -123,7 +123,7 @@ class InstanceRow:
     draining: bool
     load: LoadReport | None
     report_age_s: float
-    whole: WholeMemory | None = None  # with all layers
+    whole: WholeMemory | None = None  # memory sizes with all layers
 
 
 class RegistryStore(Protocol):
@@ -155,7 +155,7 @@ class ReportStream:
     def __init__(self, stream_id: StreamId) -> None:
         self.stream_id = stream_id
         self.error: BallastError | None = None
-        self.reader: asyncio.Task[object] | None = None  # that waits for a message
+        self.reader: asyncio.Task[object] | None = None  # the task that waits for a message
 
     def close(self, error: BallastError) -> None:
         self.error = error
@@ -173,7 +173,7 @@ class Watcher:
         self._error: BallastError | None = None
 
     def push(self, change: Change, cause_id: str) -> bool:
-        """False if the watcher is too far behind; it is dismissed then."""
+        """Append an event. Returns False if the watcher is too far behind; it is dismissed then."""
         if len(self._pending) >= self._limit:
             self.dismiss(Overloaded(f"{self._limit} events behind; watch again for a new snapshot", 0.1))
             return False
@@ -197,7 +197,9 @@ class Watcher:
 
 
 class MonitorShell:
-    """`feed` is synchronous, so nothing interleaves with a decision; slow operations run in the shell's own tasks."""
+    """Executes the core's commands. `feed` is synchronous, so nothing interleaves with a decision; slow operations run
+    in the shell's own tasks.
+    """
 
     def __init__(
         self,
@@ -281,9 +283,8 @@ class MonitorShell:
         self._streams.pop(stream.stream_id, None)
 
     def watch(self) -> Watcher:
-        """Raises:
-        NotActive: this monitor is a standby.
-        Overloaded: the limit of watchers is reached.
+        """Add a watcher, whose first events are a snapshot. Raises NotActive on a standby, and Overloaded if there are
+        too many watchers.
         """
         if not self.core.active:
             raise NotActive(self.monitor_id)
@@ -302,7 +303,7 @@ class MonitorShell:
         return self._current_rows() if self.core.active else await self._store.read()
 
     def group_demands(self) -> tuple[GroupDemand, ...]:
-        """A millisecond old for each group: the trends of a thousand take 30 ms."""
+        """Demand of each group, cached for a millisecond per group: the trends of a thousand groups take 30 ms."""
         now_s = time.monotonic()
         if now_s >= self._groups_at_s + _GROUPS_INTERVAL_S_EACH * len(self._groups):
             self._groups, self._groups_at_s = self.core.group_demands(now_s), now_s
@@ -425,7 +426,7 @@ class MonitorShell:
             await asyncio.sleep(self._tick_s / 2)
 
     async def _forget_backlogs(self, dispatcher_ids: tuple[DispatcherId, ...]) -> None:
-        with contextlib.suppress(Unavailable):  # repeated with the next probe
+        with contextlib.suppress(Unavailable):  # repeated after the next read
             await self._surroundings.forget(dispatcher_ids)
 
     async def _write_registry(self) -> None:
@@ -481,7 +482,7 @@ class MonitorShell:
         self._labelled = there
 
     def _report_age_s(self, worker_id: WorkerId) -> float:
-        """Called by the thread of who reads metrics, as is `_kv_usage`."""
+        """Seconds since the last report. Called by the thread that serves metrics, like `_kv_usage`."""
         entry = self.core.entries.get(worker_id)
         return 0.0 if entry is None else time.monotonic() - entry.heard_at_s
 

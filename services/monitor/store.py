@@ -1,10 +1,10 @@
-"""What the monitor writes into the state server and reads from it. Keys, all under `ballast:`
+"""The monitor's keys in the state server. All under `ballast:`
 
-registry:<worker id>   hash, one per instance, gone when it is not renewed. For status tools and the next active
-                       monitor; nothing is decided by it while a monitor is active
+registry:<worker id>   hash, one per instance; expires unless renewed. Read by status tools and the next active monitor;
+                       decides nothing while a monitor is active
 layout                 read here, written by the planner (services.planner.store)
 backlogs               hash dispatcher id -> "<serial> <numbers of ballast.common.traffic>", written by the dispatchers
-                       (services.dispatcher.store); words of dispatchers that died are deleted here
+                       (services.dispatcher.store); entries of dispatchers that died are deleted here
 """
 
 import base64
@@ -124,7 +124,7 @@ def _from_fields(key: str, fields: dict[str, str]) -> InstanceRow | None:
 
 
 class RedisSurroundings:
-    """Entries of planner and dispatchers."""
+    """The planner's and dispatchers' entries in the state server."""
 
     def __init__(self, state: StateServer) -> None:
         self._state = state
@@ -138,7 +138,7 @@ class RedisSurroundings:
         pipe.hgetall(_BACKLOGS)
         cast(Any, pipe).zrange(candidates_key("monitor"), 0, -1)  # Any: redis-py types it in part only
         replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
-        if is_garbage(replies[1]):  # dispatchers could write nothing into it
+        if is_garbage(replies[1]):  # no hash, so dispatchers could not write their entries
             await self._state.run(self._state.redis.delete(_BACKLOGS))
         body = cast(str | None, unless_garbage(replies[0], None))
         backlogs = cast(dict[str, str], unless_garbage(replies[1], {}))

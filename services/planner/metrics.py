@@ -129,7 +129,7 @@ _GOOD_S = 0.5  # shorter waits count as equal, as in policy.compare
 
 
 class PlannerMetrics:
-    """The shell's `Counting`. `tell`: also called with ended transitions."""
+    """Implements the shell's `Counting` with Prometheus metrics. `tell`: also called with ended transitions."""
 
     def __init__(self, tell: Callable[[TransitionRecord], None] | None = None) -> None:
         self._tell = tell

@@ -62,7 +62,7 @@ _LOOK_UP_S = 0.5  # interval of checks for a new active monitor while the stream
 _ANSWER_TIMEOUT_S = 3.0
 _MAX_WHY_CHARS = 16_384
 PROBE_TIMEOUT_S = 1.0
-_LOAD_SERVES_S = 0.5  # at most
+_LOAD_SERVES_S = 0.5  # maximum time for which load reports are reused
 _MOST_PROBES = 64  # concurrent
 
 _Answer = (
@@ -99,7 +99,7 @@ class MonitorEvents:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     async def load(self, timeout_s: float) -> ClusterLoad:
-        """Load reports known to the active monitor. An answer serves for as long as it took to get it.
+        """Load reports known to the active monitor. An answer is reused for as long as the call took.
 
         Raises:
             BallastError: no monitor is active, or it does not answer.
@@ -120,7 +120,7 @@ class MonitorEvents:
         return self._load
 
     def loads_of(self, answer: pb.GetClusterStatusResponse) -> ClusterLoad:
-        """Its valid reports. What has not changed since the last answer is not converted again."""
+        """The valid reports of an answer. Reports that have not changed since the last one are not converted again."""
         before, self._reports = self._reports, {}
         slowness: dict[WorkerId, float] = {}
         for row in answer.instances:
@@ -144,7 +144,7 @@ class MonitorEvents:
         return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness, fresh)
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
-        """Ends when the stream ends or another monitor takes over; raises when the stream fails."""
+        """Yield a monitor's events until its stream ends or another monitor takes over; raises if the stream fails."""
         async with self._dial(target) as channel:
             call = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(pb.WatchEventsRequest())
             reading: asyncio.Future[pb.WatchEventsResponse | object] | None = None
@@ -173,7 +173,7 @@ class MonitorEvents:
                     reading.cancel()
 
     def _event_of(self, message: pb.WatchEventsResponse, target: str) -> MonitorEvent | None:
-        """None for an invalid event, too, which does not end the stream."""
+        """The event of a message; None if it is unknown, or invalid, which does not end the stream."""
         try:
             return _event_from_proto(message)
         except InvalidRequest as error:
@@ -200,7 +200,7 @@ _EVENT = Choice(
 
 
 def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
-    """None for an unknown event of a newer monitor."""
+    """The event of a message; None if it is unknown, from a newer monitor."""
     when = {"at_s": time.monotonic(), "cause_id": message.cause_id}
     if message.HasField("instance_up"):
         up = message.instance_up
@@ -297,7 +297,9 @@ class Members:
         return Epoch(answer.newest_epoch)
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
-        """Order all members, as links need both sides; the targets first, so that they wait."""
+        """Order a migration from all members of both groups, as links need both sides: the targets first, so that they
+        wait.
+        """
         request = worker_pb2.MigrateRequest(
             epoch=epoch,
             source=[_party(member) for member in move.source.members],

@@ -22,7 +22,7 @@ from services.planner.core.survey import NoSurvey
 from services.planner.shell.planner import PlannerShell
 
 _LONGEST_HOLD_S = 7 * 86400.0
-_LONGEST_WAIT_S = 10.0  # for a requested epoch; afterwards the present state is returned
+_LONGEST_WAIT_S = 10.0  # maximum wait of a call for the core's answer
 
 # Any: the message types of a call are irrelevant to its context.
 _Context = grpc.aio.ServicerContext[Any, Any]

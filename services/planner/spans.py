@@ -12,7 +12,7 @@ from services.planner.core.stages import Stage
 
 
 def spans_of(record: TransitionRecord, offset_s: float) -> list[Span]:
-    """`offset_s`: from the planner's clock to wall-clock time."""
+    """Spans of a transition. `offset_s`: from the planner's clock to wall-clock time."""
     journal = record.journal
     own = transition_context(journal.target)
     reached = sorted((at_s, stage) for stage, at_s in record.reached_at_s.items())
@@ -58,7 +58,7 @@ def spans_of(record: TransitionRecord, offset_s: float) -> list[Span]:
 
 
 def tracing(exporter: Exporter) -> Callable[[TransitionRecord], None]:
-    """Exports transitions that have ended."""
+    """A function that exports the spans of a transition that has ended."""
 
     def ended(record: TransitionRecord) -> None:
         exporter.put(spans_of(record, wall_offset_s()))

@@ -2,7 +2,7 @@
 
 ballast:layout           string, base64 of ballastpb.cluster.v1.Layout; dispatchers read it
 ballast:layout:meta      hash {epoch, token (fencing token of who wrote it), model (JSON), partial (JSON)}; for planners
-ballast:reach            string of ballast.common.reach: how long a context the cluster holds; dispatchers read it
+ballast:reach            string of ballast.common.reach: the longest context the cluster could hold; dispatchers read it
 ballast:learnt           string, JSON of services.planner.policy.reserve.Learnt; for planners
 ballast:layout:changed   channel; carries the new epoch
 ballast:transition       hash {epoch, stage, token, body (JSON)}: the journal of the newest transition
@@ -118,7 +118,8 @@ class RedisLayoutStore:
         self._write_value = state.redis.register_script(_WRITE_VALUE)
 
     async def load(self) -> StoredLayout | None:
-        """
+        """The stored layout and journal; None if nothing is stored.
+
         Raises:
             Unavailable: no answer.
         """
@@ -209,7 +210,7 @@ def _layout_from(body: str) -> Layout:
 
 
 def _epoch_from(text: str) -> Epoch | None:
-    """None if invalid: then nothing counts as stored."""
+    """The stored epoch; None if invalid: then nothing counts as stored."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= border.MAX_EPOCH):
         return None
     return Epoch(int(text))
@@ -237,7 +238,7 @@ def _journal_body(journal: Journal) -> str:
 
 
 def _journal_from(noted: dict[str, str]) -> Journal | None:
-    """None if there is none, or another version wrote it."""
+    """The stored journal; None if there is none, or it cannot be read, as from another version."""
     if not noted:
         return None
     try:

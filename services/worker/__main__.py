@@ -274,6 +274,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
         swap_block_count=swap_block_count,
         swap_blocks_per_step=settings.swap_blocks_per_step,
         swaps_online=settings.swaps,
+        async_scheduling=settings.launches,
         prefix_caching=settings.enable_prefix_caching,
         prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
     )

@@ -30,6 +30,7 @@ class WorkerSettings(ServiceSettings):
             "link_bytes_per_s",
             "max_num_queued_tokens",
             "step_timeout_s",
+            "async_scheduling",
         }
     )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
@@ -112,6 +113,10 @@ class WorkerSettings(ServiceSettings):
     """Prompt tokens that may wait here."""
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)
     """Share of the KV blocks kept free for the growth of what runs."""
+    async_scheduling: Literal["auto", "on", "off"] = "auto"
+    """Whether a step is launched before the tokens of the previous one are known, so that a GPU never waits for the
+    host; a token then reaches its client one launch later. auto: on one GPU, not on CPUs, which compute where they
+    schedule, nor with several ranks."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
     """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
     enable_prefix_caching: CliImplicitFlag[bool] = True
@@ -184,6 +189,13 @@ class WorkerSettings(ServiceSettings):
         """By online class."""
         ttft, tpot = read_by_class(self.ttft_target_s), read_by_class(self.tpot_target_s)
         return {each: Targets(ttft.get(each, math.inf), tpot.get(each, math.inf)) for each in {*ttft, *tpot}}
+
+    @property
+    def launches(self) -> bool:
+        """True if steps are launched before the tokens of the previous ones are known."""
+        computes_alone = self.engine == "torch" and self.tensor_parallel_size == 1
+        wanted = self.device != "cpu" if self.async_scheduling == "auto" else self.async_scheduling == "on"
+        return computes_alone and wanted
 
     @property
     def swaps(self) -> bool:

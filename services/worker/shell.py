@@ -34,7 +34,7 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
 )
-from services.worker.core.turns import MemberEvent, StepOutcome, TurnMember, Turns
+from services.worker.core.turns import LaunchedBatch, MemberEvent, StepOutcome, TurnMember, Turns
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
 from services.worker.policy.ending import may_end
@@ -90,7 +90,7 @@ class EngineTurns(Turns):
     def join_group(self, member: TurnMember) -> None:
         self._member = member
 
-    def run(self, command: Execute | Removed) -> StepOutcome | None:
+    def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
         tables: Sequence[Sequence[int]] = ()
         if isinstance(command, Execute):
             tables = command.block_tables
@@ -352,7 +352,7 @@ class WorkerShell:
         events = self._wait_for_events()
         for _ in turns.take_in(events):
             pass
-        stepping = turns.may_step
+        stepping = turns.steps
         if stepping and any(isinstance(command, Emit) for command in turns.commands):
             self._tell(events)  # output of a pipeline need not wait for the next batch
             events = []

@@ -6,6 +6,7 @@ fit.
 """
 
 import itertools
+import math
 import random
 from collections.abc import Iterator
 
@@ -24,8 +25,9 @@ def generated(spec: Arrivals, lengths: str | None, seed: int) -> Trace:
     """
     rng, kind = random.Random(seed), lengths_of(lengths or _LENGTHS)
     requests = tuple(TraceRequest(round(at_s, 6), *kind.draw(rng)) for at_s in _instants_s(spec, rng))
+    phases = "" if spec.on_s is None else f", {spec.on_s:g} s on and {spec.off_s:g} s off"
     bursts = ", ".join(f"{b.factor:g} times from {b.at_s:g} s for {b.for_s:g} s" for b in spec.bursts) or "none"
-    source = f"generated: {spec.rate_per_s:g} requests/s, bursts: {bursts}; cv {spec.cv:g}, seed {seed}"
+    source = f"generated: {spec.rate_per_s:g} requests/s, bursts: {bursts}{phases}; cv {spec.cv:g}, seed {seed}"
     return Trace(source=source, format="generated", requests=requests, lengths=kind.source)
 
 
@@ -47,11 +49,17 @@ def _instants_s(spec: Arrivals, rng: random.Random) -> Iterator[float]:
 
 
 def _pieces(spec: Arrivals) -> Iterator[tuple[float, float, float]]:
-    """(begin, end, requests per second), without gaps."""
+    """Yield pieces of constant rate without gaps: (begin, end, requests per second)."""
     edges = {0.0, spec.span_s}
     for burst in spec.bursts:
         edges |= {burst.at_s, burst.at_s + burst.for_s}
+    period_s = spec.span_s if spec.on_s is None else spec.on_s + spec.off_s
+    for period in range(math.ceil(spec.span_s / period_s)):
+        edges |= {period * period_s, period * period_s + (spec.on_s or period_s)}
     for begin_s, end_s in itertools.pairwise(sorted(edge for edge in edges if edge <= spec.span_s)):
+        if spec.on_s is not None and (begin_s + end_s) / 2 % period_s >= spec.on_s:
+            yield begin_s, end_s, 0.0
+            continue
         factor = 1.0
         for burst in spec.bursts:
             if burst.at_s <= begin_s < burst.at_s + burst.for_s:

@@ -1,23 +1,27 @@
 """Converts a scenario to a simulation's job."""
 
 import json
+import random
 from pathlib import Path
 from typing import cast
 
 from ballast.common.errors import ConfigError
+from ballast.common.sampling import PriorityClass
 from ballast.service.models import find_model as find_model_folder
 from ballast.service.models import hub_name
 from sim.faults import Fault
 from sim.hardware import Gpu, ModelSpec, find_cluster, find_model
 from sim.jobs.arrivals import generated
 from sim.jobs.simulation import SimJob, WorkerSize
-from sim.scenario import Scenario
+from sim.offline import OfflineLoad
+from sim.scenario import Offline, Scenario
 from sim.shapes import spec_of_config
 from tools.bench.lengths import lengths_of, with_lengths
 from tools.bench.traces import Trace, read_trace
 from tools.bench.upscale import raised_burst, repeated_burst, upscaled
 
 _BURST_WINDOW_S = 30.0
+_OFFLINE_ROWS = 4096  # number of drawn lengths
 
 
 def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
@@ -34,8 +38,10 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         cluster = first.model_copy(update={"others": tuple(others)})
     if not scenario.policies:
         raise ConfigError("--policy", "names none")
+    trace = trace_of(scenario, model.max_model_len)
+    priorities_only = scenario.offline is not None and scenario.offline.as_class == "default"
     return SimJob(
-        trace=trace_of(scenario, model.max_model_len),
+        trace=trace,
         model=model,
         cluster=cluster,
         policies=scenario.policies,
@@ -55,7 +61,19 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         length_scale=scenario.length_scale,
         answer_scale=scenario.answer_scale,
         limit=scenario.limit,
+        offline=None if scenario.offline is None else _offline(scenario.offline, trace, model, scenario.seed),
+        classes=(PriorityClass.INTERACTIVE if priorities_only else PriorityClass.DEFAULT,),
     )
+
+
+def _offline(offline: Offline, trace: Trace, model: ModelSpec, seed: int) -> OfflineLoad:
+    kind, rng = lengths_of(offline.lengths), random.Random(seed)
+    drawn = [kind.draw(rng) for _ in range(_OFFLINE_ROWS)]
+    lengths = [(prompt, answer) for prompt, answer in drawn if prompt + answer <= model.max_model_len]
+    if not lengths:
+        raise ConfigError("--offline", f"{offline.lengths}: no request fits into {model.max_model_len} tokens")
+    priority = PriorityClass(offline.as_class)
+    return OfflineLoad(lengths=lengths, waiting_count=offline.waiting_count, until_s=trace.span_s, priority=priority)
 
 
 def model_of(text: str, gpu: Gpu) -> ModelSpec:

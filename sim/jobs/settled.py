@@ -48,7 +48,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    prompt_share: float  # fraction of the time
+    prompt_share: float  # fraction of the time spent on prompts
     demand_tokens: float  # KV tokens with unlimited memory; infinity: divergent
     token_s: float
     capacity_tokens: float
@@ -128,8 +128,8 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
 
 
 def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> bool:
-    """True if the busiest window as long as a request diverges even with unlimited memory, although prompts alone leave
-    time.
+    """True if KV demand in the busiest window, as long as a request's stay, diverges even with unlimited memory,
+    although prefills leave time.
     """
     instances, whole = cluster.instances_of(model), trace.requests
     if not whole or trace.span_s <= _BURST_S:

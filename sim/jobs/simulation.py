@@ -174,8 +174,9 @@ def simulate(job: SimJob, created_unix_s: float, progress: Progress | None = Non
     return _result(job, runs, created_unix_s)
 
 
-def world_of(job: SimJob, rules: ClusterRules) -> World:
-    return World(_options(job, rules), arrivals_of(job.trace))
+def world_of(job: SimJob, rules: ClusterRules, arrivals: Sequence[Arrival] | None = None) -> World:
+    """The world of a job under these rules. `arrivals` replace those of the job's trace."""
+    return World(_options(job, rules), arrivals_of(job.trace) if arrivals is None else arrivals)
 
 
 def arrivals_of(trace: Trace) -> list[Arrival]:
@@ -217,7 +218,9 @@ def specs_of(job: SimJob) -> list[tuple[PolicySpec, ClusterRules]]:
 
 
 def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
-    """By default static pipelines form microbatches by token counts, like the systems they represent."""
+    """The rules with a policy's knobs applied. By default static pipelines form microbatches by token counts, like the
+    systems they represent.
+    """
     worker, transitions, knobs = rules.worker, rules.planner.transitions, dict(spec.knobs)
     if spec.policy == "static-pipeline":
         knobs.setdefault("microbatching", "token-count")
@@ -243,6 +246,8 @@ def with_knobs(spec: PolicySpec, rules: ClusterRules) -> ClusterRules:
                 worker = replace(
                     worker, swap_space_bytes=(worker.swap_space_bytes or DEFAULT_SWAP_BYTES) if swaps else 0
                 )
+            case "offline-slowdown":
+                worker = replace(worker, offline_slowdown=_number(setting))
             case "microbatching":
                 worker = replace(worker, lookahead=_switch(setting, "lookahead", "token-count"))
             case "migrate-below":
@@ -380,7 +385,7 @@ def _policy_results(runs: Mapping[str, SimRun]) -> dict[str, PolicyResult]:
 
 
 def replay_run(run: SimRun) -> ReplayRun:
-    """The run in the format of a measurement."""
+    """A simulated run in the format of a measurement."""
     records = [
         BenchRecord(
             index=r.index,
@@ -412,7 +417,8 @@ def replay_run(run: SimRun) -> ReplayRun:
         for s in run.samples
     ]
     timed = [TimedTransition(record.began_at_s - run.zero_s, _told(record)) for record in run.transitions]
-    return ReplayRun(records, samples, True, run.duration_s, 0, timed)
+    offline = run.offline_token_count or None
+    return ReplayRun(records, samples, True, run.duration_s, 0, timed, offline_token_count=offline)
 
 
 def _told(record: TransitionRecord) -> PlannerTransition:

@@ -28,7 +28,7 @@ from tools.bench.traces import Trace, TraceRequest
 
 DROP = "drop"
 PARK, BOTH = "recompute:park=on", "drop:park=on"  # idle instances are parked
-_PATIENCE_S = 60.0  # after the last arrival and its deadline, for goals on steps
+_PATIENCE_S = 60.0  # simulated time after the last arrival and its TTFT goal, for goals on TPOT
 _WINDOWS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 _LOOK_S = 0.2  # polling interval for other processes' reports
 _USED = 0.8  # fraction of the memory in the first guess, as arrivals are uneven
@@ -182,7 +182,9 @@ def _search(job: SimJob, slo: Slo, most: int, bounds: SizingBounds, progress: Pr
 
 
 def fewest(keeps: Callable[[int], bool], guess: int, least: int, most: int) -> int | None:
-    """The fewest instances that meet the goal, assuming monotonicity; None: not even `most` do. Starts at `least`."""
+    """The fewest instances that meet the goal, assuming monotonicity; None: not even `most` do. The search starts at
+    `guess`, and tries none below `least`.
+    """
     least = min(least, most)
     step = max(1, guess // 8)
     if keeps(guess):
@@ -247,7 +249,7 @@ class Judge:
         return self.fails or not (still or self._coming)
 
     def close(self, now_s: float) -> None:
-        """Judge open requests by their steps so far, after the end of the simulation."""
+        """Judge open requests by their tokens so far, after the end of the simulation."""
         for record in self._open:
             token_count = len(record.token_times_s)
             kept = token_count > 0 and now_s - record.token_times_s[0] <= (self._slo.tpot_s or math.inf) * token_count
@@ -257,7 +259,7 @@ class Judge:
         self._open, self._coming = [], []
 
     def _kept(self, record: RequestRecord, now_s: float) -> bool | None:
-        """Whether the request meets the goal; None: open."""
+        """True if the request meets the goal; None: that is still open."""
         slo, times_s = self._slo, record.token_times_s
         if record.outcome not in (Outcome.OPEN, Outcome.FINISHED):
             return False
@@ -273,7 +275,7 @@ class Judge:
 
 
 def attempt(job: SimJob, slo: Slo, progress: Callable[[int, float], None] | None = None) -> SizingRun:
-    """True if the job's cluster meets the goal with the job's only policy."""
+    """Try the job's cluster with the job's only policy. The run ends early once the verdict is final."""
     (_, rules), *_ = specs_of(job)
     patience_s = slo.ttft_s + (_PATIENCE_S if slo.tpot_s is not None else 0.0)
     world = world_of(replace(job, stop_after_s=job.trace.span_s + patience_s), rules)

@@ -18,7 +18,7 @@ from services.worker.core.transition_messages import AbortRequested, LayersGiven
 from tests.support.cluster_campaign import story
 from tests.support.cluster_swarm import Kind
 
-SEEDS = 500  # of the gate: two minutes of two cores
+SEEDS = 250  # of the gate: two minutes of two cores
 CHUNK = 125
 _SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed", "leaving", "parked", "waking")
 LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))

@@ -56,6 +56,7 @@ class WorkerMachine(RuleBasedStateMachine):
         swaps_online=st.booleans(),
         fills=st.booleans(),
         target_s=st.sampled_from([None, None, 1e-9, 0.014, 0.018]),
+        ahead=st.booleans(),
     )
     def start(
         self,
@@ -69,6 +70,7 @@ class WorkerMachine(RuleBasedStateMachine):
         swaps_online: bool,
         fills: bool,
         target_s: float | None,
+        ahead: bool,
     ) -> None:
         self.driver = Driver(
             limits(
@@ -82,6 +84,7 @@ class WorkerMachine(RuleBasedStateMachine):
                 swap_block_count=swap[0],
                 swap_blocks_per_step=swap[1],
                 swaps_online=swaps_online,
+                async_scheduling=ahead,
             ),
             block_count,
             None if target_s is None else TokenTarget(target_s, lambda: COST),
@@ -192,7 +195,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule()
     def want_batch(self) -> None:
-        if self.driver.pending is None:
+        if self.driver.may_want:
             self.driver.want_batch()
 
     @rule()
@@ -203,9 +206,9 @@ class WorkerMachine(RuleBasedStateMachine):
     @rule(count=st.integers(1, 40))
     def steps(self, count: int) -> None:
         for _ in range(count):
-            if self.driver.pending is not None:
+            formed = self.driver.want_batch() if self.driver.may_want else None
+            if formed is None and self.driver.pending is not None:
                 self.driver.finish_step()
-            self.driver.want_batch()
 
     @precondition(lambda self: self.driver.pending is not None and len(self.driver.executed) % 7 == 0)
     @rule()

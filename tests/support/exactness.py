@@ -155,6 +155,7 @@ class Tally:
     stand_ins: int = 0  # of lost followers
     refilled: int = 0  # tokens that they computed from a log
     swapped_in_pipelines: int = 0  # copies to host memory and back
+    steps_ahead: int = 0  # of lone workers: launched before all their tokens were known
     offline: int = 0  # requests
     yields: int = 0  # of those, and
     preempted: int = 0  # steps of theirs that gave way between two layers
@@ -204,6 +205,7 @@ class History:
             activation_log_bytes=(seed % 3 != 0) << 20,
             harvest=_harvest(seed),
             transport=TransportConfig(rate_bytes_per_s=rate),
+            async_scheduling=place.ranks == 1 and seed % 4 < 3,
             place=place,
         )
         if self._crowded:
@@ -435,6 +437,7 @@ class History:
             load = worker.shell.load()
             self.tally.yields += load.offline_yields_total
             self.tally.hits += load.prefix_hits_total
+            self.tally.steps_ahead += worker.steps_ahead
             self.tally.moved += worker.core.totals.moved
             self.tally.swapped_in_pipelines += 0 if worker.copier is None else worker.copier.in_pipelines
             migrations = worker.member.published.migrations

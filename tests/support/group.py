@@ -18,7 +18,7 @@ from ballast.common.layout import Group, Layout, Member, group_of
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.transition import Phase, TransitionKind
 from ballast.service.tokenizer import load_tokenizer
-from services.worker.core.batch import NewSequence, TokenLogprobs
+from services.worker.core.batch import IN_FLIGHT, Batch, LaunchedStep, NewSequence, TokenLogprobs
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Aborted, BlockCopy, Emit, Ending, SequenceKey, Submitted
 from services.worker.core.limits import WorkerLimits
@@ -32,6 +32,7 @@ from services.worker.memory.host_blocks import HostBlocks
 from services.worker.output_stream import OutputStream
 from services.worker.pipeline.activations import HostActivations
 from services.worker.pipeline.build import BuiltMembership, join, stage_core
+from services.worker.pipeline.context import Launch
 from services.worker.pipeline.events import MigrationOrdered, PlanReceived, Told
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.progress import TransitionProgress
@@ -131,6 +132,7 @@ class Sizes:
     cost: CostModel | None = None  # with one, pipelines form their microbatches by it
     harvest: Harvest | None = None  # by what offline work is bounded
     place: Place = HERE
+    async_scheduling: bool = False  # of lone workers
     step_s: float = 0.0  # the least that a step takes: no machine is so fast that requests end before a test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
 
@@ -144,6 +146,10 @@ class Paced:
     def run_stage(self, *arguments: Any, **layers: Any) -> Any:
         time.sleep(self._step_s)
         return self._runner.run_stage(*arguments, **layers)
+
+    def launch(self, *arguments: Any) -> Any:
+        time.sleep(self._step_s)
+        return self._runner.launch(*arguments)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
@@ -182,6 +188,9 @@ class GroupWorker:
         place = sizes.place
         self.model_dir = model_dir
         self.engine = _load(name, model_dir, sizes)
+        self.steps_ahead = 0  # launched before all their tokens were known
+        if sizes.async_scheduling:
+            self.engine.runner.launch = functools.partial(self._launch, self.engine.runner.launch)
         info = self.engine.info
         limits = WorkerLimits(
             block_tokens=self.engine.block_tokens,
@@ -195,6 +204,7 @@ class GroupWorker:
             handover_timeout_s=sizes.handover_timeout_s,
             swap_block_count=sizes.swap_block_count,
             swap_blocks_per_step=2,
+            async_scheduling=sizes.async_scheduling,
             prefix_caching=sizes.prefix_caching,
         )
         microbatching = lookahead(lambda: sizes.cost)
@@ -220,6 +230,10 @@ class GroupWorker:
             activations=HostActivations(sizes.activation_log_bytes) if sizes.activation_log_bytes else None,
             runner=cast(Any, Paced(self.engine.runner, sizes.step_s)) if sizes.step_s else None,
         )
+
+    def _launch(self, launch: Launch, batch: Batch, block_tables: Sequence[Sequence[int]]) -> LaunchedStep:
+        self.steps_ahead += any(IN_FLIGHT in part.token_ids for part in batch.slices)
+        return launch(batch, block_tables)
 
     @property
     def member(self) -> GroupMember:

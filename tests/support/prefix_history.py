@@ -9,7 +9,7 @@ import random
 from collections import Counter
 
 from ballast.common.sampling import PriorityClass
-from services.worker.core.batch import Batch, BlockNumber, StepResult
+from services.worker.core.batch import IN_FLIGHT, Batch, BlockNumber, StepResult
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Aborted, CapacityChanged, Command, Event, Execute, Removed, SequenceKey
 from services.worker.core.limits import WorkerLimits
@@ -66,7 +66,7 @@ class World(Driver):
                     stage.late.append((command.batch, (), []))
         return commands
 
-    def finish_step(self) -> None:
+    def finish_step(self) -> list[Command]:
         execute, run, said = self.pending, self.engine.run, list[int]()
         assert execute is not None
         for stage in self.stages:
@@ -79,7 +79,7 @@ class World(Driver):
 
         self.engine.run = run_and_note
         try:
-            super().finish_step()
+            commands = super().finish_step()
         finally:
             self.engine.run = run
         for stage in self.stages:
@@ -87,6 +87,7 @@ class World(Driver):
                 stage.run_one()
             if self.rng.random() < 0.05:
                 stage.compact()
+        return commands
 
 
 class PrefixHistory:
@@ -108,6 +109,7 @@ class PrefixHistory:
             swap_blocks_per_step=swap[1],
             swaps_online=not stage_count and rng.random() < 0.5,
             prefix_caching=True,
+            async_scheduling=not stage_count and seed % 4 < 3,
         )
         self.world = World(bounds, self.least_blocks + rng.randrange(1, 40), rng, stage_count)
         self.world.open(1)
@@ -155,9 +157,10 @@ class PrefixHistory:
             world.add_blocks(rng.randrange(1, 3))
         elif choice < 0.42 and world.pending is None and alone:
             self._have_less()
-        elif world.pending is not None:
+        elif world.pending is not None and not (world.may_want and choice < 0.85):
             world.finish_step()
-        elif world.want_batch() is not None:
+        elif (execute := world.want_batch()) is not None:
+            self.counts["ahead"] += any(IN_FLIGHT in part.token_ids for part in execute.batch.slices)
             group_scheduler = world.core.group_scheduler
             has_room = world.index.retained_count <= max(0, group_scheduler.free_block_count)
             assert has_room or not group_scheduler.settled, "more is retained than there is room for"

@@ -5,6 +5,7 @@ two sequences, a table that lost its order, or a stale chunk therefore shows as 
 """
 
 import zlib
+from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -13,7 +14,7 @@ from ballast.common.ids import RequestId
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.targets import NO_TARGETS, Targets
-from services.worker.core.batch import NewSequence, Slice, StepResult, TokenLogprobs
+from services.worker.core.batch import IN_FLIGHT, NewSequence, Slice, StepResult, TokenLogprobs
 from services.worker.core.events import (
     BatchWanted,
     BlockCopy,
@@ -103,6 +104,7 @@ class FakeEngine:
         self._known: dict[int, NewSequence] = {}
         self._text_wanted: dict[int, bool] = {}
         self._computed: dict[int, int] = {}  # sequence id -> tokens with KV
+        self._sampled: dict[int, int] = {}  # sequence id -> its token, of the last batch
         self._host: dict[int, dict[int, int]] = {}  # host block id -> place in it -> token id
         self.copied_blocks = 0
 
@@ -128,12 +130,13 @@ class FakeEngine:
         early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
         if early:
             self._copy(execute.copies)
+        slices = [self._with_known(part) for part in batch.slices]
         token_ids: list[int] = []
         texts: list[str] = []
         logprobs: list[TokenLogprobs | None] = []
-        for part, table in zip(batch.slices, execute.block_tables, strict=True):
+        for part, table in zip(slices, execute.block_tables, strict=True):
             self._write(part, table)
-        for part, table in zip(batch.slices, execute.block_tables, strict=True):
+        for part, table in zip(slices, execute.block_tables, strict=True):
             if part.samples:
                 token_id = next_token(self._read(self._computed[part.sequence_id], table))
                 token_ids.append(token_id)
@@ -142,7 +145,15 @@ class FakeEngine:
                 logprobs.append(TokenLogprobs(token_id, -1.0, ()) if wanted else None)
         if not early:
             self._copy(execute.copies)
+        if batch.slices:
+            self._sampled = dict(zip([s.sequence_id for s in slices if s.samples], token_ids, strict=True))
         return StepResult(batch.step_id, tuple(token_ids), tuple(logprobs), 0.001), tuple(texts)
+
+    def _with_known(self, part: Slice) -> Slice:
+        if IN_FLIGHT not in part.token_ids:
+            return part
+        assert part.token_ids == (IN_FLIGHT,)
+        return part._replace(token_ids=(self._sampled[part.sequence_id],))
 
     def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
         for copy in copies:
@@ -205,13 +216,23 @@ class Driver:
         self.core = WorkerCore(limits, block_count, target=target, harvest=harvest)
         self.engine = FakeEngine(limits.block_tokens)
         self.at_s = 0.0
-        self.pending: Execute | None = None
+        self._launched: deque[tuple[Execute, tuple[StepResult, tuple[str, ...]] | None]] = deque()
         self.received: dict[SequenceKey, Received] = {}
         self.sampling: dict[SequenceKey, SamplingParams] = {}
         self.executed: list[Execute] = []
         self.copied_alone = False  # the last batch computed nothing
         self.preempted: set[SequenceKey] = set()  # what is known to wait after it had been let in
         self._handles: Iterator[int] = count(1)
+
+    @property
+    def pending(self) -> Execute | None:
+        """The oldest batch in flight."""
+        return self._launched[0][0] if self._launched else None
+
+    @property
+    def may_want(self) -> bool:
+        """Whether a batch may be in flight besides those that are."""
+        return not self._launched or (self.core.has_work and len(self._launched) < 1 + self.limits.async_scheduling)
 
     def feed(self, event: Event) -> list[Command]:
         commands = self.core.handle(event)
@@ -220,9 +241,9 @@ class Driver:
         for command in commands:
             match command:
                 case Execute():
-                    assert self.pending is None
+                    assert len(self._launched) < 1 + self.limits.async_scheduling
                     assert sum(len(s.token_ids) for s in command.batch.slices) <= self.limits.max_batch_tokens
-                    self.pending = command
+                    self._launch(command)
                     self.executed.append(command)
                 case Emit():
                     self._receive(command)
@@ -233,6 +254,13 @@ class Driver:
                 case _:
                     raise AssertionError(f"unexpected: {command}")
         return commands
+
+    def _launch(self, execute: Execute) -> None:
+        """A device takes batches in order, and a batch is over when its result is taken; one with safepoints may not
+        run at all.
+        """
+        ahead = self.limits.async_scheduling and not execute.batch.safepoint_layers
+        self._launched.append((execute, self.engine.run(execute) if ahead else None))
 
     def _receive(self, emit: Emit) -> None:
         assert len(emit.handles) == len(emit.token_counts)
@@ -313,22 +341,21 @@ class Driver:
 
     def want_batch(self) -> Execute | None:
         had_work = self.core.has_work
-        self.copied_alone = True
-        while self.copied_alone and self.pending is None:
+        self.copied_alone, before = True, len(self._launched)
+        while self.copied_alone and len(self._launched) == before:
             self.copied_alone = False
             self.feed(BatchWanted(self.at_s))
         assert self.pending is not None or not had_work or not self.core.has_work, "work to do, and no batch"
-        return self.pending
+        return self._launched[-1][0] if len(self._launched) > before else None
 
-    def finish_step(self) -> None:
-        assert self.pending is not None
-        result, texts = self.engine.run(self.pending)
-        self.pending = None
+    def finish_step(self) -> list[Command]:
+        execute, ran = self._launched.popleft()
+        result, texts = ran or self.engine.run(execute)
         self.at_s += 0.001
-        self.feed(StepDone(self.at_s, result, texts))
+        return self.feed(StepDone(self.at_s, result, texts))
 
     def fail_step(self) -> None:
-        """Nothing of it is written."""
+        """Nothing of it is written, unless it was launched."""
         self.feed(StepFailed(self.at_s, self._run_without_slices(), "out of luck"))
 
     def preempt_step(self) -> None:
@@ -338,11 +365,10 @@ class Driver:
         self.feed(StepPreempted(self.at_s, self._run_without_slices()))
 
     def _run_without_slices(self) -> int:
-        assert self.pending is not None
-        step_id, batch = self.pending.batch.step_id, replace(self.pending.batch, slices=())
-        self.engine.run(replace(self.pending, batch=batch, block_tables=()))
-        self.pending = None
-        return step_id
+        execute, ran = self._launched.popleft()
+        if ran is None:
+            self.engine.run(replace(execute, batch=replace(execute.batch, slices=()), block_tables=()))
+        return execute.batch.step_id
 
     def step(self) -> Execute | None:
         execute = self.want_batch()
@@ -356,10 +382,13 @@ class Driver:
 
     def run_to_end(self, max_steps: int = 5_000) -> int:
         """Step until nothing is left. Returns the number of steps."""
-        if self.pending is not None:
-            self.finish_step()
-        for steps in range(max_steps):
-            if self.step() is None:
+        steps = 0
+        for _ in range(2 * max_steps):
+            if self.may_want and self.want_batch() is not None:
+                steps += 1
+            elif self._launched:
+                self.finish_step()
+            else:
                 assert not self.core.has_work
                 return steps
         raise AssertionError(f"still at work after {max_steps} steps")
@@ -411,6 +440,7 @@ def limits(
     swap_blocks_per_step: int = 0,
     swaps_online: bool = True,
     prefix_caching: bool = False,
+    async_scheduling: bool = False,
 ) -> WorkerLimits:
     return WorkerLimits(
         block_tokens=block_tokens,
@@ -426,4 +456,5 @@ def limits(
         swap_blocks_per_step=swap_blocks_per_step,
         swaps_online=swaps_online,
         prefix_caching=prefix_caching,
+        async_scheduling=async_scheduling,
     )

@@ -1,1 +1,1 @@
-"""Load generation and measurement."""
+"""`ballast bench`: load generation and measurement."""

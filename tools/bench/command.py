@@ -1,4 +1,4 @@
-"""`ballast bench`: its subcommands and their flags."""
+"""`ballast bench`: its flags, and the subcommand `replay`."""
 
 import argparse
 import asyncio
@@ -26,12 +26,12 @@ from tools.local.cluster import LocalCluster
 if TYPE_CHECKING:
     from argparse import _SubParsersAction  # pyright: ignore[reportPrivateUsage] -- it has no public name
 
-_INTERRUPTED = 130  # exit status of shells for Ctrl-C
+_INTERRUPTED = 130  # exit status after Ctrl-C, as in shells
 _FAILED = 1
 
 
 def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate: Emulate) -> None:
-    """Add the subcommands. `emulate`: resolves `--profile GPU` and `--model NAME`."""
+    """Add `bench` and its subcommands to a parser. `emulate`: resolves `--profile GPU` and `--model NAME`."""
     parser = subparsers.add_parser("bench", help="put a cluster under load and measure it")
     commands = parser.add_subparsers(dest="bench_command", required=True)
     replay = commands.add_parser(
@@ -65,8 +65,8 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 0 all requests finished, 1 some did not, 130 interrupted (results are written
-    nevertheless).
+    """Run `ballast bench replay`. Returns the exit status: 0 all requests finished, 1 some did not, 130 interrupted
+    (the results so far are written).
     """
     return asyncio.run(_replay(args))
 
@@ -96,7 +96,7 @@ async def _replay(args: argparse.Namespace) -> int:
 
 
 async def _write_timeline(address: str, path: Path | None, console: Console) -> None:
-    """Write the timeline while the workers still run. Failing to do so does not invalidate the result."""
+    """Write the timeline of the workers' steps, while they still run. A failure is only reported."""
     if path is None:
         return
     try:

@@ -1,4 +1,4 @@
-"""Conclusion of a comparison in one paragraph."""
+"""The conclusion of a comparison of policies, as one paragraph."""
 
 import math
 
@@ -7,13 +7,13 @@ from tools.bench.results import BenchResult, PolicyResult
 from tools.bench.shortage import in_words, is_memory_short, shortage
 from tools.bench.slo import LENIENT, Slo
 
-_PLAIN = "recompute"
+_PLAIN = "recompute"  # baseline
 _ALIKE = 1.1  # figures within this factor are called equal
-_BEARABLE_TPOT = 1.25  # factor of token time above which it is mentioned as a price
+_BEARABLE_TPOT = 1.25  # a TPOT worse by more than this factor is mentioned as a price
 
 
 def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
-    """Conclusion from the figures of the result only. The verdict depends on the goal."""
+    """The conclusion, from the figures of `result` only. `slo`: the goal by which drop is judged."""
     drop = result.policies.get("drop")
     others = {name: policy for name, policy in result.policies.items() if name != "drop"}
     sentences = [_demand(result)]
@@ -27,7 +27,7 @@ def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
 
 
 def _plain(result: BenchResult) -> str:
-    """Name of the baseline that differs from drop only in not dropping; else another policy; else drop itself."""
+    """The baseline's name: recompute, which differs from drop only in not dropping; else another policy; else drop."""
     names = [_PLAIN, *(name for name in result.policies if name != "drop"), *result.policies]
     return next(name for name in names if name in result.policies)
 
@@ -89,7 +89,7 @@ def _price(drop: PolicyResult, name: str, other: PolicyResult) -> str:
 
 
 def _advice(result: BenchResult, drop: PolicyResult, name: str, slo: Slo) -> str:
-    """Verdict on the goal, and the scarce resource if the goal is missed."""
+    """Whether dropping helps to meet the goal, and which resource is scarce if the goal is missed."""
     other = result.policies[name]
     ours, theirs = slo.met_share(drop), slo.met_share(other)
     keeps, other_keeps = ours >= slo.share, theirs >= slo.share
@@ -113,7 +113,9 @@ def _advice(result: BenchResult, drop: PolicyResult, name: str, slo: Slo) -> str
 
 
 def _size(result: BenchResult, drop: PolicyResult, other: PolicyResult) -> str:
-    """Number of instances of the slower run, scaled to the pace of the faster one, for the same work."""
+    """A sentence with the number of GPUs that this load needs: the present number, times the ratio of the faster run's
+    duration to the trace's.
+    """
     gpus, span_s = result.config.cluster.get("gpu_count"), result.trace.span_s
     if not isinstance(gpus, int) or span_s <= 0.0:
         return ""

@@ -1,7 +1,7 @@
-"""Clusters of emulated workers, which take a GPU's time: starts them, and checks that this machine kept up.
+"""Measurements with emulated workers, which take as long as a GPU: figures, and a check that this machine kept up.
 
-Services, links, transitions and KV accounting are real and share this machine's processors. If there are too few, steps
-or the client run late, and the run is void.
+Services, links, transitions and KV accounting are real and share this machine's processors. If these are too few, steps
+or the client are late, and the run is void.
 """
 
 import os
@@ -17,27 +17,27 @@ from tools.bench.sizing import SizingPace, Speed
 from tools.local.cluster import LocalCluster
 from tools.model.info import CheckpointInfo
 
-MOST_LOST = 0.02  # fraction of the total ideal step time
-MOST_LAG_S = 0.25  # P99
-_FEW = 2  # requests on a lightly loaded worker
+MOST_LOST = 0.02  # limit on lost time, as a fraction of the ideal step time
+MOST_LAG_S = 0.25  # limit on the P99 delay of sending requests
+_FEW = 2  # number of requests on a lightly loaded worker
 _SAID = re.compile(r" emulated .*\bdue_s=([0-9.]+).* late_s=([0-9.]+).* lost_s=([0-9.]+)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Emulation:
-    """An emulated machine, with the functions that a comparison needs."""
+    """An emulated machine and model, with the figures that a comparison would otherwise measure."""
 
-    info: CheckpointInfo  # of the model; its folder contains the checkpoint files that services read
-    gpu: str  # display name of an instance
+    info: CheckpointInfo  # the model; its folder has the checkpoint files that services read
+    gpu: str  # display name of an instance's GPUs
     worker_flags: Sequence[str]
-    memory_bytes: int  # per worker
+    memory_bytes: int  # device memory of a worker
     capacity_tokens: int  # KV tokens of a worker with full parameters
-    prompt_s: Callable[[int], float]  # prefill time of a prompt of that many tokens
-    step_s: Callable[[int, int], float]  # step time of (requests, tokens of each)
+    prompt_s: Callable[[int], float]  # prompt length -> prefill time
+    step_s: Callable[[int, int], float]  # (number of requests, tokens of each) -> time of a decode step
     last_token: Callable[[Sequence[int], int], int]  # (prompt, output length) -> last token of the answer
 
     def speed(self, input_tokens: int, output_tokens: int, workers: int) -> Speed:
-        """The speeds that the probes would measure."""
+        """The speeds that probes would measure on a cluster of `workers`, for requests of these lengths."""
         few, full = _FEW, max(_FEW + 1, self.capacity_tokens // (input_tokens + output_tokens))
 
         def pace(count: int) -> SizingPace:
@@ -49,14 +49,14 @@ class Emulation:
 
 
 class ProcessorUsage:
-    """Processor time used by the cluster and its client since construction."""
+    """The processor time that a cluster and its client (this process) have used since construction."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._pids = {process.pid for of in cluster.processes.values() for process in of}
         self._began = time.monotonic(), time.process_time(), _cpu_s(self._pids)
 
     def cores(self) -> dict[str, float]:
-        """Average number of busy processors."""
+        """Average number of busy processors, of the services and of the client."""
         at_s, client_s, services_s = self._began
         spent_s = max(1e-9, time.monotonic() - at_s)
         return {
@@ -72,17 +72,17 @@ def with_settings(result: BenchResult, more: Mapping[str, str | float]) -> Bench
 
 @dataclass(frozen=True, slots=True)
 class Lateness:
-    """Delays of all workers' steps."""
+    """How late the steps of all workers were."""
 
-    late_share: float  # fraction of the ideal step time
-    lost_share: float  # fraction of the ideal step time that was never caught up
+    late_share: float  # sum of delays, as a fraction of the ideal step time
+    lost_share: float  # sum of delays that were never caught up, as such a fraction
 
 
 def lateness(log_dir: Path) -> Lateness:
-    """Delays and lost time of all workers' steps, from the last line of each log.
+    """The lateness of all workers' steps, from the last report in each worker's log.
 
     Raises:
-        Unavailable: a worker has not logged them.
+        Unavailable: no worker has reported any step time.
     """
     logs = (log.read_text(errors="replace") for log in log_dir.glob("worker-*.log"))
     last = [found[-1] for log in logs if (found := list(_SAID.finditer(log)))]  # logs also contain earlier runs
@@ -93,7 +93,7 @@ def lateness(log_dir: Path) -> Lateness:
 
 
 def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
-    """The result with the processor use and delays of the emulation added.
+    """The result with the delays of the emulated workers' steps added.
 
     Raises:
         Unavailable: as for `lateness`.
@@ -103,7 +103,7 @@ def with_effort(result: BenchResult, log_dir: Path) -> BenchResult:
 
 
 def why_void(result: BenchResult) -> str:
-    """Why the run is void; empty if the machine kept up."""
+    """Why an emulated run is void; empty if the machine kept up."""
     [policy] = result.policies.values()
     lost, lag_s = float(result.config.cluster["lost_share"] or 0.0), policy.send_lag_s.p99 or 0.0
     if lost > MOST_LOST:

@@ -1,4 +1,4 @@
-"""Environment of a measurement: processor, versions, commit."""
+"""The environment of a measurement: processor, versions, commit."""
 
 import os
 import platform
@@ -55,7 +55,7 @@ def _version(package: str) -> str | None:
 
 
 def _git(*arguments: str) -> str | None:
-    """Output of git in the folder of this source; None without a repository or git."""
+    """Output of git in the folder of this file; None without a repository or git."""
     command = ["git", "-C", str(Path(__file__).parent), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_TIMEOUT_S, check=False)

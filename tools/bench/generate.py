@@ -1,24 +1,24 @@
-"""The generator of the small synthetic traces that ship in `benchmarks/traces`.
+"""Generates the small synthetic traces in `benchmarks/traces`.
 
     python -m tools.bench.generate --out benchmarks/traces/bursty.csv
     python -m tools.bench.generate --kind answers --out benchmarks/traces/answers.csv
 
-**Arrivals.** A gamma renewal process (shape 1/cv², so cv 1 is Poisson and more is clumpier) whose rate is `base_rate`
-and, from `burst_start_s` for `burst_s` seconds, `burst_factor` times that. Intervals of mean one are drawn in
-operational time and mapped through the inverse of the rate's integral, which keeps the clumpiness inside the burst.
+**Arrivals.** A gamma renewal process (shape 1/cv²: cv 1 is Poisson, a higher cv burstier) whose rate is `base_rate`, or
+`burst_factor` times that for `burst_s` seconds from `burst_start_s` on. Intervals of mean one are drawn in operational
+time and mapped through the inverse of the rate's integral, so that their cv is the same within the burst.
 
 **Lengths.** Input and output lengths are drawn independently from an inverse distribution function that passes
-through the quantiles P50, P80, P95 and P99 which the first arXiv version of KunServe states for BurstGPT (its table
-2), with straight lines in the logarithm between them. The ends are free: the upper one lies a little above P99, the
-lower one is chosen so that the mean is the stated one. Stated means: 603 input, 289 output tokens.
+through the quantiles P50, P80, P95 and P99 that the first arXiv version of KunServe states for BurstGPT (its table
+2), with straight lines in the logarithm between them. The maximum is a little above P99, the minimum is chosen so that
+the mean is the stated one: 603 input, 289 output tokens.
 
-The kind `answers` has its own lengths: short prompts and longer answers, so that a request holds its memory for long
-and needs little compute. A burst of such requests exhausts memory first.
+The kind `answers` has short prompts and longer answers: requests hold memory for long and need little compute, so a
+burst of them exhausts memory first.
 
-The kind `spike` has the lengths of BurstGPT and a higher and relatively shorter burst, with little memory in use before
-and after it: a load whose average is far below its peak.
+The kind `spike` has the lengths of BurstGPT and a higher and relatively shorter burst, before and after which little
+memory is in use: a load whose average is far below its peak.
 
-All draws come from `random.Random(seed)`; the same arguments give the same file.
+All random numbers come from `random.Random(seed)`: the same arguments give the same file.
 """
 
 import argparse
@@ -30,7 +30,7 @@ from pathlib import Path
 
 from tools.bench.traces import TraceRequest, write_trace
 
-# (probability, tokens), both ascending
+# Points (probability, tokens) of an inverse distribution function, both ascending.
 Quantiles = tuple[tuple[float, float], ...]
 BURSTGPT_INPUT: Quantiles = ((0.0, 37), (0.5, 400), (0.8, 1146), (0.95, 1804), (0.99, 2009), (1.0, 2100))
 BURSTGPT_OUTPUT: Quantiles = ((0.0, 25), (0.5, 249), (0.8, 462), (0.95, 715), (0.99, 1161), (1.0, 1500))
@@ -81,7 +81,7 @@ def generate(spec: BurstySpec = BurstySpec(), seed: int = 1) -> tuple[TraceReque
 
 
 def _arrival_s(spec: BurstySpec, operational: float) -> float:
-    """The instant up to which the rate integrates to `operational`."""
+    """The time up to which the rate integrates to `operational`."""
     before = spec.base_rate * spec.burst_start_s
     within = spec.base_rate * spec.burst_factor * spec.burst_s
     if operational <= before:

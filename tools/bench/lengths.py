@@ -1,7 +1,7 @@
 """Lengths of prompts and answers, for traces without suitable ones.
 
-A pool is a file of real requests, drawn with replacement, prompt and answer together. For some data sets only
-statistics are published: a distribution is fitted to them, which `Lengths.source` states in every result.
+Lengths are drawn, with replacement, from the requests of a file (prompt and answer together), or from a distribution
+fitted to a data set of which only statistics are published. `Lengths.source` states which in every result.
 
 | name      | published                                            | fit |
 |-----------|------------------------------------------------------|-----|
@@ -10,7 +10,7 @@ statistics are published: a distribution is fitted to them, which `Lengths.sourc
 | agieval   | likewise                                             | likewise |
 | sharegpt  | means 1660 and 373, prompts of at most 4096 (KunServe, EuroSys '26, section 5.1) | log-normal |
 | longbench | means 5900 and 499 (likewise)                        | log-normal |
-| longanswers | the prompts' mean, as BurstGPT's; that of the answers, 1,000, is chosen | log-normal |
+| longanswers | mean of prompts as in BurstGPT; that of answers, 1,000, is our choice | log-normal |
 
 A log-normal fit has the published mean (after truncating prompts to the maximum) and an assumed spread.
 """
@@ -29,7 +29,7 @@ _AZURECONV_INPUT: Quantiles = ((0.0, 30), (0.5, 998), (0.8, 1159), (0.95, 4080),
 _AZURECONV_OUTPUT: Quantiles = ((0.0, 83), (0.5, 202), (0.8, 411), (0.95, 451), (0.99, 585), (1.0, 700))
 _AGIEVAL_INPUT: Quantiles = ((0.0, 20), (0.5, 128), (0.8, 556), (0.95, 619), (0.99, 651), (1.0, 700))
 _AGIEVAL_OUTPUT: Quantiles = ((0.0, 275), (0.5, 363), (0.8, 450), (0.95, 578), (0.99, 698), (1.0, 900))
-_ASSUMED_SIGMA = 0.7  # of the logarithm, if only means are published
+_ASSUMED_SIGMA = 0.7  # standard deviation of the logarithm, if only means are published
 
 Draw = Callable[[random.Random], tuple[int, int]]
 
@@ -42,10 +42,10 @@ class Lengths:
 
 
 def lengths_of(name: str) -> Lengths:
-    """The fitted data set of that name, or the pool in the file of that path.
+    """The lengths of the fitted data set `name`, or of the requests in the trace file `name`.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is neither such a data set nor such a file.
     """
     if name in _FITTED:
         source, draw = _FITTED[name]

@@ -1,15 +1,15 @@
 """`ballast bench overload`: compares overload policies on the same arrivals, each run on a fresh cluster.
 
-1. *Plan.* For each workload lengths are shortened to a mean that suits the machine, and memory is sized in requests.
-   Workers with that memory report how much of it they can use, and two probes measure the machine's speed with few
-   requests and with a full cache. The arrival rate is then scaled (`tools.bench.upscale`) so that the forecast KV
-   demand is a given share of the cluster's KV capacity without dropping. KunServe's setup is below 60 % on average, so
-   that only bursts overflow.
+1. *Plan.* For each workload, lengths are shortened to a mean that suits the machine, and memory is sized for a number
+   of such requests. Workers with that memory report how much of it they can use, and two probes measure the machine's
+   speed with few requests and with a full cache. The arrival rate is then scaled (`tools.bench.upscale`) so that the
+   forecast KV demand is a given share of the cluster's KV capacity without dropping. In KunServe's setup that share is
+   below 60 % on average, so that only bursts overflow.
 2. *Runs.* For each repetition and each workload, every policy runs once, in an order that rotates.
    Each run has a fresh cluster, is warmed up with requests that do not count, and writes one result file.
 
-With emulated workers (`tools.bench.emulation`) nothing is measured, and nothing is scaled unless requested: the GPU's
-memory is given, and the trace has its own arrivals and lengths.
+With emulated workers (`tools.bench.emulation`) the plan measures nothing, and scales arrivals and lengths of the trace
+only if requested; memory is the GPU's.
 
 The plan is stored in `plan.json`. A second call with the same arguments skips finished runs; policies, workloads and
 repetitions may be added.
@@ -61,9 +61,9 @@ from tools.bench.workloads import Workload
 from tools.local.cluster import LocalCluster
 from tools.model.info import read_info
 
-_FEW_PER_WORKER = 2  # requests per worker in the slower probe
+_FEW_PER_WORKER = 2  # requests per worker in the probe with few requests
 _WARMUP_ROUNDS = 3
-_WARMUP_ANSWER_TOKENS = 16  # longer answers exercise no further code
+_WARMUP_ANSWER_TOKENS = 16  # longer answers would warm up no further code
 _LAYOUT_WITHIN_S = 60.0
 _SIZING_ATTEMPTS = 4
 _ENOUGH = 0.95  # acceptable share of the intended memory
@@ -84,7 +84,7 @@ class Run:
 
 
 def order_of(workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[Run]:
-    """The order of policies, interleaved and rotated in each repetition, so that drift favours none."""
+    """All runs in order. Policies alternate, and each repetition begins with another one: drift favours none."""
     runs: list[Run] = []
     for repetition in range(repetitions):
         turn = repetition % len(specs)
@@ -95,7 +95,7 @@ def order_of(workloads: list[Workload], specs: list[PolicySpec], repetitions: in
 
 
 class OverloadComparison:
-    """All runs of one output folder."""
+    """A comparison: the plan and the runs of one output folder."""
 
     def __init__(
         self,
@@ -105,7 +105,7 @@ class OverloadComparison:
         console: Console,
         probe_s: float = PROBE_S,
     ) -> None:
-        """`model`: folder of a checkpoint, or the name of the emulated model."""
+        """`model`: folder of a checkpoint, or an emulated machine. `probe_s`: duration of a probe."""
         self._emulation = model if isinstance(model, Emulation) else None
         self._info = model.info if isinstance(model, Emulation) else read_info(model)
         self._probe_s = probe_s
@@ -116,7 +116,7 @@ class OverloadComparison:
         self._traces: dict[str, Trace] = {}
 
     async def run(self, workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[str]:
-        """Execute the unfinished runs. Returns the errors; the last one is "interrupted" if Ctrl-C was pressed."""
+        """Plan, and execute unfinished runs. Returns the errors; the last is "interrupted" after Ctrl-C."""
         for workload in workloads:
             await self._prepare(workload)
         runs = order_of(workloads, specs, repetitions)
@@ -158,7 +158,11 @@ class OverloadComparison:
     # ------------------------------------------------------------ plan
 
     async def _prepare(self, workload: Workload) -> None:
-        """The trace to replay and its plan; sizes and scales are measured unless the plan contains them."""
+        """Prepare the trace of a workload. Its sizes and scales are measured unless the plan contains them.
+
+        Raises:
+            ConfigError: the plan has another workload of this name, or the trace has changed since.
+        """
         plan = self._plan.workloads.get(workload.name)
         if plan is None:
             plan = await self._measure(workload)
@@ -173,16 +177,14 @@ class OverloadComparison:
             raise ConfigError(workload.word, f"has changed since it was planned in {self._out}; choose another --out")
 
     def _time_scale(self, workload: Workload) -> float:
-        """Factor on arrival times: shorter and steeper bursts, or longer ones. The request count then follows from the
-        demand.
-        """
+        """Factor on arrival times by which the workload lasts `--span-s`; the rate is then scaled to the demand."""
         span_s = self._arguments.span_s
         return 1.0 if span_s is None or not workload.base.span_s else span_s / workload.base.span_s
 
     def _scaled(
         self, trace: Trace, time_scale: float, lengths: tuple[float, float | None], rate_factor: float
     ) -> Trace:
-        """The trace with scaled lengths. `lengths`: the scales of prompts and of answers."""
+        """The trace with scaled times, lengths and rate. `lengths`: factors for prompts and for answers."""
         scaled = trace.scaled(
             time_scale=time_scale,
             length_scale=lengths[0],
@@ -234,10 +236,10 @@ class OverloadComparison:
         return plan
 
     async def _probe(self, trace: Trace, memory: SizingMemory) -> tuple[Speed, int, int]:
-        """Measure the speed. Also returns the memory of a worker and the usable KV tokens of all workers.
+        """Measure the speed. Returns (speed, device memory of a worker in bytes, KV tokens of all workers).
 
-        Workers use whole extents, the same number for each layer, and leave the remainder unused: with few layers and
-        little memory up to half of it. They are given more memory until the intended capacity is reached.
+        Workers use whole extents, the same number for each layer, and leave the remainder unused, which with little
+        memory may be half of it. They are given more until the intended capacity is reached.
         """
         device_memory_bytes, meant_tokens = memory.device_memory_bytes, memory.undropped_tokens
         for attempts_left in reversed(range(_SIZING_ATTEMPTS)):
@@ -248,7 +250,7 @@ class OverloadComparison:
                     if capacity_tokens >= _ENOUGH * meant_tokens or not attempts_left:
                         speed = await self._pace(cluster.address, trace, capacity_tokens)
                         return speed, device_memory_bytes, capacity_tokens
-            except ConfigError as error:  # too little for one block of each layer
+            except ConfigError as error:  # too little memory for one block of each layer
                 if not attempts_left or "device_memory_bytes" not in str(error):
                     raise
             lacking_tokens = meant_tokens - capacity_tokens
@@ -332,10 +334,10 @@ def _settings(arguments: ComparisonArguments, plan: WorkloadPlan) -> dict[str, s
 
 
 async def wait_at_rest(address: str, degree: int) -> int:
-    """Wait until the cluster has been idle briefly and has the policy's initial groups: of `degree` members, with one
-    smaller remainder.
+    """Wait until the cluster has been idle, with a policy's initial groups, for half a second. These are groups of
+    `degree` members, and fewer than `degree` instances that serve alone.
 
-    Returns their KV capacity in tokens. The wait covers an overload that the last request may have caused.
+    Returns the KV capacity in tokens. An overload that the last request has caused is over by then.
     """
     give_up_at_s = time.monotonic() + _LAYOUT_WITHIN_S
     at_rest_since_s: float | None = None
@@ -365,8 +367,8 @@ async def run_on(
     settings: ClusterSettings,
     display: Callable[[ReplayProgress], None],
 ) -> BenchResult:
-    """Start the cluster, warm it up and replay the job's trace on it. The result's settings contain the processor time
-    used.
+    """Start the cluster, warm it up and replay the job's trace on it. The result's settings include the average numbers
+    of busy processors.
     """
     assert isinstance(job.trace, Trace), "read and scaled"
     input_tokens, output_tokens = mean_request(job.trace.requests)

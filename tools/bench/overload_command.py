@@ -1,4 +1,4 @@
-"""`ballast bench overload`: its flags and its final output."""
+"""`ballast bench overload`: its flags, and what it prints."""
 
 import argparse
 import asyncio
@@ -31,9 +31,9 @@ _EMULATED = (
     " replayed at its own pace with its own lengths. As long as it lasts the machine should do nothing else: a run in"
     " which it could not keep up is void"
 )
-# Defaults without emulation; with emulated workers they are taken from the trace.
+# Defaults of flags for workers that compute. Emulated ones keep the trace's arrivals and lengths.
 _OWN = {"demand": 0.55, "mean_tokens": 240.0, "sequences_each": 8, "probe_s": PROBE_S, "max_num_seqs": 64}
-_ONLY_OWN = ("sequences_each", "probe_s")  # apply to real workers only: this machine's memory and speed
+_ONLY_OWN = ("sequences_each", "probe_s")  # flags that emulated workers refuse: they have a GPU's memory and speed
 
 # (folder for the checkpoint files, GPU, model name) -> emulated machine
 Emulate = Callable[[Path, str, Path], Emulation]
@@ -154,7 +154,7 @@ class _ComparisonPart:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns the exit status: 0 all runs exist, 1 some failed, 130 interrupted."""
+    """Run `ballast bench overload`. Returns the exit status: 0 all runs finished, 1 some failed, 130 interrupted."""
     console = open_console()
     settle(args)
     if args.repetitions < 1:
@@ -214,7 +214,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
-    """The comparison for each number of workers. Policies that need more workers are left out of the smaller ones."""
+    """The comparisons, one for each number of workers, each with the policies for which its workers suffice."""
     numbers = _numbers(args.workers)
     specs = parse_policies(args.policies)
     for spec in specs:
@@ -238,7 +238,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _longer(workload: Workload) -> float:
-    """Factor by which a workload lasts longer than `--span-s`, because its burst is repeated."""
+    """Factor by which a workload lasts longer than its base trace, as its burst is repeated."""
     return workload.trace.span_s / workload.base.span_s if workload.base.span_s else 1.0
 
 

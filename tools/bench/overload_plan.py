@@ -10,11 +10,11 @@ from ballast.common.errors import ConfigError
 from tools.bench.progress import minutes
 from tools.model.info import CheckpointInfo
 
-RUN_OVERHEAD_S = 8.5  # start, warm-up and end of a cluster
-_TAIL_SHARE = 0.2  # fraction of the span from the last arrival to the last answer
+RUN_OVERHEAD_S = 8.5  # time for start, warm-up and end of a cluster
+_TAIL_SHARE = 0.2  # time from the last arrival to the last answer, as a fraction of the trace's span
 _PROBE_SHARE = 2.8  # duration of two probes with ramp-up, in units of `probe_s`
-NO_PEAK = 1e9  # multiple of the capacity
-_OVERFLOW = 1.05  # multiple of the capacity; policies do not differ on a lower peak
+NO_PEAK = 1e9  # multiple of the capacity that stands for no limit on the peak
+_OVERFLOW = 1.05  # multiple of the capacity; with a lower peak, policies do not differ
 _SHORTEST_SPAN_S = 10.0  # a shorter workload has hardly a burst
 
 
@@ -33,19 +33,19 @@ class ComparisonArguments(BaseModel):
     workers: int
     seed: int
     deadline_s: float
-    demand_fraction: float | None  # null: the trace's arrivals
+    demand_fraction: float | None  # null: arrivals are not scaled
     peak_fraction: float = NO_PEAK
-    mean_tokens: float | None  # null: the trace's lengths
-    answer_share: float | None = None  # fraction of the mean request's tokens; null: as in the trace
+    mean_tokens: float | None  # null: lengths are not scaled
+    answer_share: float | None = None  # answer's fraction of the mean request's tokens; null: as in the trace
     sequences_each: int
     span_s: float | None
     max_num_seqs: int | None  # null: the worker's default
     settings: dict[str, str]
-    gpu: str | None = None  # GPU emulated by the workers
+    gpu: str | None = None  # GPU that the workers emulate; null: they compute
 
 
 class WorkloadPlan(BaseModel):
-    """How a workload is replayed, the same in all runs."""
+    """How a workload is replayed, in all runs alike."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -56,15 +56,15 @@ class WorkloadPlan(BaseModel):
     span_s: float
     request_count: int
     device_memory_bytes: int
-    undropped_tokens: int  # usable KV tokens of all workers; less than requested, as a remainder stays unused
-    few_tokens_per_s: float  # output tokens of all workers
+    undropped_tokens: int  # KV tokens of all workers without dropping
+    few_tokens_per_s: float  # output tokens of all workers, with few requests
     full_tokens_per_s: float
     forecast_demand_fraction: float
     forecast_peak_fraction: float
 
 
 class ComparisonPlan(BaseModel):
-    """plan.json."""
+    """The contents of plan.json."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -74,10 +74,10 @@ class ComparisonPlan(BaseModel):
 
 @dataclass(frozen=True, slots=True)
 class Timetable:
-    """Estimated duration of one comparison."""
+    """The estimated duration of one comparison."""
 
     workers: int
-    spans_s: Mapping[str, float]  # workload -> its duration as replayed
+    spans_s: Mapping[str, float]  # workload -> span of its arrivals, as replayed
     policies: Sequence[str]
     repetitions: int
     probe_s: float
@@ -104,13 +104,13 @@ class Timetable:
 
 
 def run_s(span_s: float) -> float:
-    """Duration of one run: start and warm-up of a cluster, the arrivals, and the backlog left by then."""
+    """Estimated duration of a run: start, warm-up and end of a cluster, the arrivals, and the requests left by then."""
     return RUN_OVERHEAD_S + (1 + _TAIL_SHARE) * span_s
 
 
 def span_within(tables: Sequence[Timetable], minutes_given: float) -> float:
-    """The span of workloads with which the whole comparison takes `minutes_given`. `tables` have spans of 1 s, more for
-    repeated workloads.
+    """The span in seconds of workloads with which the whole comparison takes `minutes_given`. `tables`: timetables with
+    spans of 1 s (more for workloads with repeated bursts).
 
     Raises:
         ConfigError: the span would be too short for a burst.
@@ -176,7 +176,7 @@ def arguments_of(
     settings: Mapping[str, str],
     gpu: str | None = None,
 ) -> ComparisonArguments:
-    """Check the arguments and add them to the settings that suit short traces.
+    """Validate the arguments of a comparison.
 
     Raises:
         ConfigError: an argument is invalid; the message names the flag.

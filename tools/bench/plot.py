@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _REPORT_S = 0.2  # time until all workers have reported their capacity after a transition
-_WIDE, _NARROW = 6.0, 4.4  # inches per column, for up to two columns and for more
+_WIDE, _NARROW = 6.0, 4.4  # width of a column in inches, if there are up to two and if there are more
 _FAILURE_MARKS = {
     RequestOutcome.REFUSED: "refused",
     RequestOutcome.DEADLINE: "over its deadline",
@@ -26,9 +26,9 @@ _FAILURE_MARKS = {
 
 
 def plot_result(result: BenchResult, path: Path) -> None:
-    """Draw request rate, KV demand, TTFT and load over time, one column per policy. The suffix selects the format.
+    """Draw request rate, KV demand, TTFT and load over time, one column per policy. The path's suffix is the format.
 
-    Grey marks groups of several members, whose parameters are dropped; darker during a transition.
+    Periods with groups of several members, whose parameters are dropped, are grey; transitions are darker.
 
     Raises:
         ConfigError: matplotlib is not installed, the format is unknown or the file cannot be written.
@@ -64,7 +64,7 @@ def _title(result: BenchResult) -> str:
 
 
 def _draw_policy(axes: "list[Axes]", policy: PolicyResult, end_s: float) -> None:
-    """Draw one column. `end_s`: the common end of all policies' time axes."""
+    """Draw one policy's column. `end_s`: the end of all policies' time axes."""
     rate, memory, ttft, load = axes
     _draw_rate(rate, policy, end_s)
     _draw_memory(memory, policy)
@@ -89,7 +89,7 @@ Span = tuple[float, float, str]
 
 
 def merged_spans(policy: PolicyResult) -> list[Span]:
-    """(begin, end, group sizes) of the periods with groups of several members, at the samples' resolution.
+    """(begin, end, group sizes as text) of periods with groups of several members, at the samples' resolution.
 
     A period begins with its transition if one is known.
     """
@@ -109,10 +109,10 @@ def merged_spans(policy: PolicyResult) -> list[Span]:
 
 
 def settled_capacity(policy: PolicyResult) -> tuple[list[float], list[int]]:
-    """Times (s) and KV capacities (bytes), without samples taken during a transition.
+    """(times in s, KV capacities in bytes) of the samples that were not taken during a transition.
 
-    While layers are dropped or loaded, a leader reports the guaranteed capacity of its smallest stage, which is often
-    lower than before and after.
+    During a transition, a leader reports the guaranteed capacity of its smallest stage, which is often lower than
+    before and after.
     """
     spans = [
         (t.at_s, t.at_s + t.duration_s + _REPORT_S)
@@ -129,7 +129,7 @@ def settled_capacity(policy: PolicyResult) -> tuple[list[float], list[int]]:
 
 
 def _name_groups(axis: "Axes", spans: list[Span]) -> None:
-    """Label the group sizes above the first panel."""
+    """Write the group sizes above the first panel."""
     for begin_s, _, name in spans:
         axis.annotate(
             f"parameters dropped, groups of {name}",
@@ -144,7 +144,7 @@ def _name_groups(axis: "Axes", spans: list[Span]) -> None:
 
 
 def _name_transitions(axis: "Axes", policy: PolicyResult) -> None:
-    """Label each transition band with its direction."""
+    """Label each transition with its kind."""
     for transition in policy.transitions:
         if transition.kind is None:
             continue

@@ -1,7 +1,7 @@
-"""The words of `--policies`: an overload policy with its knobs, and the service flags they stand for.
+"""The words of `--policies`: overload policies with their knobs, and the service flags that they stand for.
 
-`recompute`, `drop:restore=off`, `static-pipeline:degree=4`, `recompute:watermark=0.1:label=no thrashing`: knobs follow
-the name after colons, so that a sweep is a list of such words.
+Knobs follow the policy's name after colons, so that a sweep is a list of such words: `recompute`, `drop:restore=off`,
+`static-pipeline:degree=4`, `recompute:watermark=0.1:label=no thrashing`.
 """
 
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ _SWAPPING = (OverloadPolicy.SWAP, OverloadPolicy.DROP)
 POLICIES = ("recompute", "swap", "migrate", "static-pipeline", "drop")
 
 
-# With and without a watermark: which one preempts less depends on the workload.
+# Recompute is there with and without a watermark: which one preempts less depends on the workload.
 COMPARED = ("recompute:watermark=0", "recompute", "swap", "migrate", "static-pipeline", "drop")
 # KunServe, EuroSys '26, figure 14: the contribution of each step.
 ABLATION = (
@@ -38,7 +38,7 @@ SWEEP = (
 @dataclass(frozen=True, slots=True)
 class _Knob:
     service: Service
-    flag: str  # or dev.NAME
+    flag: str  # flag, or dev.NAME
     of: tuple[str, ...]  # policies that have the knob
     what: str
 
@@ -60,6 +60,7 @@ KNOBS: dict[str, _Knob] = {
     "queue-order": _Knob("dispatcher", "--queue-order", _EVERY, "first-come, shortest-first or deadline"),
     "migrate-below": _Knob("planner", "dev.migrate_below_tokens", ("migrate",), "freeness of who gives requests away"),
     "migrate-above": _Knob("planner", "dev.migrate_above_tokens", ("migrate",), "freeness of who takes them"),
+    "offline-slowdown": _Knob("worker", "--offline-slowdown", _EVERY, "of a step by offline work; 1000: unbounded"),
     "transfers": _Knob("worker", "dev.transfers", ("drop",), "coordinated, or naive: one queue for KV and activations"),
     "degree": _Knob("planner", "--pipeline-degree", ("static-pipeline",), "instances of a pipeline"),
     "ttft-target-s": _Knob("planner", "--ttft-target-s", ("drop",), "seconds until a first token is late"),
@@ -70,7 +71,7 @@ KNOBS: dict[str, _Knob] = {
 
 @dataclass(frozen=True, slots=True)
 class PolicySpec:
-    """One policy with its knobs. Two entries of the same policy differ in their knobs."""
+    """A policy with its knobs, under a label that is unique in a comparison."""
 
     label: str
     policy: str
@@ -78,14 +79,14 @@ class PolicySpec:
 
     @property
     def pipeline_degree(self) -> int:
-        """Instances per group at the start."""
+        """Instances per group when the cluster has started."""
         return int(self.knobs.get("degree", "2")) if self.policy == OverloadPolicy.STATIC_PIPELINE else 1
 
     def flags(self) -> dict[Service, list[str]]:
         policy = ["--overload-policy", self.policy]
         flags: dict[Service, list[str]] = {"planner": [*policy], "worker": [*policy]}
         if self.policy == OverloadPolicy.STATIC_PIPELINE and "microbatching" not in self.knobs:
-            flags["worker"] += ["--dev", "microbatching=token-count"]  # as in the system that it models
+            flags["worker"] += ["--dev", "microbatching=token-count"]  # as in vLLM, which this policy models
         for name, value in self.knobs.items():
             knob = KNOBS[name]
             flags.setdefault(knob.service, []).extend(knob.words(value))
@@ -96,7 +97,7 @@ def parse_policies(text: str) -> list[PolicySpec]:
     """Parse the argument of `--policies`.
 
     Raises:
-        ConfigError: an unknown policy or knob, or a label that occurs twice.
+        ConfigError: a policy or knob is unknown, or a label occurs twice.
     """
     specs = [_parse(word.strip()) for word in text.split(",") if word.strip()]
     labels = [spec.label for spec in specs]

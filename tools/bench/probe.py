@@ -1,4 +1,4 @@
-"""Requests before the measured ones: measure a cluster's speed and warm it up."""
+"""Measures a cluster's speed, and warms it up, before a replay."""
 
 import asyncio
 import itertools
@@ -14,17 +14,17 @@ from tools.bench.sizing import SizingPace
 from tools.bench.target import ClusterTarget
 
 PROBE_S = 5.0
-_WARMUP_SHARE = 0.4  # additional warm-up, as a fraction of the probe time
+_WARMUP_SHARE = 0.4  # duration of the warm-up before a probe, as a fraction of `probe_s`
 _DEADLINE_S = 60.0
 
 
 async def probe(
     address: str, *, concurrency: int, input_tokens: int, output_tokens: int, probe_s: float = PROBE_S
 ) -> SizingPace:
-    """Keep `concurrency` requests running and measure for `probe_s` after a warm-up.
+    """Keep `concurrency` requests running, and measure the speed for `probe_s` after a warm-up.
 
     Raises:
-        Unavailable: nothing was generated.
+        Unavailable: no token was generated.
     """
     times_s: list[float] = []
     async with AsyncClient(address) as client:
@@ -54,8 +54,8 @@ async def probe(
 
 
 async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, output_tokens: int) -> None:
-    """Run `rounds` requests one after the other in each of `lanes` to touch code and memory. Few at once, so that no
-    overload policy acts.
+    """Run `lanes` sequences of `rounds` requests to touch code and memory. Only `lanes` requests run at a time, so that
+    no overload policy acts.
     """
     async with AsyncClient(address) as client:
         target = ClusterTarget(client)
@@ -71,7 +71,7 @@ async def warm_up(address: str, *, lanes: int, rounds: int, input_tokens: int, o
 
 
 async def _all_of(what: Sequence[Coroutine[Any, Any, None]]) -> None:  # Any: unused coroutine types
-    """Run all; the first BallastError is raised without its exception group."""
+    """Await all coroutines. The first error is raised without its exception group if it is a BallastError."""
     try:
         async with asyncio.TaskGroup() as running:
             for number, one in enumerate(what):

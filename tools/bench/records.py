@@ -1,4 +1,4 @@
-"""Records of a replay. All times are seconds since the replay's time zero."""
+"""Records of a replay. Unless noted, times are seconds since the replay's time zero."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ class RequestOutcome(StrEnum):
     REFUSED = "refused"  # RESOURCE_EXHAUSTED: a limit of the cluster was reached
     DEADLINE = "deadline"
     FAILED = "failed"
-    CANCELLED = "cancelled"  # by the client: the replay was interrupted
+    CANCELLED = "cancelled"  # the replay was interrupted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerTransition:
-    """One drop or restore. Durations are the planner's; bytes are summed over all members."""
+    """A drop or restore as the planner reports it. The planner measures durations; bytes are sums over all members."""
 
-    age_s: float  # seconds since it began
+    age_s: float  # seconds since the transition began
     epoch: int
     kind: str  # drop or restore
     phase: str  # done, aborted or the current phase
@@ -35,7 +35,7 @@ class PlannerTransition:
 
 @dataclass(slots=True)
 class BenchRecord:
-    """One request of the trace. `planned_s`: its time in the trace; `submit_s`: when it was sent."""
+    """One request of a replay. `planned_s`: its arrival in the trace; `submit_s`: when it was sent."""
 
     index: int
     request_id: str
@@ -43,9 +43,9 @@ class BenchRecord:
     wanted_tokens: int
     planned_s: float
     submit_s: float
-    token_times_s: "array[float]" = field(default_factory=lambda: array("d"))  # one per received token
+    token_times_s: "array[float]" = field(default_factory=lambda: array("d"))  # arrival time of each token
     end_s: float | None = None
-    outcome: RequestOutcome = RequestOutcome.CANCELLED  # until it ends in another way
+    outcome: RequestOutcome = RequestOutcome.CANCELLED  # set when the request ends in another way
     error: str = ""
     prompt_token_ids: list[int] = field(default_factory=list[int])  # only if recording is on
     output_token_ids: list[int] = field(default_factory=list[int])
@@ -56,12 +56,12 @@ class BenchRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time to first token since the planned arrival, so that a late sender does not hide waiting time."""
+        """Time from the planned arrival to the first token; None without a token. A late sender adds to it."""
         return self.token_times_s[0] - self.planned_s if self.token_times_s else None
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean time per output token after the first; None for a single token."""
+        """Mean time per output token after the first; None with fewer than two tokens."""
         times_s = self.token_times_s
         return (times_s[-1] - times_s[0]) / (len(times_s) - 1) if len(times_s) > 1 else None
 
@@ -72,14 +72,16 @@ class BenchRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StatusSample:
-    """The cluster at one instant, summed over its instances. Demand counts running, waiting and backlogged requests."""
+    """The state of a cluster at one time, summed over its groups. Demand is that of running, waiting and backlogged
+    requests.
+    """
 
     at_s: float
     kv_demand_bytes: int
     kv_capacity_bytes: int
     kv_used_bytes: int
     running_count: int
-    waiting_count: int  # in workers and in the backlog
+    waiting_count: int  # requests that wait in workers or in a backlog
     preemptions_total: int
     epoch: int
     epoch_reason: str
@@ -88,15 +90,15 @@ class StatusSample:
 
 @dataclass(frozen=True, slots=True)
 class TimedTransition:
-    """A drop or a restore as reported by the planner."""
+    """A drop or a restore, and when it began."""
 
-    at_s: float  # its start
+    at_s: float  # start of the transition
     told: PlannerTransition
 
 
 @dataclass(slots=True)
 class ReplayRun:
-    """Everything recorded by a replay."""
+    """Everything that a replay has recorded."""
 
     records: list[BenchRecord]
     samples: list[StatusSample]
@@ -104,4 +106,5 @@ class ReplayRun:
     duration_s: float  # from time zero to the end of the last request
     failed_sample_count: int
     transitions: list[TimedTransition] = field(default_factory=list[TimedTransition])
-    bubble_fraction: float | None = None  # idle share of all stages while there was work
+    bubble_fraction: float | None = None  # share of time in which stages were idle although there was work
+    offline_token_count: int | None = None  # prompt and answer tokens of the offline requests beside the trace

@@ -1,6 +1,6 @@
-"""Open-loop replay of a trace: requests are sent at the trace's times, independent of earlier ones.
+"""Open-loop replay of a trace: requests are sent at the trace's times, whether or not earlier ones have ended.
 
-Independent of gRPC: the cluster is a `Target` (see `tools.bench.target`), so that tests can replay against timers.
+This module does not depend on gRPC: the cluster is a `Target` (see `tools.bench.target`), for which tests use timers.
 """
 
 import asyncio
@@ -28,25 +28,25 @@ class Target(Protocol):
         deadline_s: float,
         last_token: int | None = None,
     ) -> AsyncIterator[Sequence[int]]:
-        """New tokens as they arrive, exactly `max_tokens` in all; raises if the request ends in another way.
+        """Yield new tokens as they arrive, `max_tokens` in all. Raises a BallastError if the request fails.
 
-        With `last_token` the model's maximum is requested instead, and the answer ends by itself at that token.
+        With `last_token`, the request asks for the model's maximum instead, and the answer ends at that token.
         """
         ...
 
     async def sample(self) -> StatusSample:
-        """Sample the cluster; the caller sets `at_s`."""
+        """Sample the state of the cluster; the caller sets `at_s`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
-    seed: int = 0  # for the prompts
-    deadline_s: float = 300.0  # per request
+    seed: int = 0  # seed of the random prompts
+    deadline_s: float = 300.0  # deadline of each request
     record_tokens: bool = False
     request_id_prefix: str = "replay"
-    stop_after_s: float | None = None  # in the trace's time; requests in progress then stay open
-    # Last token of an answer of that length, if known: the cluster is then not told the length.
+    stop_after_s: float | None = None  # the replay ends after this time and cancels running requests; None: never
+    # (prompt, answer length) -> last token of the answer, if known; the cluster is then not told the length.
     last_token: Callable[[Sequence[int], int], int] | None = None
 
 
@@ -60,7 +60,7 @@ class ReplayProgress:
     sent_count: int = 0
     finished_count: int = 0
     refused_count: int = 0
-    failed_count: int = 0  # all other outcomes
+    failed_count: int = 0  # requests with any other outcome
     token_count: int = 0
 
     @property
@@ -73,7 +73,7 @@ class ReplayProgress:
 
     @property
     def eta_s(self) -> float:
-        """Estimated seconds until the last arrival; after it, estimated from the rate at which requests end."""
+        """Seconds until the last arrival; after it, the estimated time until all requests have ended."""
         left_s = self.span_s - self.elapsed_s
         if left_s > 0 or not self.ended_count:
             return max(left_s, 0.0)
@@ -83,7 +83,7 @@ class ReplayProgress:
 class Replay:
     """One replay of `trace` on `target`, with prompts of random tokens below `vocab_size`.
 
-    `stop()` ends it early and keeps the records so far.
+    `stop()` ends it early; `run` then returns the records so far.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class Replay:
         self._samples: list[StatusSample] = []
         self._failed_sample_count = 0
         self._stopped = asyncio.Event()
-        self._zero_s = 0.0  # in the event loop's time
+        self._zero_s = 0.0  # time zero of the replay, in the event loop's time
 
     def stop(self) -> None:
         self._stopped.set()
@@ -123,7 +123,7 @@ class Replay:
         return ReplayRun(self._records, self._samples, complete, max(ends_s, default=0.0), self._failed_sample_count)
 
     async def _run_requests(self) -> bool:
-        """Returns True if all requests were sent and ended, or if the time limit was reached."""
+        """Send the requests and wait for their ends. Returns False if `stop` was called."""
         async with asyncio.TaskGroup() as requests:
             stopping = requests.create_task(self._stopped.wait(), name="wait for stop")
             sending = requests.create_task(self._send_all(), name="send")
@@ -207,5 +207,5 @@ class Replay:
 
 
 def random_prompt(seed: int, index: int, token_count: int, vocab_size: int) -> list[int]:
-    """The prompt of request `index`, a pure function of the arguments."""
+    """A prompt of random tokens for request `index`; the same arguments give the same prompt."""
     return np.random.default_rng((seed, index)).integers(vocab_size, size=token_count).tolist()

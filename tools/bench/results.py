@@ -1,4 +1,4 @@
-"""JSON result files of `bench` and `sim`. Documented in docs/results-schema.md; a test keeps the two in step.
+"""JSON result files of `bench` and `sim`. docs/results-schema.md documents them; a test compares the two.
 
 Missing measurements are null, never zero. Durations are in seconds, sizes in bytes, shares are fractions of one.
 """
@@ -26,7 +26,7 @@ class _StrictModel(BaseModel):
 
 
 class Summary(_StrictModel):
-    """A distribution. All fields are null if nothing was measured (count 0)."""
+    """Statistics of a distribution. All except `count` are null if nothing was measured."""
 
     count: int
     mean: float | None = None
@@ -46,16 +46,16 @@ class Summary(_StrictModel):
 
 
 class SloReference(_StrictModel):
-    """The latencies at SLO scale 1: the medians of the policy named here."""
+    """The latencies at SLO scale 1: the median TTFT and TPOT of the policy `policy`."""
 
     policy: str
     ttft_s: float | None
     tpot_s: float | None
-    calm: bool = False  # only requests served while memory sufficed, as most others waited for memory
+    calm: bool = False  # True: medians of only the requests served while memory sufficed, as most others waited for it
 
 
 class Series(_StrictModel):
-    """The cluster over time, as sampled; all columns have the same length."""
+    """Samples of the cluster over time; all columns have the same length."""
 
     at_s: list[float]
     kv_demand_bytes: list[int]
@@ -64,12 +64,12 @@ class Series(_StrictModel):
     running_count: list[int]
     waiting_count: list[int]
     preemptions_total: list[int]
-    epoch: list[int] = []  # of the layout; empty in files older than this column
-    group_sizes: list[list[int]] = []  # members of each group
+    epoch: list[int] = []  # epoch of the layout; empty in files older than this column
+    group_sizes: list[list[int]] = []  # number of members of each group
 
 
 class TransitionResult(_StrictModel):
-    """One change of the layout. Null: not measured, or neither a drop nor a restore."""
+    """One change of the layout. Fields are null if they were not measured, or it was neither a drop nor a restore."""
 
     at_s: float
     epoch: int
@@ -87,7 +87,7 @@ class TransitionResult(_StrictModel):
 
 
 class RequestResult(_StrictModel):
-    """One request. Token ids only if recorded."""
+    """One request. Token ids are null unless they were recorded."""
 
     index: int
     request_id: str
@@ -106,30 +106,31 @@ class RequestResult(_StrictModel):
 
 
 class PolicyResult(_StrictModel):
-    """Results of one overload policy."""
+    """The results of one overload policy."""
 
     duration_s: float
-    request_count: int  # requests sent
+    request_count: int  # number of requests sent
     outcomes: dict[RequestOutcome, int]
-    input_token_count: int  # of the requests that finished
-    output_token_count: int  # of all requests
+    input_token_count: int  # tokens of the requests that finished
+    output_token_count: int  # tokens of all requests
     ttft_s: Summary
     tpot_s: Summary
-    itl_s: Summary  # between consecutive tokens at the client
+    itl_s: Summary  # inter-token latency: times between consecutive tokens at the client
     e2e_s: Summary
-    send_lag_s: Summary  # delay of sending, a limit of the client; included in ttft_s and e2e_s
+    send_lag_s: Summary  # how late the client sent requests; included in ttft_s and e2e_s
     throughput_tokens_per_s: float | None  # output tokens divided by the duration
     slo_reference: SloReference
-    slo_violation_fraction: dict[int, float | None]  # scale -> share of requests above it or not served
+    slo_violation_fraction: dict[int, float | None]  # SLO scale -> share of requests that were above it or not served
     ttft_slo_violation_fraction: dict[int, float | None]
     tpot_slo_violation_fraction: dict[int, float | None]
     series: Series
     failed_sample_count: int
     transitions: list[TransitionResult]
     bubble_fraction: float | None = None
+    offline_token_count: int | None = None  # prompt and answer tokens of the offline requests beside the trace
     verified_count: int | None = None  # answers recomputed for comparison
-    token_mismatches: int | None = None  # of the verified answers; null until verified
-    near_ties: int | None = None  # differences excused because rounding decides between the tokens
+    token_mismatches: int | None = None  # differing tokens of the verified answers; null until verified
+    near_ties: int | None = None  # differences excused, as rounding decides between the two best tokens
     requests: list[RequestResult]
 
 
@@ -160,7 +161,7 @@ class TraceInfo(_StrictModel):
     def of(
         trace: Trace, *, time_scale: float, length_scale: float, answer_scale: float | None = None, limit: int | None
     ) -> "TraceInfo":
-        """Facts of a trace scaled by these factors."""
+        """The facts about a trace that was scaled by these factors."""
         return TraceInfo(
             source=trace.source,
             format=trace.format,
@@ -193,13 +194,13 @@ class Environment(_StrictModel):
     memory_bytes: int
     platform: str
     python: str
-    packages: dict[str, str]  # name -> version of the installed packages
+    packages: dict[str, str]  # package -> installed version
     git_commit: str | None
     git_dirty: bool | None
 
 
 class BenchConfig(_StrictModel):
-    """Settings of the run. `cluster`: the known settings of the cluster."""
+    """Settings of a run. `cluster`: the cluster's settings, as far as known, and measurements beside the requests."""
 
     seed: int
     deadline_s: float
@@ -208,22 +209,22 @@ class BenchConfig(_StrictModel):
 
 
 class ComparisonFacts(_StrictModel):
-    """Facts that one run of `bench overload` shares with the others of its comparison, and its place among them."""
+    """The place of a run of `bench overload` in its comparison."""
 
     workload: str
-    policy: str  # as given on the command line, with its knobs
+    policy: str  # label of the policy with its knobs
     overload_policy: str
     knobs: dict[str, str]
     repetition: int
-    position: int  # in the order of all runs of the comparison
+    position: int  # index in the order of all runs of the comparison
     warmup_request_count: int
-    undropped_kv_bytes: int  # of all workers
-    forecast_demand_fraction: float  # mean as a fraction of the capacity, when the rate was chosen
+    undropped_kv_bytes: int  # KV capacity of all workers without dropping
+    forecast_demand_fraction: float  # forecast mean KV demand, as a fraction of this capacity
     plan_digest: str
 
 
 class BenchResult(_StrictModel):
-    """The whole file."""
+    """The contents of a result file."""
 
     schema_version: Literal[1] = SCHEMA_VERSION
     kind: Literal["bench", "sim"] = "bench"
@@ -238,7 +239,7 @@ class BenchResult(_StrictModel):
 
 
 def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = None) -> PolicyResult:
-    """Figures of a run. `reference`: the medians that SLO scales multiply; default: this run's own."""
+    """The results of a run. `reference`: the latencies at SLO scale 1; default: this run's medians."""
     finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     ttft_s = Summary.of([r.ttft_s for r in finished if r.ttft_s is not None])
     tpot_s = Summary.of([r.tpot_s for r in finished if r.tpot_s is not None])
@@ -266,12 +267,13 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
         failed_sample_count=run.failed_sample_count,
         transitions=_transitions(run),
         bubble_fraction=run.bubble_fraction,
+        offline_token_count=run.offline_token_count,
         requests=[_request(r) for r in run.records],
     )
 
 
 def slo_reference(run: ReplayRun, policy: str) -> SloReference:
-    """Medians of a run, or of its requests outside shortages if most waited for memory: their latencies are no goal."""
+    """A run's medians. If most requests waited for memory, whose latencies are no goal, only those of the others."""
     finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     at_s = [sample.at_s for sample in run.samples]
     short = [sample.kv_demand_bytes > sample.kv_capacity_bytes > 0 for sample in run.samples]
@@ -289,8 +291,8 @@ def slo_reference(run: ReplayRun, policy: str) -> SloReference:
 def _is_calm(record: BenchRecord, at_s: Sequence[float], short_until: Sequence[int]) -> bool:
     """Whether memory was never short between the request's arrival and its first token.
 
-    `at_s`: sample times; a sample holds until the next. `short_until`: number of earlier samples that found memory
-    short.
+    `at_s`: times of samples, each of which holds until the next. `short_until`: for each sample, the number of earlier
+    ones that found memory short.
     """
     first_token_s = record.token_times_s[0] if record.token_times_s else record.planned_s
     begin = max(0, bisect_right(at_s, record.planned_s) - 1)
@@ -301,9 +303,9 @@ Fractions = dict[int, float | None]
 
 
 def _slo_violations(records: list[BenchRecord], reference: SloReference) -> tuple[Fractions, Fractions, Fractions]:
-    """Shares that violate either SLO, TTFT's and TPOT's. A request that was not served violates all of them.
+    """Shares of requests, by scale, that violate the SLO of TTFT or TPOT, that of TTFT, and that of TPOT.
 
-    Requests cancelled by the client do not count.
+    A request that was not served violates all. Requests that the client cancelled do not count.
     """
     counted = [r for r in records if r.outcome is not RequestOutcome.CANCELLED]
     either: Fractions = {}
@@ -343,7 +345,7 @@ def _series(samples: list[StatusSample]) -> Series:
 
 
 def _transitions(run: ReplayRun) -> list[TransitionResult]:
-    """The planner's transitions, and other changes of the epoch seen by the samples. The first layout is no change."""
+    """The planner's transitions, and other changes of the epoch between samples."""
     told = {timed.told.epoch for timed in run.transitions}
     changes = [after for before, after in itertools.pairwise(run.samples) if after.epoch != before.epoch]
     seen = [TransitionResult(at_s=s.at_s, epoch=s.epoch, reason=s.epoch_reason) for s in changes if s.epoch not in told]
@@ -390,7 +392,7 @@ def _request(record: BenchRecord) -> RequestResult:
 
 
 def write_result(path: Path, result: BenchResult) -> None:
-    """Write to the file, or to standard output for "-"."""
+    """Write a result to a file, or to standard output if the path is "-". Raises ConfigError if that fails."""
     if path == STANDARD_OUTPUT:
         print(result.model_dump_json(indent=1))
         return
@@ -402,7 +404,7 @@ def write_result(path: Path, result: BenchResult) -> None:
 
 
 def read_result(path: Path) -> BenchResult:
-    """Raises ConfigError with the file and the first invalid field."""
+    """Read a result file. Raises ConfigError, with the file and the first invalid field."""
     try:
         return BenchResult.model_validate_json(path.read_text())
     except OSError as error:

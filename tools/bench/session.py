@@ -1,4 +1,4 @@
-"""One replay from trace file to result: read, scale, run, summarise. Shared by the CLI and the demo."""
+"""One replay from trace file to result: reads, scales, runs, summarises. The command line and the demo use it."""
 
 import asyncio
 import contextlib
@@ -24,14 +24,14 @@ from tools.bench.target import ClusterTarget
 from tools.bench.traces import Trace, read_trace
 from tools.bench.transitions import PlannerSays, PlannerTransition, ask_planner
 
-_UNKNOWN_POLICY = "unknown"  # if the planner cannot be asked
+_UNKNOWN_POLICY = "unknown"  # name of the policy if the planner does not answer
 
 ClusterSettings = Mapping[str, str | int | float | bool | None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayJob:
-    """What to replay, and how. `policy`: the cluster's overload policy; None: the planner is asked."""
+    """A trace to replay, and how. `policy`: the cluster's overload policy; None: the planner is asked for it."""
 
     trace: Path | Trace  # a file, or a trace derived from one
     time_scale: float = 1.0
@@ -50,7 +50,8 @@ async def replay_on(
     planner: str | None = None,
     display: Callable[[ReplayProgress], None] | None = None,
 ) -> BenchResult:
-    """Replay on the dispatchers at `address` (host:port, comma-separated). Ctrl-C ends it early: complete = False.
+    """Replay on the dispatchers at `address` (host:port, comma-separated). Ctrl-C ends the replay early; the result is
+    then not complete.
 
     Args:
         cluster: Settings of the cluster to store in the result.
@@ -87,7 +88,7 @@ async def replay_on(
 
 
 async def _ask_planner(address: str, console: Console) -> PlannerSays:
-    """Policy and transitions from the planner. A result without them is still valid."""
+    """Ask the planner for its policy and transitions. If it does not answer, print a warning and return none."""
     try:
         return await ask_planner(address)
     except BallastError as error:
@@ -96,14 +97,14 @@ async def _ask_planner(address: str, console: Console) -> PlannerSays:
 
 
 def _timed(told: Sequence[PlannerTransition], now_s: float) -> list[TimedTransition]:
-    """The transitions in progress at or after the first request."""
+    """The transitions that ended after the replay's time zero, with their start times."""
     timed = [TimedTransition(now_s - transition.age_s, transition) for transition in told]
     return [one for one in timed if one.at_s + one.told.duration_s >= 0.0]
 
 
 @contextlib.contextmanager
 def _interrupted_by_ctrl_c(replay: Replay) -> Generator[None]:
-    """The first Ctrl-C stops the replay, the second has its usual effect."""
+    """Context manager in which the first Ctrl-C stops the replay, and the second has its usual effect."""
     loop = asyncio.get_running_loop()
 
     def on_signal() -> None:

@@ -1,11 +1,11 @@
-"""Determines from a run's records which resource was scarce when requests were late."""
+"""Determines from a run's result which resource its requests waited for."""
 
 from enum import StrEnum
 
 from tools.bench.results import BenchResult, PolicyResult
 
-COMPUTING_SHARE = 0.85  # fraction of the busiest half minute spent on prefill; above it compute is the scarce resource
-_MOSTLY = 0.5  # fraction of the waiting time
+COMPUTING_SHARE = 0.85  # compute is scarce if prefills take more than this share of the busiest half minute
+_MOSTLY = 0.5  # fraction of the waiting time that counts as most of it
 _FULL, _FREE = 0.95, 0.9
 
 
@@ -14,11 +14,11 @@ class Shortage(StrEnum):
     COMPUTING = "computing"
     READING = "reading of KV"
     PLACES = "places"
-    PLACEMENT = "placement"  # no resource: requests wait on a full instance while another one has room
+    PLACEMENT = "placement"  # no resource is scarce: requests wait on full instances while others have room
 
 
 def shortage(result: BenchResult, name: str) -> Shortage | None:
-    """The resource that the policy's requests waited for; None: not recorded."""
+    """The resource that the requests of policy `name` waited for; None: none that was recorded."""
     policy, cluster = result.policies[name], result.config.cluster
     stranded, prompts = cluster.get(f"{name}.stranded_fraction"), cluster.get("prompt_share")
     if isinstance(stranded, float) and stranded > _MOSTLY:
@@ -34,7 +34,7 @@ def shortage(result: BenchResult, name: str) -> Shortage | None:
 
 
 def is_memory_short(policy: PolicyResult) -> bool:
-    """True if KV demand has exceeded the un-dropped capacity."""
+    """True if KV demand has exceeded the KV capacity at the start."""
     series = policy.series
     return bool(series.kv_capacity_bytes) and max(series.kv_demand_bytes) > series.kv_capacity_bytes[0]
 

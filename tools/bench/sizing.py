@@ -1,8 +1,8 @@
 """Sizes a cluster's memory and a trace's rate so that a burst overflows the KV cache on any machine.
 
-Memory is sized in requests: the KV of each worker holds a given number of mean requests beside the parameters. The
-speed of the machine is measured by a probe (`tools.bench.probe`). The KV demand of the trace without any waiting is
-forecast from both.
+Each worker's memory holds the parameters and the KV of a given number of mean requests. The speed of the machine is
+measured by probes (`tools.bench.probe`). From the speed follows a forecast of the trace's KV demand if no request
+waited, and from that the factor on the arrival rate.
 """
 
 import math
@@ -15,37 +15,37 @@ from tools.model.info import CheckpointInfo
 
 _STEP_S = 0.1  # time step of the forecast
 _BISECTIONS = 24
-_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # search grid for the rate, about 0.8 to 1.6 times
-_HOPELESS = 20.0  # multiple of the intended mean demand at which the machine is far too slow
+_STEP, _STEPS_DOWN, _STEPS_UP = 1.02, 12, 24  # grid of rates to search: 0.8 to 1.6 times the one found
+_HOPELESS = 20.0  # multiple of the intended mean demand at which a forecast is given up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingMemory:
-    """Memory of the cluster; tokens are KV tokens over all layers."""
+    """Memory of a cluster."""
 
-    device_memory_bytes: int  # of each worker
-    undropped_tokens: int
-    dropped_tokens: int  # if pairs of workers share one copy of the layers
+    device_memory_bytes: int  # memory of each worker
+    undropped_tokens: int  # KV tokens of all workers
+    dropped_tokens: int  # KV tokens of all workers if pairs of them share one copy of the layers
 
 
 @dataclass(frozen=True, slots=True)
 class SizingPace:
-    """Speed of the machine at a given number of running requests."""
+    """Speed of a cluster at a given number of running requests."""
 
-    output_tokens_per_s: float  # of the cluster
-    seconds_per_token: float  # of one request, including its prompt's share
+    output_tokens_per_s: float  # of all requests together
+    seconds_per_token: float  # time per output token of one request, prefill included
 
 
 @dataclass(frozen=True, slots=True)
 class SizingForecast:
-    """KV demand of a trace without any waiting, in tokens."""
+    """KV demand, in tokens, of a trace none of whose requests waits."""
 
     mean_tokens: float
     peak_tokens: float
 
 
 def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
-    """Mean number of prompt tokens and of answer tokens."""
+    """(mean number of prompt tokens, mean number of answer tokens)."""
     count = len(requests)
     return (
         max(1, round(sum(r.input_tokens for r in requests) / count)),
@@ -54,15 +54,15 @@ def mean_request(requests: Sequence[TraceRequest]) -> tuple[int, int]:
 
 
 def length_scale_to(trace: Trace, mean_tokens: float) -> float:
-    """The scale (at most 1) that makes the mean request, prompt and answer, `mean_tokens` long."""
+    """The factor (at most 1) on lengths with which the mean request, prompt and answer, has `mean_tokens` tokens."""
     return two_digits(min(1.0, mean_tokens / sum(mean_request(trace.requests))))
 
 
 def length_scales_to(trace: Trace, mean_tokens: float, answer_share: float | None) -> tuple[float, float | None]:
-    """Scales (at most 1) of prompts and answers: the mean request has `mean_tokens` tokens, that share of them in its
-    answer.
+    """Factors (at most 1) on the lengths of prompts and answers with which the mean request has `mean_tokens` tokens,
+    `answer_share` of them in its answer.
 
-    With a share of None both are scaled alike, and the second is None.
+    If `answer_share` is None, both are scaled by the first factor, and the second is None.
     """
     if answer_share is None:
         return length_scale_to(trace, mean_tokens), None
@@ -97,7 +97,7 @@ def size_memory(
     sequences_each: int,
     workers: int,
 ) -> SizingMemory:
-    """Memory with room for `sequences_each` mean requests on each worker, and at least for the largest request."""
+    """Memory with room for `sequences_each` mean requests, and for the largest request, on each worker."""
     mean_tokens, largest = sum(mean_request(requests)), max(r.input_tokens + r.output_tokens for r in requests)
     each_tokens = max(sequences_each * mean_tokens, math.ceil(1.25 * largest))
     freed_tokens = workers // 2 * (layer_parameter_bytes // kv_bytes_per_token)
@@ -109,7 +109,7 @@ def size_memory(
 
 
 def peak_output_tokens(requests: Sequence[TraceRequest], window_s: float) -> int:
-    """Maximum number of answer tokens of requests that arrive within `window_s`."""
+    """Maximum, over all windows of `window_s`, of the answer tokens of the requests that arrive within it."""
     peak, tokens, first = 0, 0, 0
     for request in requests:
         tokens += request.output_tokens
@@ -127,7 +127,7 @@ def two_digits(scale: float) -> float:
 
 
 def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> SizingForecast:
-    """Forecast in which a request holds its prompt from its arrival on and an answer that grows at the probe's pace."""
+    """The forecast if a request holds its prompt from its arrival on, and its answer grows at a constant pace."""
     end_s = requests[-1].arrival_s
     demand = [0.0] * (int(end_s / _STEP_S) + 1)
     for request in requests:
@@ -142,7 +142,7 @@ def forecast(requests: Sequence[TraceRequest], seconds_per_token: float) -> Sizi
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds per token of one request, linear between two probes: few requests, and a full cache."""
+    """Speed as a function of the number of running requests, linear through two probes: few requests, full cache."""
 
     few_count: int
     few: SizingPace
@@ -157,11 +157,11 @@ class Speed:
 def forecast_shared(
     requests: Sequence[TraceRequest], speed: Speed, hopeless_tokens: float = math.inf
 ) -> SizingForecast:
-    """`forecast` with a pace that slows down with the number of running requests. Ends with the last arrival, or when
-    the demand is hopeless.
+    """The forecast if answers grow at a pace that depends on the number of running requests. It ends with the last
+    arrival, or when the demand exceeds `hopeless_tokens`.
     """
     demand: list[float] = []
-    running: list[tuple[TraceRequest, float]] = []  # with the answer tokens so far
+    running: list[tuple[TraceRequest, float]] = []  # (request, its answer tokens so far)
     arrived = 0
     for index in range(int(requests[-1].arrival_s / _STEP_S) + 1):
         now_s = index * _STEP_S
@@ -178,7 +178,7 @@ def forecast_shared(
 
 
 def rate_for(trace: Trace, speed: Speed, limit: SizingForecast, seed: int) -> float:
-    """The factor on the arrival rate at which the KV demand reaches one of the two limits."""
+    """The factor on the arrival rate at which the mean or the peak of the KV demand reaches its limit."""
     low, high = 1e-3, 1.0
     while high < 1e3 and not _exceeds(trace, high, speed, limit, seed):
         low, high = high, high * 2
@@ -194,8 +194,8 @@ def rate_for(trace: Trace, speed: Speed, limit: SizingForecast, seed: int) -> fl
 
 
 def _highest(trace: Trace, factor: float, speed: Speed, limit: SizingForecast, seed: int) -> float:
-    """The factor near `factor` with the highest peak within the limits. The lengths drawn vary with the factor, so the
-    demand is not monotonic, and bisection may have ended where the burst hardly overflows.
+    """The factor near `factor` with the highest peak within the limits. Different factors draw different lengths, so
+    that demand is not monotonic, and bisection may have ended where the burst hardly overflows.
     """
     best, highest_tokens = factor, 0.0
     for step in range(-_STEPS_DOWN, _STEPS_UP):

@@ -1,4 +1,4 @@
-"""The goal for served requests: a latency and the share of requests that must meet it."""
+"""The service level objective (SLO): limits on latencies, and the share of requests that must meet them."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from tools.bench.results import PolicyResult, RequestResult
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slo:
     ttft_s: float
-    tpot_s: float | None = None  # mean of each request; None: unlimited
-    share: float = 0.99  # of all requests
+    tpot_s: float | None = None  # limit on a request's mean time per token; None: unlimited
+    share: float = 0.99  # share of all requests that must meet both
 
     def __post_init__(self) -> None:
         for name, value in (("--slo-ttft-s", self.ttft_s), ("--slo-tpot-s", self.tpot_s)):
@@ -22,8 +22,8 @@ class Slo:
             raise ConfigError("--slo-share", f"must be above 0 and at most 1, got {self.share:g}")
 
     def met_by(self, request: RequestResult) -> bool:
-        """Whether the request meets the goal by TTFT and TPOT; one still running at the end of the measurement may
-        count.
+        """Whether a request meets the limits. One that still ran at the end of the measurement is judged by its tokens
+        so far.
         """
         if request.outcome not in (RequestOutcome.FINISHED, RequestOutcome.CANCELLED) or request.first_token_s is None:
             return False
@@ -31,7 +31,7 @@ class Slo:
         return not slow and request.first_token_s - request.planned_s <= self.ttft_s
 
     def met_share(self, policy: PolicyResult) -> float:
-        """Share of the policy's requests that meet the goal; 1 if there are none."""
+        """Share of a policy's requests that meet the limits; 1 if there are none."""
         return sum(map(self.met_by, policy.requests)) / len(policy.requests) if policy.requests else 1.0
 
     def __str__(self) -> str:
@@ -39,4 +39,4 @@ class Slo:
         return f"{100 * self.share:.4g} % of the requests get their first token within {duration(self.ttft_s)}{tokens}"
 
 
-LENIENT = Slo(ttft_s=2.0, share=0.9)  # used if no other goal is given
+LENIENT = Slo(ttft_s=2.0, share=0.9)  # default

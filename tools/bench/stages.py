@@ -11,11 +11,11 @@ from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
 _TIMEOUT_S = 5.0
 
-StageSeconds = dict[str, tuple[float, float]]  # worker -> seconds busy, seconds idle with work, since start
+StageSeconds = dict[str, tuple[float, float]]  # worker -> (seconds busy, seconds idle with work) since its start
 
 
 async def stage_seconds(client: AsyncClient) -> StageSeconds | None:
-    """Busy and idle seconds of all workers; None if a worker does not report them."""
+    """Busy and idle seconds of all workers; None if one of them does not answer."""
     try:
         workers = (await client.status()).workers
         told = await asyncio.gather(*(_ask(worker.address) for worker in workers))
@@ -32,7 +32,7 @@ async def _ask(address: str) -> tuple[float, float]:
 
 
 def bubble_fraction(before: StageSeconds | None, after: StageSeconds | None) -> float | None:
-    """Idle share between two readings; None if the sets of workers differ or no stage was busy."""
+    """Idle share of the stages' time between two readings; None if the workers differ or no stage was busy."""
     if before is None or after is None or before.keys() != after.keys():
         return None
     busy_s = sum(after[worker][0] - before[worker][0] for worker in after)

@@ -1,4 +1,4 @@
-"""Combines many result files: contestants, the baseline medians that scale SLOs, and figures over repetitions."""
+"""Combines the result files of a comparison: policies, the reference latencies of SLOs, figures over repetitions."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,7 +15,7 @@ OURS = "drop"  # all other policies are baselines
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """One figure over the repetitions. Null: measured in none."""
+    """A figure's median, lowest and highest value over the repetitions; None if no repetition has measured it."""
 
     middle: float | None
     low: float | None
@@ -32,7 +32,7 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """The latencies at SLO scale 1: the lowest median TTFT and TPOT of any baseline."""
+    """The latencies at SLO scale 1: the lowest median TTFT and TPOT of any baseline, and these baselines."""
 
     ttft_s: float | None
     tpot_s: float | None
@@ -42,7 +42,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Contestant:
-    """One policy with its knobs on one workload, with one result per repetition."""
+    """The results of a policy with its knobs on one workload, one per repetition."""
 
     label: str
     policy: str
@@ -78,7 +78,7 @@ class WorkloadStudy:
 
     @cached_property
     def reference(self) -> Reference:
-        """Medians over repetitions, of all contestants if there is no baseline."""
+        """The reference of this workload, from medians over repetitions; of all policies if there is no baseline."""
         baselines = [c for c in self.contestants if not c.is_ours] or list(self.contestants)
         ttft = _lowest(baselines, lambda r: r.ttft_s.p50)
         tpot = _lowest(baselines, lambda r: r.tpot_s.p50)
@@ -89,7 +89,7 @@ class WorkloadStudy:
         return Spread.of([violation_share(result, self.reference, scale) for result in contestant.results])
 
     def demand_fraction(self, contestant: Contestant) -> Spread:
-        """Mean KV demand until the last arrival, as a fraction of capacity without dropping."""
+        """Mean KV demand until the last arrival, as a fraction of the KV capacity without dropping."""
         span_s = self.sample.trace.span_s
         return contestant.spread(lambda r: _mean_demand(r, span_s, self.undropped_kv_bytes))
 
@@ -105,7 +105,7 @@ def read_study(folder: Path) -> Study:
     """Read all results of `bench overload` in `folder`, which is its `--out` or the `runs` folder in it.
 
     Raises:
-        ConfigError: a file is damaged, there is none, or files of one workload were made with different arguments.
+        ConfigError: a file is damaged, no result is complete, or those of one workload had different arguments.
     """
     runs_folder = folder / "runs" if (folder / "runs").is_dir() else folder
     results = [(path, read_result(path)) for path in sorted(runs_folder.rglob("*.json"))]

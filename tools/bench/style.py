@@ -1,7 +1,7 @@
 """Style of figures: fonts, and a colour, a line style and a marker for each policy.
 
-The colours are those of Okabe and Ito, which colour-blind readers can distinguish; lines and markers also differ, for
-print.
+The colours are those of Okabe and Ito, which colour-blind readers can distinguish; lines and markers differ, too, for
+print without colours.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ RC: dict[Any, Any] = {  # Any: matplotlib's own type of settings
 @dataclass(frozen=True, slots=True)
 class Style:
     colour: str
-    line: Any  # Any: name or dash pattern, as in matplotlib
+    line: Any  # Any: matplotlib takes names and dash patterns
     mark: str
 
 
@@ -51,8 +51,8 @@ _OTHERS = (
 
 
 def styles(labels: Iterable[tuple[str, str]]) -> dict[str, Style]:
-    """(label, overload policy) -> style: the policy's own style for its first label, another one for each further
-    label.
+    """The style of each label. `labels`: (label, overload policy); a policy's first label gets the policy's style, each
+    further one another style.
     """
     found: dict[str, Style] = {}
     taken: set[str] = set()
@@ -70,6 +70,6 @@ def styles(labels: Iterable[tuple[str, str]]) -> dict[str, Style]:
 
 
 def require_matplotlib(what: str) -> None:
-    """Raises ConfigError if matplotlib is not installed; `what` (a flag) is named as what needs it."""
+    """Raise ConfigError if matplotlib is not installed; the message names `what` (a flag) as needing it."""
     if find_spec("matplotlib") is None:
         raise lacking(what, "matplotlib", "bench")

@@ -1,7 +1,7 @@
-"""`ballast bench plot`: renders the results of `ballast bench overload` as a table, a JSON file and a figure per
+"""`ballast bench plot`: summarises the results of `ballast bench overload` as a table, a JSON file and a figure per
 workload.
 
-Table figures are medians over the repetitions, with the range from lowest to highest if they differ.
+The table has medians over the repetitions, with the range from lowest to highest if they differ.
 """
 
 import argparse
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SummaryColumn:
-    """One figure of a policy on a workload. `key`: its name in the JSON file, with the unit."""
+    """A figure of each policy on a workload. `key`: its name in the JSON file, with the unit."""
 
     title: str
     key: str
@@ -77,13 +77,13 @@ COLUMNS = (
 
 
 def _preemptions(result: PolicyResult) -> float | None:
-    """Preemptions during the replay: the workers' counters start at their own start."""
+    """Number of preemptions during the replay; the workers' counters also include the warm-up."""
     counts = result.series.preemptions_total
     return float(counts[-1] - counts[0]) if counts else None
 
 
 def text_table(study: Study) -> str:
-    """Markdown, one table per workload."""
+    """The figures as Markdown, one table per workload."""
     return "\n\n".join(f"### {workload.name}\n\n{_table(workload)}" for workload in study.workloads) + "\n"
 
 
@@ -108,7 +108,7 @@ def _ranged(spread: Spread, text: Callable[[float | None], str]) -> str:
 
 
 def _medians(workload: WorkloadStudy) -> Table:
-    """Terminal table of medians, with a column per policy."""
+    """A table of medians for the terminal, with a column per policy."""
     table = Table("", *(c.label for c in workload.contestants), title=workload.name, title_justify="left")
     for column in COLUMNS:
         table.add_row(column.title, *(column.text(column.of(workload, c).middle) for c in workload.contestants))
@@ -116,7 +116,7 @@ def _medians(workload: WorkloadStudy) -> Table:
 
 
 def as_json(study: Study) -> Mapping[str, Any]:
-    """Workload -> policy -> figure -> its median, lowest and highest value and number of runs."""
+    """The figures as workload -> policy -> figure -> median, lowest and highest value, and number of values."""
     return {
         workload.name: {
             c.label: {column.key: asdict(column.of(workload, c)) for column in COLUMNS} for c in workload.contestants
@@ -126,7 +126,7 @@ def as_json(study: Study) -> Mapping[str, Any]:
 
 
 def side_by_side(workload: WorkloadStudy) -> BenchResult:
-    """The first repetition of every policy as one result."""
+    """The first repetitions of all policies combined into one result."""
     return workload.sample.model_copy(update={"policies": {c.label: c.first for c in workload.contestants}})
 
 

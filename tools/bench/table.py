@@ -32,7 +32,7 @@ def _latency_table(name: str, policy: PolicyResult, *, measured: bool) -> Table:
     table.add_column("")
     for column in _COLUMNS:
         table.add_column(column, justify="right")
-    for label, field in _LATENCIES if measured else _LATENCIES[:-1]:  # no sending delay in virtual time
+    for label, field in _LATENCIES if measured else _LATENCIES[:-1]:  # in virtual time there is no send lag
         summary: Summary = getattr(policy, field)
         table.add_row(label, *(duration(getattr(summary, column)) for column in _COLUMNS))
     return table
@@ -51,6 +51,11 @@ def _facts(policy: PolicyResult) -> list[str]:
         f"KV at its peak {_bytes(peak_demand)} wanted of {_bytes(capacity)}",
         f"over the SLO   {violations} (multiples of the median of {_reference(policy)})",
     ]
+    if policy.offline_token_count is not None:
+        per_s = policy.offline_token_count / policy.duration_s
+        lines.append(
+            f"offline work   {policy.offline_token_count:,} tokens of prompts and answers, {per_s:,.0f} a second"
+        )
     if policy.verified_count is not None:
         lines.append(
             f"verified       {policy.verified_count} answers: {policy.token_mismatches} differing tokens,"

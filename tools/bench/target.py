@@ -1,4 +1,4 @@
-"""A running cluster as the replay's target, called through the SDK."""
+"""A running cluster as a replay's target, called through the SDK."""
 
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
@@ -11,7 +11,7 @@ from tools.bench.records import StatusSample
 
 
 class ClusterTarget:
-    """Requests are greedy, end by length only, and are not retried when refused: a refusal is a result."""
+    """The cluster of a client as a `Target`. Requests are greedy; refused ones are not retried, but count as such."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -60,10 +60,10 @@ class ClusterTarget:
 
 
 def sample_of(statuses: Sequence[ClusterStatus]) -> StatusSample:
-    """Sample of the whole cluster from its dispatchers' statuses: backlogs are summed, workers are common to all.
+    """Sample of the whole cluster from its dispatchers' statuses: workers are taken from the first, backlogs summed.
 
-    Demand is the KV of running requests plus the prompts of all waiting ones. A group's capacity is what all of its
-    stages can hold.
+    Demand is the KV of running requests plus the prompts of waiting ones. A group's capacity is that of its smallest
+    stage.
 
     Raises:
         Unavailable: the first dispatcher knows no worker yet.

@@ -1,7 +1,7 @@
-"""Recent activity of a cluster's stages as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
+"""Writes the recent activity of a cluster's stages as a Chrome trace, for ui.perfetto.dev or chrome://tracing.
 
-Every worker is a process with a track of the batches executed by its stage; activations sent and received are slices of
-their own, as several may overlap. Phases of transitions are instants. Times are in microseconds.
+Every worker is a process with a track of the batches that its stage executed; activations sent and received are async
+slices, as several may overlap. Phases of transitions are instants. Times are in microseconds.
 """
 
 import json
@@ -25,8 +25,8 @@ Event = dict[str, Any]  # Any: JSON of the trace event format
 
 
 def write_timeline(address: str, path: Path) -> tuple[int, list[str]]:
-    """Ask every worker known to the dispatcher at `address`. Returns the number of slices and the workers that did not
-    answer.
+    """Ask every worker known to the dispatcher at `address`, and write the trace. Returns (number of slices, workers
+    that did not answer).
 
     Raises:
         Unavailable: neither the dispatcher nor any of its workers answers.
@@ -53,7 +53,7 @@ def _ask(address: str) -> worker_pb2.GetTraceResponse | None:
 
 
 def timeline(traces: Sequence[worker_pb2.GetTraceResponse]) -> list[Event]:
-    """Build the trace. Times are relative to the earliest event of all workers."""
+    """The events of the trace. Times are relative to the earliest event of all workers."""
     begin_s = min((span.began_unix_s for trace in traces for span in trace.spans), default=0.0)
     events: list[Event] = []
     for pid, trace in enumerate(sorted(traces, key=lambda t: t.worker_id), 1):

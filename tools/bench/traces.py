@@ -1,13 +1,13 @@
 """Request traces: arrival times and token counts. Reads the published formats and scales traces.
 
-| format   | told by                                      | time                    |
+| format   | recognised by                                | time                    |
 |----------|----------------------------------------------|-------------------------|
 | ballast  | `arrival_s,input_tokens,output_tokens`       | seconds                 |
 | burstgpt | `Timestamp`, `Request tokens`, `Response tokens` | seconds             |
 | azure    | `TIMESTAMP,ContextTokens,GeneratedTokens`    | date and time           |
 | mooncake | JSON lines with `timestamp`, `input_length`, `output_length` | milliseconds |
 
-Times of foreign formats are relative to their first row; those of our own format are kept, so that a slice can begin
+In all formats but `ballast`, times are made relative to the first arrival; a trace of the format `ballast` may begin
 with a pause. Rows without output (failed requests of the source) are left out and counted. Rows are sorted by arrival
 (stable).
 """
@@ -38,13 +38,13 @@ class Trace:
     format: str
     requests: tuple[TraceRequest, ...]  # in order of arrival
     dropped_count: int = 0  # rows without output
-    clamped_count: int = 0  # requests cut to the maximum length by `scaled`
-    rate_scale: float = 1.0  # factor on the number of requests, by `tools.bench.upscale`
+    clamped_count: int = 0  # requests that `scaled` has cut to the maximum length
+    rate_scale: float = 1.0  # factor on the number of requests that `tools.bench.upscale` has applied
     lengths: str = "of the trace"  # source of the lengths
 
     @property
     def span_s(self) -> float:
-        """Seconds from zero to the last arrival."""
+        """Time of the last arrival, in seconds."""
         return self.requests[-1].arrival_s if self.requests else 0.0
 
     def scaled(
@@ -58,10 +58,13 @@ class Trace:
     ) -> "Trace":
         """The first `limit` requests with arrivals multiplied by `time_scale` and lengths by `length_scale`.
 
-        `answer_scale`: scale of the answers if it differs from that of the prompts. A time scale of 0.5 makes the trace
-        twice as fast. Lengths are rounded to at least one token. If input and output together exceed
+        `answer_scale`: factor on the lengths of answers; None: `length_scale`. A time scale of 0.5 makes the trace
+        twice as fast. Lengths are rounded, to at least one token. If input and output together exceed
         `max_total_tokens`, the input is truncated, and the output only if it is too long by itself; `clamped_count`
         counts these requests.
+
+        Raises:
+            ConfigError: an argument is out of range.
         """
         _positive("time-scale", time_scale)
         _positive("length-scale", length_scale)
@@ -98,14 +101,14 @@ def _clamp(input_tokens: int, output_tokens: int, max_total_tokens: int) -> tupl
 @dataclass(frozen=True, slots=True)
 class _Format:
     name: str
-    columns: tuple[str, str, str]  # names of arrival, input, output
+    columns: tuple[str, str, str]  # names of the columns of arrival, input and output
     parse_s: Callable[[Any], float]
     from_first_row: bool
 
 
 def _date_s(text: str) -> float:
     moment = datetime.fromisoformat(text.strip())
-    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()  # UTC has no clock changes
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()  # in UTC no hour is missing or twice
 
 
 _CSV_FORMATS = (
@@ -120,7 +123,7 @@ def read_trace(path: Path) -> Trace:
     """Read a trace in any of the formats above.
 
     Raises:
-        ConfigError: the file is invalid; the message names file and line.
+        ConfigError: the file cannot be read, is invalid or has no request; the message names file and line.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -142,7 +145,7 @@ Row = dict[str, Any]  # Any: cells are text in CSV, any JSON value in JSON lines
 
 
 def _open_rows(path: Path, file: TextIOBase) -> tuple[_Format, Iterator[tuple[int, Row]]]:
-    """The format, and (line number, row) of each row. The format is recognised from the first line."""
+    """(format, iterator of (line number, row)). The first line determines the format."""
     first = file.readline()
     file.seek(0)
     if first.lstrip().startswith("{"):
@@ -157,7 +160,7 @@ def _open_rows(path: Path, file: TextIOBase) -> tuple[_Format, Iterator[tuple[in
 
 
 def _no_header(line: str) -> str:
-    """Error text for a file whose first line contains no known column names."""
+    """The error message for a file whose first line, `line`, does not name the columns of a known format."""
     own = ",".join(_CSV_FORMATS[0].columns)
     shown = f"{line[:120]!r}"
     if not line:
@@ -237,7 +240,7 @@ _TIMES = {False: "a number of seconds from 0 on", True: "a date and time such as
 
 
 def _got(cell: object) -> str:
-    """Describe the invalid value, with a hint for a common mistake."""
+    """Describe an invalid value for an error message, with a hint if the mistake is a common one."""
     if cell is None:
         return "and the row has no such column: it is too short"
     hint = ""
@@ -257,6 +260,6 @@ def _is_date(text: str) -> bool:
 
 
 def write_trace(path: Path, requests: tuple[TraceRequest, ...]) -> None:
-    """Write our own format, with millisecond precision."""
+    """Write a trace in the format `ballast`, with times in milliseconds precision."""
     lines = [f"{r.arrival_s:.3f},{r.input_tokens},{r.output_tokens}\n" for r in requests]
     path.write_text("arrival_s,input_tokens,output_tokens\n" + "".join(lines))

@@ -1,4 +1,4 @@
-"""Transitions of a run as reported by the planner."""
+"""Asks the planner for the transitions of a run."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ async def ask_planner(address: str) -> PlannerSays:
     """Ask the planner at host:port, directly or through a dispatcher that forwards the call.
 
     Raises:
-        BallastError: it does not answer.
+        BallastError: the planner does not answer.
     """
     access = Access.of()
     async with access.open(address) as channel:

@@ -1,8 +1,8 @@
-"""Scales the number of requests while keeping their pattern over time, as TraceUpscaler (EuroSys '24) does.
+"""Scales the number of requests of a trace and keeps their pattern over time, as TraceUpscaler (EuroSys '24) does.
 
 Arrivals and lengths are scaled separately. The cumulative arrival count is multiplied, and new arrivals are placed
-where it crosses whole numbers, interpolated linearly between the old ones: bursts keep their position, duration and
-ratio to the mean. Dividing the times instead would shorten every burst; drawing arrivals from a rate would smooth them.
+where it crosses whole numbers, interpolated linearly between the old ones: bursts keep their time, duration and ratio
+to the mean. Dividing times instead would shorten bursts; drawing arrivals from a rate would smooth them.
 Lengths are drawn from the requests that arrived at about the same time.
 """
 
@@ -16,11 +16,11 @@ import numpy as np
 from ballast.common.errors import ConfigError
 from tools.bench.traces import Trace, TraceRequest
 
-_NEIGHBOURS = 20  # requests on each side from which a new one may take its lengths
+_NEIGHBOURS = 20  # number of requests before and after a new one from which its lengths may be taken
 
 
 def upscaled(trace: Trace, factor: float, seed: int) -> Trace:
-    """The trace with `factor` times as many requests (below 1: fewer) over the same span."""
+    """The trace with `factor` times as many requests over the same span. Raises ConfigError unless `factor` > 0."""
     if factor <= 0:
         raise ConfigError("rate-scale", f"must be above 0, got {factor}")
     if factor == 1.0:
@@ -39,9 +39,9 @@ def upscaled(trace: Trace, factor: float, seed: int) -> Trace:
 
 
 def repeated_burst(trace: Trace, window_s: float, times: int) -> Trace:
-    """Everything up to the end of the densest `window_s`, then that window repeated: `times` in all.
+    """The trace up to the end of its densest window of `window_s`, followed by `times` - 1 repetitions of that window.
 
-    The extreme burst of KunServe (EuroSys '26, section 5.6).
+    This is the extreme burst of KunServe (EuroSys '26, section 5.6).
     """
     begin_s = densest_window(trace.requests, window_s)
     until = [r for r in trace.requests if r.arrival_s < begin_s + window_s]
@@ -51,7 +51,7 @@ def repeated_burst(trace: Trace, window_s: float, times: int) -> Trace:
 
 
 def raised_burst(trace: Trace, window_s: float, factor: float, seed: int) -> Trace:
-    """The trace with `factor` times as many requests in the densest `window_s` and unchanged elsewhere."""
+    """The trace with `factor` times as many requests in its densest window of `window_s`, unchanged elsewhere."""
     if factor == 1.0:
         return trace
     begin_s = densest_window(trace.requests, window_s)
@@ -64,7 +64,7 @@ def raised_burst(trace: Trace, window_s: float, factor: float, seed: int) -> Tra
 
 
 def densest_window(requests: Sequence[TraceRequest], window_s: float) -> float:
-    """Start of the `window_s` with the most requests."""
+    """Start of the window of `window_s` with the most arrivals."""
     arrivals_s = [r.arrival_s for r in requests]
     counts = [bisect_left(arrivals_s, at_s + window_s) - index for index, at_s in enumerate(arrivals_s)]
     return arrivals_s[max(range(len(counts)), key=lambda i: (counts[i], -i))]

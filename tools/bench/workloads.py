@@ -1,15 +1,15 @@
-"""The words of `--workloads`: arrivals and a source of lengths.
+"""The words of `--workloads`, each of which names arrivals and a source of lengths.
 
 | word           | arrivals                                                                  |
 |----------------|---------------------------------------------------------------------------|
-| `FILE`         | of a trace, in any format that `tools.bench.traces` reads                |
+| `FILE`         | of a trace file, in any format that `tools.bench.traces` reads            |
 | `burst`        | BurstGPT-like: gamma arrivals with a burst (`tools.bench.generate`)      |
 | `spike`        | likewise, with a shorter and higher burst                                 |
 | `answers`      | likewise, with short prompts and longer answers                           |
-| `extreme:WORD` | those of WORD, whose burst is repeated again and again                    |
+| `extreme:WORD` | those of WORD until the end of its burst, then the burst four times more  |
 | `twice:WORD`   | those of WORD, and then once more                                         |
-| `WORD@SECONDS` | of those of WORD so many seconds around the densest of them  |
-| `WORD+LENGTHS` | those of WORD with lengths of another source: see `tools.bench.lengths` |
+| `WORD@SECONDS` | those of WORD in a window of so many seconds around its burst             |
+| `WORD+LENGTHS` | those of WORD, with lengths of another source (`tools.bench.lengths`)     |
 """
 
 import math
@@ -30,18 +30,18 @@ _GENERATED_LENGTHS = {
     "spike": _BURSTGPT,
     "answers": "made up: short prompts and longer answers",
 }
-_EXTREME_SHARE = 0.15  # fraction of the span: the repeated burst
+_EXTREME_SHARE = 0.15  # length of the repeated burst, as a fraction of the trace's span
 _EXTREME_TIMES = 5
-_BURST_SHARE = 0.1  # fraction of a part of a trace: its densest seconds
-_CALM_BEFORE = 0.25  # fraction of a part of a trace that precedes the burst
+_BURST_SHARE = 0.1  # length of the burst of `WORD@SECONDS`, as a fraction of the window
+_CALM_BEFORE = 0.25  # time before this burst, as a fraction of the window
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    name: str  # for files and figures
-    word: str  # as given on the command line
+    name: str  # name in file names and figures
+    word: str  # word on the command line
     trace: Trace
-    base: Trace  # the trace that determines the rate; with `extreme`, before its burst is repeated
+    base: Trace  # the trace by which the rate is chosen; for `extreme` and `twice` the one before the repetition
 
 
 def parse_workloads(text: str, seed: int) -> list[Workload]:
@@ -98,8 +98,8 @@ def _seconds(word: str, text: str) -> float:
 
 
 def _around_burst(trace: Trace, window_s: float) -> Trace:
-    """A window of `window_s` of the trace in which the burst begins after `_CALM_BEFORE` of it, if the trace is long
-    enough.
+    """The window of `window_s` of a trace whose burst begins after a quarter of the window, or later or earlier if the
+    trace begins or ends too close to the burst.
     """
     burst_s = densest_window(trace.requests, window_s * _BURST_SHARE)
     begin_s = max(0.0, min(burst_s - _CALM_BEFORE * window_s, trace.span_s - window_s))

@@ -1,4 +1,4 @@
-"""The flags `--token`, `--ca-file` and `--tls-dir`, shared by all commands that talk to a cluster."""
+"""The flags `--token`, `--ca-file` and `--tls-dir` of all commands that call a cluster."""
 
 import argparse
 import os
@@ -11,7 +11,7 @@ from ballast.common.credentials import CA_FILE, TLS_DIR, TOKEN
 class _ExportedVariable(argparse.Action):
     """Argparse action that stores the value in the environment, where every client of this process reads it."""
 
-    # Any: argparse's own signature
+    # Any: argparse's signature
     def __call__(
         self,
         parser: argparse.ArgumentParser,

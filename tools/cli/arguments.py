@@ -1,4 +1,4 @@
-"""Arguments that several commands share, and the parser that reports usage errors."""
+"""Arguments that several commands share, and their parser."""
 
 import argparse
 import sys
@@ -15,7 +15,7 @@ Commands: TypeAlias = "_SubParsersAction[argparse.ArgumentParser]"
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser that reports a usage error in one line instead of printing the page of all flags."""
+    """Argument parser that reports a usage error in one line, without a list of all flags."""
 
     def error(self, message: str) -> NoReturn:
         print(f"ballast: {message.removeprefix('argument ')} (see `{self.prog} --help`)", file=sys.stderr)

@@ -1,5 +1,5 @@
-"""`ballast batch`: runs files of requests without a deadline of their own through a gateway whose cluster keeps jobs
-(docs/batches.md).
+"""`ballast batch`: submits files of requests that need no immediate answer to a gateway whose cluster has the jobs
+service, and fetches the results (docs/batches.md).
 """
 
 import argparse
@@ -136,7 +136,11 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def _endpoint_of(file: BinaryIO, path: Path) -> str:
-    """The endpoint of the first request. All other requests must have the same."""
+    """The endpoint (`url`) of the first request in a file, as which all others must have. Rewinds the file.
+
+    Raises:
+        InvalidRequest: the first line is invalid, or the file has no requests.
+    """
     for raw in file:
         if raw.strip():
             try:
@@ -150,7 +154,7 @@ def _endpoint_of(file: BinaryIO, path: Path) -> str:
 
 
 def _wait(gateway: "Gateway", batch_id: str) -> Json:
-    """Wait until the batch has ended and return it. Progress is printed to standard error."""
+    """Wait until a batch has ended and return it. Progress is printed to standard error."""
     began_s, began_count, shown = time.monotonic(), None, ""
     on_terminal = sys.stderr.isatty()
     while True:
@@ -175,7 +179,7 @@ def _wait(gateway: "Gateway", batch_id: str) -> Json:
 
 
 def _show(batch: Json, as_json: bool, *, short: bool = False) -> int:
-    """Returns the exit status: 1 if a line of the ended batch failed, otherwise 0."""
+    """Print a batch. Returns the exit status: 1 if it has ended otherwise than completed, else 0."""
     if as_json:
         print_json(batch)
     else:
@@ -227,14 +231,14 @@ class Gateway:
         """Send one request and return the JSON of its response.
 
         Raises:
-            BallastError: the gateway reported an error; the subclass matches its status.
+            BallastError: the gateway cannot be reached or reports an error; the subclass corresponds to its status.
         """
         data = None if body is None else json.dumps(body).encode()
         with self._open(method, path, data, {"Content-Type": "application/json"}) as answer:
             return cast(Json, json.load(answer))
 
     def patiently(self, method: str, path: str) -> Json:
-        """Like `ask`, retried while services are unavailable or overloaded."""
+        """Like `ask`, but retry for up to five minutes while services are unavailable or overloaded."""
         give_up_at_s = time.monotonic() + _PATIENCE_S
         while True:
             try:
@@ -270,7 +274,7 @@ class Gateway:
             while piece := answer.read(_PIECE_BYTES):
                 yield piece
 
-    # Any: urllib accepts bytes or an iterable of bytes
+    # Any: urllib accepts bytes, or an iterable of bytes
     def _open(self, method: str, path: str, data: Any, headers: Mapping[str, str]) -> HTTPResponse:
         request = urllib.request.Request(self._url + path, data, dict(headers), method=method)
         token = os.environ.get(TOKEN)

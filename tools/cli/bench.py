@@ -1,4 +1,4 @@
-"""`ballast bench`, with emulated workers taken from the simulator's catalogue of machines."""
+"""`ballast bench`, with emulated workers from the simulator's catalogue of machines."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ def add_parser(commands: Commands) -> None:
 
 
 def emulate(folder: Path, gpu: str, model: Path) -> Emulation:
-    """The emulated machine for a GPU and a model of the catalogue.
+    """The emulated machine for a GPU and a model of the catalogue; its checkpoint files are written to `folder`.
 
     Raises:
         ConfigError: the GPU or the model is unknown, or the model does not fit.

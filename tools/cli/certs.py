@@ -55,8 +55,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def make(folder: Path, *, days: int, hosts: list[str], workers: list[str], renew: bool = False) -> list[Path]:
-    """Run `tools.local.certificates.make_certificates`. Dispatcher certificates also contain the
-    names of this machine.
+    """Make the certificates (`make_certificates`). Those of dispatchers and gateways name `hosts` and this machine.
+
+    Raises:
+        ConfigError: the package cryptography is not installed.
     """
     try:
         from tools.local.certificates import make_certificates

@@ -1,4 +1,4 @@
-"""`ballast chaos`: injects faults into a cluster on this machine under load and reports the result."""
+"""`ballast chaos`: injects faults into a cluster on this machine under load, and reports what was lost."""
 
 import argparse
 import asyncio
@@ -23,7 +23,7 @@ from tools.local.secrets import REDIS_USERS
 from tools.model.tiny import make_tiny
 
 _FRONT = "127.0.0.2"
-_STEP_TIMEOUT = ["--step-timeout-s", "3"]  # steps of the load take milliseconds
+_STEP_TIMEOUT = ["--step-timeout-s", "3"]  # so short because steps of this load take milliseconds
 
 
 def add_parser(commands: Commands) -> None:
@@ -76,7 +76,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _model(args: argparse.Namespace, folder: Path) -> tuple[Path, list[str]]:
-    """The model to serve, and the worker flags for it."""
+    """(folder of the model to serve, worker flags for it)."""
     if args.profile is not None:
         made = emulated_model(folder / "emulated", args.profile, args.emulate)
         return made.model, list(made.worker_flags)
@@ -131,7 +131,7 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
     )
     password = secrets.token_urlsafe(32)
     if args.secure:
-        with (keys / REDIS_USERS).open("a") as users:  # the faults of the state server need a user with all rights
+        with (keys / REDIS_USERS).open("a") as users:  # faults of the state server need a user with all rights
             users.write(f"user chaos on >{password} ~* &* +@all\n")
     say(f"starting {args.workers} workers, {args.dispatchers} dispatchers ...")
     async with opened, cluster:
@@ -141,7 +141,7 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
         if not known:
             raise ConfigError("--faults", "none of these is known")
         report = await chaos.run()
-        cluster.keep_logs = bool(report.why_not())  # the keeper keeps logs after every kill; here only failures matter
+        cluster.keep_logs = bool(report.why_not())  # by default logs are kept after any kill; here, after failures
         if cluster.keep_logs:
             say(f"the logs are kept in {cluster.log_dir}")
         for processes in cluster.processes.values():
@@ -151,8 +151,8 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
 
 
 async def _fronts(opened: contextlib.AsyncExitStack, ports: Sequence[int]) -> dict[str, Proxy]:
-    """Proxies in front of the workers: the same ports at another loopback address. Empty if this machine does not have
-    it.
+    """Start proxies in front of the workers, at the same ports of another loopback address. Returns worker -> proxy;
+    empty if this machine does not have that address.
     """
     fronts = {f"worker-{i}": Proxy(f"127.0.0.1:{port}", listen=f"{_FRONT}:{port}") for i, port in enumerate(ports)}
     async with contextlib.AsyncExitStack() as opening:

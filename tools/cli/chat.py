@@ -1,4 +1,4 @@
-"""`ballast chat`: a conversation in the terminal, or one turn per line of a pipe."""
+"""`ballast chat`: a conversation in the terminal, or with one turn per line of standard input."""
 
 import argparse
 import contextlib
@@ -70,9 +70,7 @@ def _converse(chat: "Chat") -> None:
 
 
 class Chat:
-    """A conversation. A failed turn is removed from the history, so that the next turn does not fail for the same
-    reason.
-    """
+    """A conversation with its history. A failed turn is removed from it, so that the next one does not fail, too."""
 
     def __init__(
         self, client: Client, sampling: "SamplingParams", priority: str, deadline_s: float | None, system: str | None
@@ -88,8 +86,8 @@ class Chat:
         self._turns.clear()
 
     def say(self, text: str) -> None:
-        """Print the answer as it arrives. Closing the generator cancels the request; the text so far stays in the
-        history.
+        """Send a user's turn and print the answer as it arrives. Ctrl-C cancels the request; the text so far stays in
+        the history.
         """
         self._turns.append(ChatMessage("user", text))
         instruction = [ChatMessage("system", self.system)] if self.system else []

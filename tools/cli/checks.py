@@ -1,6 +1,6 @@
-"""The checks of `ballast doctor`. Every check returns one finding and changes nothing.
+"""The checks of `ballast doctor`. Each check returns one finding and changes nothing.
 
-This process never imports torch: the version comes from package metadata, the state of the GPU from a subprocess.
+This process does not import torch: its version comes from package metadata, the state of the GPU from a subprocess.
 """
 
 import importlib.metadata
@@ -30,11 +30,11 @@ from tools.model.info import read_info
 
 _MIN_PYTHON = (3, 11)
 _MIN_TORCH = (2, 11)
-_PROCESS_BYTES = 300 << 20  # memory of a worker outside its budget: interpreter and torch
+_PROCESS_BYTES = 300 << 20  # memory of a worker beside its budget, for the interpreter and torch
 _MIN_SHM_BYTES = 64 << 20
 _MIN_OPEN_FILES = 4096
 _MIN_MAP_COUNT = 65530
-_RELEASED_UNIX_S = 1_767_225_600  # 2026-01-01: an earlier clock is wrong
+_RELEASED_UNIX_S = 1_767_225_600  # 2026-01-01; a clock before this is wrong
 _TORCH_TIMEOUT_S = 120.0
 _DRIVER_TIMEOUT_S = 20.0
 _DAY_S, _CERTIFICATE_DAYS = 86400.0, 30
@@ -43,7 +43,7 @@ _HEALTH_TIMEOUT_S = 2.0
 
 class Verdict(StrEnum):
     OK = "ok"
-    WARN = "warn"  # works, with a limitation
+    WARN = "warn"  # a cluster runs, with a limitation
     FAIL = "FAIL"  # a cluster cannot run
 
 
@@ -75,8 +75,8 @@ def python_version(version: tuple[int, ...] = sys.version_info[:3]) -> Finding:
 
 
 def packages() -> Finding:
-    """Whether the packages that clients need are installed in supported versions, and those of the services, if
-    installed.
+    """Whether the packages that clients need (and those of the services, if they are installed) are there in supported
+    versions.
     """
     lacking: list[str] = []
     declared = _declared(DISTRIBUTION)
@@ -100,7 +100,7 @@ def packages() -> Finding:
 
 
 def _declared(distribution: str) -> list[str] | None:
-    """The requirements of an installed package, extras included. None: not installed."""
+    """The requirements of an installed package, extras included; None if it is not installed."""
     try:
         return importlib.metadata.requires(distribution) or []
     except importlib.metadata.PackageNotFoundError:
@@ -121,7 +121,7 @@ def installed_version(name: str) -> str | None:
 
 
 def version_tuple(version: str) -> tuple[int, ...]:
-    """Parse a version, e.g. '2.13.0+cpu' -> (2, 13, 0)."""
+    """The first three numbers of a version: '2.13.0+cpu' -> (2, 13, 0)."""
     return tuple(int(part) for part in re.findall(r"\d+", version.split("+")[0].split("rc")[0])[:3])
 
 
@@ -150,7 +150,7 @@ def gpu_driver() -> Finding:
 
 
 def gpu_in_torch() -> Finding:
-    """The GPU as torch sees it in a subprocess, so that a broken driver cannot crash this process."""
+    """Whether torch finds the GPUs. It runs in a subprocess, so that a broken driver cannot crash this process."""
     if installed_version("torch") is None:
         return _warn("GPU in torch", "not looked at: torch is not installed", "see torch")
     program = "import torch; print(torch.version.cuda or 'none', torch.cuda.is_available(), torch.cuda.device_count())"
@@ -175,7 +175,7 @@ def gpu_in_torch() -> Finding:
 
 
 def kernel_compiler() -> Finding:
-    """Whether Triton can compile its launcher stubs, which needs a C compiler on first use."""
+    """Whether Triton can compile kernels, for which it needs a C compiler, Python's headers and a writable cache."""
     triton = installed_version("triton")
     if triton is None or shutil.which("nvidia-smi") is None:
         return _ok("kernels for GPUs", "none are needed: workers run on the CPU")
@@ -193,7 +193,7 @@ def kernel_compiler() -> Finding:
 
 
 def _why_no_code_runs_from(folder: Path) -> str | None:
-    """Why code cannot be written to and executed from the folder. None: it can."""
+    """Why code cannot be written to a folder and executed from there; None if it can."""
     there = next(parent for parent in (folder, *folder.parents) if parent.exists())
     if not os.access(there, os.W_OK | os.X_OK):
         return "cannot be written to"
@@ -201,7 +201,7 @@ def _why_no_code_runs_from(folder: Path) -> str | None:
 
 
 def container_toolkit() -> Finding:
-    """Whether containers on this machine can be given its GPUs."""
+    """Whether containers on this machine can use its GPUs."""
     subject = "GPUs in containers"
     if shutil.which("docker") is None or shutil.which("nvidia-smi") is None:
         return _ok(subject, "not looked at: there is no Docker here" if shutil.which("docker") is None else "no GPU")
@@ -241,7 +241,7 @@ def ports(first: int, count: int) -> Finding:
 
 
 def _is_dispatcher(port: int) -> bool:
-    """Whether the process that listens there is a Ballast dispatcher."""
+    """Whether a ready Ballast dispatcher listens on a port of this machine."""
     try:
         health.check("dispatcher", f"127.0.0.1:{port}", _HEALTH_TIMEOUT_S)
     except BallastError:
@@ -260,7 +260,7 @@ def _is_free(port: int) -> bool:
 
 
 def certificate(tls_dir: Path) -> Finding:
-    """How long a service's certificate remains valid."""
+    """Whether a service's certificate is valid for at least 30 more days."""
     try:
         left_s = TlsFolder(tls_dir).left_s()
     except ConfigError as error:
@@ -281,7 +281,7 @@ def cores(workers: int) -> Finding:
 
 
 def memory(workers: int, budget_bytes: int) -> Finding:
-    """Whether a worker fits into the available memory: the smaller of the machine's memory and the
+    """Whether `workers` on the CPU fit into the available memory: the smaller of the machine's available memory and the
     container's limit.
     """
     available_bytes = min(psutil.virtual_memory().available, _cgroup_limit_bytes())
@@ -318,7 +318,7 @@ def shared_memory() -> Finding:
 
 
 def host_copy(path: Path) -> Finding:
-    """Whether one copy of the parameters fits into the memory that the workers of this host share."""
+    """Whether one copy of the parameters, which all workers of this host share, fits into /dev/shm."""
     try:
         size_bytes, free_bytes = read_info(path).rank_parameter_bytes(1), shutil.disk_usage("/dev/shm").free
     except (ConfigError, OSError) as error:
@@ -348,7 +348,7 @@ def open_files() -> Finding:
 
 
 def clock(unix_s: float | None = None) -> Finding:
-    """Whether the wall clock is plausible. Only logs depend on it: deadlines and leases are relative."""
+    """Whether the wall clock is plausible. Deadlines and leases do not depend on it, but logs do."""
     now_s = time.time() if unix_s is None else unix_s
     text = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(now_s))
     if now_s < _RELEASED_UNIX_S:
@@ -357,7 +357,7 @@ def clock(unix_s: float | None = None) -> Finding:
 
 
 def model(path: Path, budget_bytes: int, ranks: int = 1) -> Finding:
-    """Whether each rank's parameters fit into the budget and leave room for one sequence of maximum length."""
+    """Whether each rank's parameters fit into its budget and leave room for one sequence of maximum length."""
     try:
         info = read_info(path)
     except ConfigError as error:

@@ -1,5 +1,5 @@
-"""`ballast drain` takes a worker or a dispatcher out of routing; the running requests of a worker migrate or finish.
-`ballast undrain` puts a dispatcher back; a drained worker stays drained until its process ends.
+"""`ballast drain`: takes a worker or a dispatcher out of routing; a worker's running requests migrate or finish.
+`ballast undrain` lets a dispatcher accept requests again; a drained worker stays drained until its process ends.
 """
 
 import argparse

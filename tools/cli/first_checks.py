@@ -29,21 +29,21 @@ _DTYPE_BYTES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def check_flags(flags: Mapping[Service, Sequence[str]], model: str) -> None:
-    """Raises ConfigError for flags that a service would reject."""
+    """Raise ConfigError for flags that a service would reject."""
     for service, settings in _SETTINGS.items():
         needed = ["--model", model] if "model" in settings.model_fields else []
         load_settings(settings, [*needed, *flags.get(service, ())])
 
 
 def check_host(args: argparse.Namespace) -> None:
-    """Raises ConfigError if the host is reachable from other machines and neither TLS nor tokens protect it."""
+    """Raise ConfigError if other machines reach `--host`, and neither `--secure` nor `--insecure` is given."""
     if args.secure is None and not args.insecure and not is_loopback(args.host):
         why = f"{args.host} is reached from other machines: --secure DIR makes certificates and a token, and uses them;"
         raise ConfigError("--host", f"{why} --insecure lets everybody who reaches it do everything")
 
 
 def check_ports(args: argparse.Namespace) -> None:
-    """Raises ConfigError if a requested port is in use."""
+    """Raise ConfigError if a requested port is in use."""
     wanted = {"--port": (args.port, args.dispatchers), "--http-port": (args.http_port, args.gateways)}
     for flag, (first, count) in {**wanted, "--dashboard-port": (args.dashboard_port, 1)}.items():
         for port in range(first, first + count) if first else ():
@@ -55,7 +55,7 @@ def check_ports(args: argparse.Namespace) -> None:
 
 
 def check_memory(args: argparse.Namespace, info: CheckpointInfo) -> None:
-    """Raises ConfigError if the parameters alone exceed a worker's memory. Prints a note if little is left for KV."""
+    """Raise ConfigError if the parameters alone exceed the device memory of a worker's ranks."""
     if args.device_memory_bytes is None:
         return
     ranks = int(args.tensor_parallel_size or 1)
@@ -70,8 +70,8 @@ def check_memory(args: argparse.Namespace, info: CheckpointInfo) -> None:
 
 
 def adapters_of(given: Sequence[str]) -> dict[str, Path]:
-    """Adapter folders by the names that `--lora-modules` gives them. Raises ConfigError for an entry that is not
-    NAME=FOLDER.
+    """Parse `--lora-modules` to name -> folder. Raises ConfigError for an entry that is not NAME=FOLDER, or a name that
+    occurs twice.
     """
     found: dict[str, Path] = {}
     for one in given:
@@ -85,8 +85,8 @@ def adapters_of(given: Sequence[str]) -> dict[str, Path]:
 
 
 def check_adapters(modules: Mapping[str, Path], model_dir: Path, model_impl: str) -> None:
-    """Raises ConfigError for an adapter that workers would reject. For models that transformers computes, only the
-    adapter's own files are checked.
+    """Raise ConfigError for an adapter that workers would reject. For models that transformers computes, only the
+    adapter's files are checked, not whether it fits the model.
     """
     if not modules:
         return

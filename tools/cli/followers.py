@@ -1,4 +1,4 @@
-"""Memory reports of follower workers, which report to no dispatcher and are asked directly."""
+"""Load reports of followers, which report to no dispatcher and are asked directly."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +15,7 @@ _MAX_AT_ONCE = 32
 
 
 def with_followers(status: ClusterStatus) -> ClusterStatus:
-    """Add each follower's own load report to the status. Followers that cannot be reached stay without one."""
+    """The status with the load reports of followers added. Followers that do not answer have none."""
     leaders = {group.leader_id for group in status.groups}
     asked = [worker for worker in status.workers if worker.load is None and worker.worker_id not in leaders]
     if not asked:
@@ -27,7 +27,7 @@ def with_followers(status: ClusterStatus) -> ClusterStatus:
 
 
 def _ask(worker: WorkerStatus) -> WorkerStatus:
-    """The worker with its own report; unchanged if it does not answer or has restarted."""
+    """The worker with its load report; unchanged if it does not answer or has restarted."""
     with Access.of().open_sync(worker.address, "worker") as channel:
         stub = worker_pb2_grpc.WorkerServiceStub(channel)
         try:

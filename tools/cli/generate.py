@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Raises InvalidRequest for flags that would be silently ignored."""
+    """Raise InvalidRequest for flags that would otherwise be ignored."""
     if args.logprobs is not None and not args.json:
         raise InvalidRequest("--logprobs", "are shown with --json only")
     if args.token_ids is not None and args.prompt is not None:

@@ -1,4 +1,6 @@
-"""Table of the groups: members, layers and utilisation. One row for a worker on its own, a block for a group."""
+"""Table of groups with their members, layers and load: one row for an instance that serves alone, and a further row
+per member for larger groups.
+"""
 
 from collections.abc import Mapping
 
@@ -38,7 +40,7 @@ def plain_table(*left_columns: str) -> Table:
 
 
 def group_name(group: GroupStatus) -> str:
-    """Display name of a group; a worker on its own gives its own name."""
+    """Display name of a group: that of its worker if it has only one."""
     return group.group_id if len(group.members) > 1 else group.leader_id
 
 
@@ -91,7 +93,7 @@ def _kv_usage(load: LoadReport) -> Text:
     cells = _BAR_CELLS if fraction >= 1.0 else min(_BAR_CELLS - 1, -int(-fraction * _BAR_CELLS // 1))
     usage = Text("█" * cells, style=load_style(fraction))
     retained = min(_BAR_CELLS - cells, -(-load.retained_block_count * _BAR_CELLS // max(1, load.block_count)))
-    usage.append("▒" * retained, style="cyan")  # cached blocks count as free
+    usage.append("▒" * retained, style="cyan")  # blocks with cached prefixes count as free
     usage.append("░" * (_BAR_CELLS - cells - retained), style="dim")
     usage.append(f" {fraction:4.0%} of {load.block_count:,}", style="default")
     if load.prefix_hits_total:

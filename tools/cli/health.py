@@ -14,7 +14,7 @@ from tools.cli.access import add_access
 from tools.cli.arguments import Commands, add_json
 from tools.cli.output import print_json
 
-# The call that shows that a service of this kind works; a standby of the other kinds is healthy if it answers.
+# Kind of service -> gRPC service whose health is asked for; "": the process's, as a healthy standby is not ready.
 _PROOFS = {
     "dispatcher": "ballastpb.inference.v1.InferenceService",
     "worker": "ballastpb.worker.v1.WorkerService",
@@ -53,10 +53,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def check(service: str, address: str, timeout_s: float) -> None:
-    """Returns if the service is healthy.
+    """Check that a service is healthy.
 
     Raises:
-        Unavailable: the service is unhealthy, or did not answer in time.
+        BallastError: the service is not ready, does not answer in time, or is of another kind.
     """
     with Access.of().open_sync(address, service) as channel:
         # Any: the gRPC health package has no types
@@ -73,7 +73,7 @@ def check(service: str, address: str, timeout_s: float) -> None:
 
 
 def main() -> int:
-    """`python -m tools.cli.health`: this command alone, which starts quickly enough to run every few seconds."""
+    """`python -m tools.cli.health`: this command alone, which starts fast enough to be run every few seconds."""
     parser = argparse.ArgumentParser(prog="python -m tools.cli.health")
     _add_arguments(parser)
     try:

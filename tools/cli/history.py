@@ -1,4 +1,4 @@
-"""KV demand against capacity over time, for `ballast top`."""
+"""KV demand relative to capacity over time, for `ballast top`."""
 
 from collections import deque
 
@@ -14,7 +14,9 @@ _ALL = ""
 
 
 class DemandHistory:
-    """Demand as a fraction of capacity, one value per refresh. A group's history is dropped when its leader goes."""
+    """History of KV demand as a fraction of capacity, of each group and in all, one value per refresh. A group is
+    identified by its leader.
+    """
 
     def __init__(self) -> None:
         self._fractions: dict[str, deque[float]] = {}  # leader or `_ALL` -> fractions, newest last
@@ -27,7 +29,7 @@ class DemandHistory:
         }
 
     def table(self, status: ClusterStatus) -> Table:
-        """The table for the most recent status."""
+        """The table of the history and of the values in `status`, the most recent one."""
         table = plain_table("KV demand")
         table.add_column("last looks", no_wrap=True, min_width=_CELLS)
         table.add_column("now", justify="right", no_wrap=True)
@@ -46,7 +48,7 @@ class DemandHistory:
 
 
 def cluster_demand(status: ClusterStatus) -> tuple[int, int]:
-    """KV tokens demanded, dispatcher backlogs included, and KV capacity in tokens."""
+    """(KV demand of the cluster, the dispatcher's backlog included; KV capacity), both in tokens."""
     demand_tokens = sum(group.demand_tokens for group in status.groups) + status.backlog_token_count
     return demand_tokens, sum(group.capacity_tokens for group in status.groups)
 

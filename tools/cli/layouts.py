@@ -1,4 +1,4 @@
-"""`ballast plan`, `drop`, `restore` and `transitions`: show and trigger changes of the layout by the planner."""
+"""`ballast plan`, `drop`, `restore` and `transitions`: show and request changes of the layout."""
 
 import argparse
 import asyncio
@@ -123,7 +123,7 @@ def run_transitions(args: argparse.Namespace) -> int:
 
 
 def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> RenderableType:
-    # Reasons can be whole sentences: as a last column they would leave no room for the figures.
+    # Reasons have a table of their own: they may be sentences, which would leave no room for the figures.
     table, reasons = (Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bold") for _ in range(2))
     for heading in ("epoch", "what", "phase"):
         table.add_column(heading, no_wrap=True)
@@ -160,7 +160,9 @@ def render_transitions(answer: pb.ListTransitionsResponse, *, verbose: bool) -> 
 async def _finish(
     args: argparse.Namespace, planner: "PlannerServiceAsyncStub", epoch: int, lines: Sequence[str]
 ) -> int:
-    """Returns exit status 0 if the transition took effect, 1 if it was rolled back. Ctrl-C only stops waiting."""
+    """Wait for the end of a transition, unless `--no-wait` is given, and print it. Returns the exit status: 1 if it was
+    rolled back, else 0. Ctrl-C only ends the waiting.
+    """
     if args.no_wait:
         if args.json:
             print_json({"epoch": epoch, "lines": list(lines), "transition": None})
@@ -187,7 +189,7 @@ async def _end(planner: "PlannerServiceAsyncStub", epoch: int) -> pb.Transition:
 
 
 def _message(message: Message) -> dict[str, Any]:  # Any: JSON values
-    """The fields of a message as JSON values; null for an optional field that is not set."""
+    """The fields of a message as JSON values; None for an optional field that is not set."""
     found: dict[str, Any] = {}
     for field in message.DESCRIPTOR.fields:
         value = getattr(message, field.name)

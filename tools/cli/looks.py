@@ -1,4 +1,4 @@
-"""One snapshot of the cluster, merged from all dispatchers named on the command line."""
+"""Takes a snapshot of the cluster, merged from all dispatchers named on the command line."""
 
 import dataclasses
 from collections import Counter
@@ -11,7 +11,7 @@ from tools.cli.followers import with_followers
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DispatcherFacts:
-    """What one dispatcher reports about itself; only `error` is set if it cannot be reached."""
+    """What a dispatcher reports about itself. If it cannot be reached, only `address` and `error` are set."""
 
     address: str
     dispatcher_id: str = ""
@@ -35,8 +35,8 @@ class DispatcherFacts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Look:
-    """Cluster snapshot. `status` has the newest layout that any dispatcher knows and the sums of all dispatchers'
-    requests.
+    """A snapshot of the cluster. `status`: the newest layout that a dispatcher knows, with request counts summed over
+    all dispatchers.
     """
 
     status: ClusterStatus
@@ -44,7 +44,7 @@ class Look:
 
 
 def query_dispatchers(client: Client) -> Look:
-    """Ask all dispatchers for their status.
+    """Take a snapshot: ask all dispatchers, and all followers, for their status.
 
     Raises:
         Unavailable: no dispatcher can be reached.
@@ -66,7 +66,9 @@ def query_dispatchers(client: Client) -> Look:
 
 
 def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
-    """Merge statuses: layout and workers of the newest layout; backlogs, limits and counts of ended requests summed."""
+    """Merge the statuses of dispatchers: online backlogs, their limits, and counts of running and ended requests are
+    summed; all else is of the one with the newest layout.
+    """
     newest = max(told, key=lambda status: status.layout.epoch if status.layout is not None else -1)
     endings = Counter[str]()
     waiting = Counter[str]()

@@ -1,6 +1,6 @@
-"""The `ballast` command. Exit status: 0 success, 1 failure, 2 usage error, 130 interrupted; never a traceback.
+"""The `ballast` command. Exit statuses: 0 success, 1 failure, 2 usage error, 130 interrupted; never a traceback.
 
-Only the module of the requested command is imported, and none for `--help` and `--version`: importing all takes a
+Only the module of the requested command is imported (none for `--help` and `--version`), as importing all takes a
 second.
 """
 
@@ -22,7 +22,7 @@ from ballast.common.extras import install_command
 from tools.cli.arguments import Commands, Parser
 
 _FAILED, _WRONG, _INTERRUPTED = 1, 2, 130
-# Command -> its module and its one-line description.
+# Command -> (its module, its one-line description).
 _COMMANDS: dict[str, tuple[str, str]] = {
     "up": ("tools.cli.up", "run a cluster on this machine"),
     "serve": ("tools.cli.up", "the same, with the model as its argument"),
@@ -54,7 +54,7 @@ _COMMANDS: dict[str, tuple[str, str]] = {
     "tokens": ("tools.cli.tokens", "make, list and withdraw the tokens of clients"),
     "completion": ("tools.cli.completion", "print the completion script of a shell"),
 }
-# Package -> the extra that installs it, for the hint when it is missing.
+# Package -> the extra that installs it, for the message when it is missing.
 _EXTRAS = {
     "argcomplete": "cli",
     "rich": "cli",
@@ -75,9 +75,7 @@ class _CommandModule(Protocol):
 
 
 def build_parser(command: str = "") -> Parser:
-    """The parser with all flags of `command` and only the names of the other commands; "*": all
-    flags of all commands.
-    """
+    """The parser with the flags of `command`, and of other commands only the names; "*": with the flags of all."""
     parser = Parser(
         prog="ballast",
         description="LLM serving that does not queue when the KV cache overflows.",
@@ -100,7 +98,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if argv is None else list(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, TextIOWrapper) and stream.encoding.lower().replace("-", "") != "utf8":
-            stream.reconfigure(errors="replace")  # print a question mark for what the terminal cannot encode
+            stream.reconfigure(errors="replace")  # characters that the terminal cannot encode become question marks
     try:
         if "_ARGCOMPLETE" in os.environ:
             _complete()
@@ -116,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has closed it. Errors cannot be printed any more, not even those of the flush at exit.
+        # The reader of a pipe has closed it. Without this, the flush at exit would fail, too, and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except ModuleNotFoundError as error:
@@ -131,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _complete() -> None:
-    """Complete a command line for a shell, then exit."""
+    """Print the completions of a command line for a shell, and exit."""
     import argcomplete
 
     words = os.environ.get("COMP_LINE", "").split()
@@ -155,7 +153,7 @@ def _lacking(error: ModuleNotFoundError) -> int:
 
 
 def _crash(error: BaseException) -> int:
-    """Report a bug in one line and write the traceback to a file. BALLAST_DEBUG=1 prints the traceback."""
+    """Report a bug in one line, and write the traceback to a file (or print it, if BALLAST_DEBUG=1)."""
     if os.environ.get("BALLAST_DEBUG"):
         traceback.print_exception(error)
         return _FAILED

@@ -1,4 +1,4 @@
-"""`ballast model`: lists cached models, shows facts about one, downloads one, or makes a small random one."""
+"""`ballast model`: lists cached models, downloads or describes one, makes a small random one, and more."""
 
 import argparse
 import dataclasses
@@ -160,7 +160,7 @@ def _print(lines: Sequence[tuple[str, str]]) -> None:
 
 
 def _shape(args: argparse.Namespace) -> TinyShape:
-    """The preset, with the sizes given on the command line replaced."""
+    """The sizes of the preset, overridden by those given on the command line."""
     names = [field.name for field in dataclasses.fields(TinyShape)]
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     return dataclasses.replace(PRESETS[args.preset], **given)

@@ -1,4 +1,4 @@
-"""Output for programs: one JSON object on standard output, described in docs/json.md."""
+"""Output of commands for programs: one JSON object on standard output (docs/json.md)."""
 
 import dataclasses
 import json
@@ -9,8 +9,8 @@ from ballast.common.layout import Member
 
 
 def print_json(value: object) -> None:
-    """Print a dataclass or plain values as JSON. Ranges of layers include both ends: `last_layer`
-    is part of the range.
+    """Print a dataclass or plain values as JSON. Unlike in the code, the range of a member's layers includes
+    `last_layer`.
     """
     print(json.dumps(plain(value), ensure_ascii=False, indent=2))
 

@@ -1,4 +1,4 @@
-"""`ballast park` and `ballast wake`: parking an idle worker frees its device memory; waking it takes seconds."""
+"""`ballast park` and `ballast wake`: park a worker, which frees its device memory, and wake it, which takes seconds."""
 
 import argparse
 import asyncio
@@ -63,7 +63,7 @@ def run_wake(args: argparse.Namespace) -> int:
 
 
 async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace, wanted: Standing) -> Standing:
-    """The worker's standing in the layout; with `--wait`, polled until it is `wanted`."""
+    """The worker's standing in the layout, PARKED if it is not there. With `--wait`, poll until it is `wanted`."""
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)
         group = group_of(LAYOUT.record(answer.layout), WorkerId(args.worker))

@@ -1,4 +1,4 @@
-"""Calls to the planner, either directly or through a dispatcher, which forwards them to the active planner."""
+"""Calls the planner, directly or through a dispatcher, which forwards calls to the active planner."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from ballastpb.planner.v1.planner_pb2_grpc import PlannerServiceAsyncStub
 
 T = TypeVar("T")
-# gRPC's messages for an unreachable address, for one address and for several
+# Beginnings of gRPC's messages if no address of a name can be reached.
 _NOBODY = ("failed to connect to all addresses", "connections to all backends failing")
 Ask: TypeAlias = "Callable[[PlannerServiceAsyncStub], Awaitable[T]]"
 
@@ -28,14 +28,14 @@ def ask_planner(addresses: str, ask: "Ask[T]", *, is_planner: bool = False) -> T
 
     Raises:
         InvalidRequest: an address is not host:port.
-        Unavailable: no address can be reached; the error is that of the last one.
-        BallastError: the planner rejected the call.
+        Unavailable: no address can be reached; the error is the last one's.
+        BallastError: the planner refused the call.
     """
     return asyncio.run(ask_planner_async(addresses, ask, is_planner=is_planner))
 
 
 async def ask_planner_async(addresses: str, ask: "Ask[T]", *, is_planner: bool = False) -> T:
-    """`ask_planner` inside an event loop."""
+    """The same as `ask_planner`, for callers in an event loop."""
     failure, access = Unavailable(addresses), Access.of()
     for address in split_addresses(addresses):
         async with access.open_peer(address, "planner") if is_planner else access.open(address) as channel:

@@ -1,6 +1,6 @@
 """`ballast profile`: measures batch durations of a model on this machine and writes the cost model to a file.
 
-Measuring needs torch and therefore runs in a subprocess, whose progress is shown.
+A subprocess measures, as that needs torch; this process shows its progress.
 """
 
 import argparse
@@ -79,10 +79,10 @@ def _command(args: argparse.Namespace) -> list[str]:
 
 
 def measure(console: Console, command: list[str]) -> None:
-    """Run the measuring process to its end.
+    """Run the process that measures, show its progress and wait for its end.
 
     Raises:
-        ConfigError: the model or the settings cannot be measured.
+        ConfigError: the process reported that the model or a setting is invalid.
         Unavailable: the process died.
     """
     bar = Progress(
@@ -111,7 +111,7 @@ def measure(console: Console, command: list[str]) -> None:
 
 @contextmanager
 def _started(command: list[str]) -> Generator[subprocess.Popen[str]]:
-    # In its own session: Ctrl-C reaches only this process, which then ends the subprocess.
+    # The subprocess has its own session, so that Ctrl-C reaches only this process, which then ends the subprocess.
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield process

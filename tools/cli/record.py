@@ -1,5 +1,5 @@
-"""`ballast record`: records a trace of a running cluster for `ballast size` and `ballast sim`, without prompts or
-names.
+"""`ballast record`: records a running cluster's requests as a trace (arrivals and lengths, no prompts or names) for
+`ballast size` and `ballast sim`.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from ballast.common.units import counted
 from tools.cli.arguments import Commands, add_address
 
 _POLL_S = 1.0
-_LINGER_S = 600.0  # how long to wait for the running requests to end
+_LINGER_S = 600.0  # how long to wait after the recording for its last requests to end
 _MOST_ROWS = 1_000_000
 _TELL_S = 30.0
 
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Recording:
-    """Trace rows of the requests that arrived during the recording, from all dispatchers."""
+    """The ended requests that arrived during a recording, from all dispatchers. `lost_count`: further, lost ones."""
 
     began_unix_s: float
     until_unix_s: float
@@ -79,7 +79,9 @@ class Recording:
 
 
 def _record(client: Client, recording: Recording) -> None:
-    """Poll every dispatcher once a second. Dispatchers that do not answer are polled again."""
+    """Poll every dispatcher once a second until the recording is over and its requests have ended. Dispatchers that do
+    not answer are polled again.
+    """
     lasts: dict[str, int | None] = dict.fromkeys(client.addresses)
     told_at_s = time.monotonic()
     while True:
@@ -91,7 +93,7 @@ def _record(client: Client, recording: Recording) -> None:
                 if len(lasts) == 1 and last is None:
                     raise
                 continue
-            if last is not None and answer.last < last:  # the dispatcher restarted: its count starts from zero
+            if last is not None and answer.last < last:  # the dispatcher has restarted, and its numbers begin at 0
                 answer = client.ended_requests(address, 0)
             recording.take(answer.requests, answer.forgotten_count)
             lasts[address] = answer.last

@@ -1,4 +1,4 @@
-"""Renders a cluster's status for a terminal. Pure: takes a snapshot, returns a `rich` renderable."""
+"""Renders a snapshot of a cluster for a terminal, as a `rich` renderable."""
 
 from collections.abc import Mapping, Sequence
 
@@ -21,8 +21,8 @@ def render_status(
     history: DemandHistory | None = None,
     harvest_per_s: Mapping[str, float] | None = None,
 ) -> RenderableType:
-    """The whole status page. `tokens_per_s`: rate of generated tokens by group leader. `harvest_per_s`: likewise for
-    offline requests.
+    """The whole status page. `tokens_per_s`: generated tokens per second, by group leader. `history`: KV demand over
+    time. `harvest_per_s`: tokens per second computed for offline requests, by group leader.
     """
     status = look.status
     facts = Table.grid(padding=(0, 2, 0, 0))
@@ -96,7 +96,7 @@ def _backlog_line(status: ClusterStatus) -> tuple[str, Text]:
 
 
 def _offline_line(status: ClusterStatus, tokens_per_s: Mapping[str, float] | None) -> tuple[str, Text] | None:
-    """The line about offline requests; None if there are and were none."""
+    """The line about offline requests; None if there have never been any."""
     loads = [worker.load for worker in status.workers if worker.load is not None]
     running = sum(load.offline_running_count for load in loads)
     waiting = status.offline_queued_count + sum(load.offline_waiting_count for load in loads)
@@ -104,7 +104,12 @@ def _offline_line(status: ClusterStatus, tokens_per_s: Mapping[str, float] | Non
     if not (running or waiting or done):
         return None
     rate = "" if tokens_per_s is None else f", {sum(tokens_per_s.values()):,.0f} tokens/s"
-    return _line("offline", f"{running:,} running", f"{waiting:,} waiting", f"{done:,} tokens{rate}")
+    yields, lost = (
+        sum(load.offline_yields_total for load in loads),
+        sum(load.offline_lost_tokens_total for load in loads),
+    )
+    gave_way = [f"{yields:,} times given way, {lost / max(1, done):.1%} computed twice"] if yields else []
+    return _line("offline", f"{running:,} running", f"{waiting:,} waiting", f"{done:,} tokens{rate}", *gave_way)
 
 
 def _endings_line(status: ClusterStatus) -> tuple[str, Text]:
@@ -113,7 +118,7 @@ def _endings_line(status: ClusterStatus) -> tuple[str, Text]:
 
 
 def _memory_table(workers: Sequence[WorkerStatus]) -> Table:
-    """Memory table with its sum, so that readers can check it: parameters + KV + free = budget."""
+    """Table of device memory, with a check of its sum: parameters + KV + free = budget."""
     table = plain_table("device memory")
     for heading in ("parameters", "+ KV", "+ free", "= budget"):
         table.add_column(heading, justify="right", no_wrap=True)

@@ -1,4 +1,4 @@
-"""`ballast scale`: runs a command with the wanted number of instances each time the planner's webhook reports one."""
+"""`ballast scale`: receives the planner's webhook and runs a command with the wanted number of instances."""
 
 import argparse
 import asyncio
@@ -33,7 +33,7 @@ def run(args: argparse.Namespace) -> int:
     """Serve the webhook and run the command until interrupted.
 
     Raises:
-        ConfigError: the address, the secret or the command is invalid.
+        ConfigError: the address, a limit, the secret or the command is invalid.
     """
     host, _, port = args.listen.rpartition(":")
     if not host or not port.isdecimal():

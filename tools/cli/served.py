@@ -1,7 +1,7 @@
-"""Checks before anything is started whether and how a worker on this machine would serve a checkpoint.
+"""Determines, before any process is started, whether and how a worker on this machine would serve a checkpoint.
 
-Models with classes of Ballast's own are recognised here. For all others a subprocess that imports transformers is
-asked, if transformers is installed: `services.worker.engine.describe`.
+Models that Ballast implements are recognised in this process. For others a subprocess that imports transformers is
+asked (`services.worker.engine.describe`), if that is installed.
 """
 
 import importlib.util
@@ -22,10 +22,10 @@ _NEEDED = ("torch", "transformers")
 
 
 def check_served(folder: Path, model_impl: str = "auto", ranks: int = 1) -> None:
-    """Check that a worker could serve the checkpoint.
+    """Check that a worker on this machine could serve a checkpoint.
 
     Raises:
-        ConfigError: no worker on this machine could; the message says why.
+        ConfigError: no worker could; the message says why.
     """
     if model_impl != "transformers":
         read_json(folder / "config.json")
@@ -43,7 +43,10 @@ def check_served(folder: Path, model_impl: str = "auto", ranks: int = 1) -> None
 
 
 def describe(folder: Path, info: CheckpointInfo | None = None) -> dict[str, Any]:
-    """Like `described`, or as much of it as the file headers show for models with our own classes."""
+    """The result of `described`, or the part of it that can be determined without torch.
+
+    `info`: facts from the headers of the tensors' files, with which no subprocess is needed for Ballast's own models.
+    """
     try:
         own = read_model_config(folder)
     except ConfigError as error:
@@ -61,7 +64,7 @@ def describe(folder: Path, info: CheckpointInfo | None = None) -> dict[str, Any]
 
 
 def served_lines(told: dict[str, Any]) -> list[tuple[str, str]]:
-    """(label, value) pairs to print."""
+    """(label, value) pairs to print for a result of `describe`."""
     if (why := told.get("refused")) is not None:
         return [("refused", str(why))]
     if told["served_by"] == "ballast":
@@ -99,10 +102,11 @@ def can_describe() -> bool:
 
 
 def described(folder: Path, model_impl: str = "auto", ranks: int = 1) -> dict[str, Any]:
-    """The fields of `services.worker.engine.describe.Description`, or `refused` with the reason.
+    """Ask the subprocess about a checkpoint. Returns the fields of `services.worker.engine.describe.Description`, or
+    `refused` with the reason why no worker could serve it.
 
     Raises:
-        ConfigError: the packages of a worker are not installed, or the subprocess does not answer.
+        ConfigError: torch or transformers is not installed, or the subprocess failed.
     """
     if not can_describe():
         raise ConfigError(str(folder), 'is known with pip install "ballast-serve[worker]" only')

@@ -25,7 +25,7 @@ from tools.bench.table import render
 from tools.cli import whatif
 from tools.cli.arguments import Commands
 
-# Flags that override the scenario field of the same name.
+# Flags that override the scenario's field of the same name.
 _FIELDS = (
     "model",
     "cluster",
@@ -81,6 +81,17 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
     parser.add_argument("--network-gbps", type=float, metavar="X", help="of each GPU's network card (of the catalogue)")
     parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
+    parser.add_argument(
+        "--arrivals",
+        metavar="NAME=X,...",
+        help="in place of --trace: rate_per_s=2,span_s=150, and cv=4 for burstier ones, on_s=20,off_s=20 for phases",
+    )
+    parser.add_argument("--offline", metavar="LENGTHS", help="offline work without end beside it, as --lengths")
+    parser.add_argument(
+        "--offline-class",
+        metavar="CLASS",
+        help="batch (default), or default: as with priorities alone (docs/offline.md)",
+    )
     whatif.add_arguments(parser)
     parser.add_argument("--check-every", type=int, default=0, metavar="N", help="check all invariants every N events")
     parser.add_argument(
@@ -90,7 +101,7 @@ def add_parser(subparsers: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Returns exit status 0 whatever the outcome of the simulated requests."""
+    """Run the simulation and print the result. The exit status is 0, whatever happened to the simulated requests."""
     if args.plot is not None:
         require_matplotlib("--plot")
     scenario, console = _scenario(args), open_console(stderr=args.json == STANDARD_OUTPUT)
@@ -122,14 +133,25 @@ def _scenario(args: argparse.Namespace) -> Scenario:
         changes["trace"] = args.trace
     if args.policy is not None:
         changes["policies"] = tuple(name.strip() for name in args.policy.split(",") if name.strip())
+    if args.arrivals is not None:
+        changes["arrivals"] = _numbers(args.arrivals)
+    if args.offline is not None:
+        changes["offline"] = {"lengths": args.offline, "as_class": args.offline_class or "batch"}
     told = {"description": ""}
     if args.scenario is not None:
         told = read_scenario(args.scenario).model_dump()
     else:
         for name in ("trace", "model", "cluster"):
-            if name not in changes:
+            if name not in changes and not (name == "trace" and "arrivals" in changes):
                 raise ConfigError(f"--{name}", "is missing; or give a --scenario")
     return make_scenario({**told, **changes})
+
+
+def _numbers(text: str) -> dict[str, float]:
+    try:
+        return {name.strip(): float(value) for name, _, value in (one.partition("=") for one in text.split(","))}
+    except ValueError:
+        raise ConfigError("--arrivals", f"must be NAME=NUMBER, ... (got {text!r})") from None
 
 
 @dataclass
@@ -139,10 +161,12 @@ class _SimTask:
 
 
 class RunDisplay:
-    """Progress of simulations: bars on a terminal, otherwise one line per run on standard error."""
+    """Shows the progress of simulations within a `with` block: bars on a terminal, otherwise a line on standard error
+    when a run begins.
+    """
 
     def __init__(self, console: Console, request_count: int | None) -> None:
-        """`request_count`: requests per run. None: it varies between runs."""
+        """`request_count`: number of requests of each run; None: it varies."""
         self._console = console
         self._request_count = request_count
         self._bar = Progress(
@@ -158,7 +182,7 @@ class RunDisplay:
             transient=True,
             disable=not console.is_terminal,
         )
-        self._tasks: dict[str, _SimTask] = {}  # policy -> progress of its run
+        self._tasks: dict[str, _SimTask] = {}  # policy -> its current run's bar
 
     def __enter__(self) -> "RunDisplay":
         self._bar.start()

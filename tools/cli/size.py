@@ -27,7 +27,7 @@ from tools.cli.size_page import SizeRow, draw, page
 
 _FIELDS = ("lengths", "rate_scale", "burst_scale", "time_scale", "length_scale", "answer_scale", "limit", "seed")
 _NAMES = {"recompute": "static", DROP: "with dropping", PARK: "with parking", BOTH: "with both"}
-_LITTLE = 0.02  # fraction of GPU-hours; savings below it are called none
+_LITTLE = 0.02  # savings below this fraction of the GPU-hours count as none
 _HOURS_A_MONTH = 730.0
 
 
@@ -69,7 +69,7 @@ def add_parser(subparsers: Commands) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Search for the sizes and print the result.
+    """Search for the smallest clusters and print the result.
 
     Raises:
         ConfigError: the trace, the model, the GPU or the goal is invalid.
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
     if args.price is not None and args.price <= 0.0:
         raise ConfigError("--price", f"must be above 0, got {args.price:g}")
     slo = Slo(ttft_s=args.slo_ttft_s, tpot_s=args.slo_tpot_s, share=args.slo_share)
-    find_gpu(args.gpu, "--gpu")  # raises with the flag's name
+    find_gpu(args.gpu, "--gpu")  # for an error that names the flag
     changes = {name: getattr(args, name) for name in _FIELDS if getattr(args, name) is not None}
     policies = tuple(name.strip() for name in args.policy.split(",") if name.strip())
     policies += tuple(name for name in (PARK, BOTH) if args.parking and name not in policies)
@@ -118,7 +118,7 @@ def name_of(policy: str) -> str:
 
 
 def rows_of(found: ClusterSize, price: float | None) -> list[SizeRow]:
-    """Table rows, with one cell for each column of the result."""
+    """The rows of the result's table, with one cell per policy."""
     answers = [column.answer for column in found.columns]
 
     def row(name: str, cell: Callable[[SizingRun], str], missing: str = "-") -> SizeRow:
@@ -141,7 +141,7 @@ def rows_of(found: ClusterSize, price: float | None) -> list[SizeRow]:
 
 
 def _less(column: Column) -> str:
-    """Share of requests served in time by the next smaller cluster tried."""
+    """Share of requests in time with the next smaller cluster that was tried, as text."""
     below = [run for run in column.runs if column.gpu_count is None or run.gpu_count < column.gpu_count]
     if not below:
         return "-"
@@ -163,7 +163,7 @@ def _table(found: ClusterSize, rows: Sequence[SizeRow], title: str) -> Table:
 
 
 def in_words(found: ClusterSize, slo: Slo, gpu: str, most: int, price: float | None) -> str:
-    """The result as one paragraph of text, with figures from the search only."""
+    """The result as one paragraph, with figures from the search only."""
     sentences = [f"The goal: {slo}."]
     for column in found.columns:
         name = _NAMES.get(column.policy)
@@ -212,7 +212,7 @@ def _saved(found: ClusterSize, price: float | None) -> str:
 
 
 def _parked(found: ClusterSize, price: float | None) -> str:
-    """Sentence that compares the GPU-hours with parking to those of GPUs that are always on."""
+    """A sentence that compares the GPU-hours with parking to those of GPUs that are always on; may be empty."""
     answers = {column.policy: column.answer for column in found.columns}
     static = answers.get("recompute")
     if static is None:

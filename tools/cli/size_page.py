@@ -1,4 +1,4 @@
-"""HTML page and figure of `ballast size`: share of requests served in time over the number of GPUs."""
+"""The HTML page and the figure of `ballast size`, which show the share of requests in time by number of GPUs."""
 
 # matplotlib leaves some arguments untyped.
 # pyright: reportUnknownMemberType=false
@@ -33,11 +33,11 @@ footer { color: var(--dim); font-size: .85rem; }
 
 class SizeRow(NamedTuple):
     name: str
-    cells: tuple[str, ...]  # one per column
+    cells: tuple[str, ...]  # one per policy
 
 
 def page(title: str, words: str, names: Sequence[str], rows: Sequence[SizeRow], found: ClusterSize, slo: Slo) -> str:
-    """A self-contained HTML page."""
+    """The result as a self-contained HTML page."""
     head = "".join(f"<th>{escape(name)}</th>" for name in names)
     body = "".join(
         f"<tr{' class=first' if number == 0 else ''}><th>{escape(row.name)}</th>"
@@ -61,12 +61,12 @@ that.</footer>
 
 
 def _points(column: Column) -> list[tuple[int, float, bool]]:
-    """(GPUs, percentage of requests in time, whether the percentage is only an upper bound) for each run."""
+    """(number of GPUs, percentage of requests in time, whether that is only an upper bound) of each run."""
     return [(run.gpu_count, 100.0 * run.met_share, run.ended_early_s is not None) for run in column.runs]
 
 
 def _range(found: ClusterSize, slo: Slo) -> tuple[int, int, float]:
-    """Fewest and most GPUs tried, and the lowest percentage to show."""
+    """(fewest GPUs tried, most GPUs tried, lowest percentage to show)."""
     points = [point for column in found.columns for point in _points(column)]
     gpus = [gpu_count for gpu_count, _, _ in points]
     least = min(100.0 * slo.share - 1.0, *(percent for _, percent, _ in points))
@@ -118,7 +118,7 @@ def _svg(names: Sequence[str], found: ClusterSize, slo: Slo) -> str:
 
 
 def draw(found: ClusterSize, slo: Slo, title: str, names: Sequence[str], path: Path) -> None:
-    """Draw the figure into a file.
+    """Draw the figure and write it to a file, in the format of its suffix.
 
     Raises:
         ConfigError: the file cannot be written.

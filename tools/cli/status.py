@@ -1,4 +1,4 @@
-"""`ballast status`: the cluster on one page, or as JSON."""
+"""`ballast status`: shows the cluster on one page, or as JSON."""
 
 import argparse
 

@@ -68,7 +68,7 @@ def _classes(given: str | None) -> frozenset[PriorityClass]:
 
 
 def add_token(file: Path, name: str, role: TokenRole, classes: frozenset[PriorityClass] = ALL_CLASSES) -> str:
-    """Create a token and append its hash to the file.
+    """Create a token, add its hash to the file and return it.
 
     Raises:
         InvalidRequest: the name is invalid or taken.

@@ -1,4 +1,4 @@
-"""`ballast top`: the status page, refreshed, with the rate of generated tokens and KV demand over time."""
+"""`ballast top`: the status page with rates of generated tokens and KV demand over time, refreshed."""
 
 import argparse
 import time
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                     time.sleep(args.interval_s)
                     try:
                         page = look()
-                    except BallastError as error:  # possibly temporary: keep the last page and show the error
+                    except BallastError as error:  # may be temporary: keep the last page and show the error
                         live.update(Group(page, Text(f"\n{error}", style="bold red")), refresh=True)
                     else:
                         live.update(page, refresh=True)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class TopLook:
-    """Callable that takes one snapshot per refresh and renders it together with history."""
+    """Takes a snapshot at each call, and renders it with rates since the last one and the history."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -72,7 +72,7 @@ class TopLook:
         self._history = DemandHistory()
 
     def facts(self) -> dict[str, object]:
-        """Status, and tokens per second by group leader, for JSON output."""
+        """A snapshot with the rates of generated tokens, for JSON output."""
         look = query_dispatchers(self._client)
         rates = self._rates.update(look.status, time.monotonic())
         return {"status": look.status, "dispatchers": look.dispatchers, "tokens_per_s": rates}
@@ -86,10 +86,10 @@ class TopLook:
 
 
 class Rates:
-    """Tokens per second of each worker between two refreshes. A restarted worker starts anew."""
+    """Tokens per second of each worker between two refreshes. A worker that has restarted since has no rate."""
 
     def __init__(self, total: Callable[[LoadReport], int] = lambda load: load.generation_tokens_total) -> None:
-        """`total`: extracts the token count from a load report; default: tokens of online answers."""
+        """`total`: the counter of a load report to use; default: tokens of online answers."""
         self._total = total
         self._before: dict[tuple[str, int], int] = {}  # (worker, incarnation) -> tokens
         self._at_s = 0.0

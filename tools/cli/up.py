@@ -38,13 +38,13 @@ from tools.model.vocabulary import ensure_tokenizer
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
 _HTTP_PORT, _HTTP_PORTS = 8000, 100  # first port tried, and how many are tried
-# Parameters fill two thirds of each worker's memory, as those of a large model do on a GPU: a drop nearly doubles the
-# space for KV.
+# The default model's parameters fill two thirds of a worker's memory, as a large model's do on a GPU: a drop nearly
+# doubles the space for KV.
 _DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
 _CERTIFICATE_DAYS = 365
 TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 
-# Flags passed on unchanged: flag -> service.
+# Flags that are passed on unchanged to the services: flag -> help.
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
     "--model-impl": "what computes the model: auto (default), ballast or transformers",
@@ -202,7 +202,7 @@ def run(args: argparse.Namespace) -> int:
             args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
-            # Download the model once, with a progress bar, and report its problems once instead of from every worker.
+            # Download the model here, with a progress bar, so that its problems are reported once, not by each worker.
             ranks = int(args.tensor_parallel_size or 1)
             check = functools.partial(check_served, model_impl=args.model_impl or "auto", ranks=ranks)
             found = find_model(args.model, weights=True, check=check)
@@ -217,10 +217,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 async def _check_state_server(url: str) -> None:
-    """Check that the state server answers; services would wait for it silently.
+    """Check that the state server answers, as services would wait for it silently.
 
     Raises:
-        Unavailable: it does not answer.
+        Unavailable: the state server does not answer.
     """
     server = StateServer(url)
     try:
@@ -235,7 +235,7 @@ def _port_range(args: argparse.Namespace) -> str:
 
 
 def _emulate(args: argparse.Namespace, folder: Path) -> None:
-    """Configure emulated workers, and dispatchers with a tokenizer-only model if it is the catalogue's."""
+    """Set the flags of emulated workers, and the model: for one of the catalogue a folder with a tokenizer only."""
     if args.profile is None:
         raise ConfigError("--profile", "is needed: how fast the emulated engine is, a GPU such as A800, or a file")
     if args.model is None:
@@ -246,15 +246,15 @@ def _emulate(args: argparse.Namespace, folder: Path) -> None:
 
 
 class _Up:
-    """Signal handling: the first signal drains and stops, the second stops at once, as does any before the cluster is
-    ready.
+    """Runs the cluster until a signal. The first signal drains and stops it; a second one, or any before it is ready,
+    stops it at once.
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args = args
         self._stopping = asyncio.Event()
         self._ready = False
-        self._hooked: list[str] = []  # planner flags for the webhook that reports the wanted number of workers
+        self._hooked: list[str] = []  # the planner's flags for its webhook to the scaler
 
     async def run(self) -> int:
         main = asyncio.current_task()
@@ -308,7 +308,7 @@ class _Up:
                 _say(f"something had failed: the logs are kept in {one.log_dir}")
 
     def _cluster(self, twin_policy: str | None = None) -> LocalCluster:
-        """The requested cluster, or its twin, which differs in policy and ports only."""
+        """The requested cluster, or its twin: with policy `twin_policy`, free ports, and without gateways and jobs."""
         args, is_twin = self._args, twin_policy is not None
         return LocalCluster(
             args.model,
@@ -341,7 +341,7 @@ class _Up:
         return dashboard_of(clusters, keepers, policies[: len(clusters)], host=host, port=args.dashboard_port)
 
     async def _scaler(self, running: contextlib.AsyncExitStack) -> Scaler | None:
-        """Start listening to the planner's webhook; None unless the number of workers follows it."""
+        """Start a scaler that listens to the planner's webhook; None without `--max-workers`."""
         if self._args.max_workers is None:
             return None
         folder = Path(running.enter_context(tempfile.TemporaryDirectory(prefix="ballast-scale-")))
@@ -359,7 +359,7 @@ class _Up:
             await asyncio.wait([*keeping, stopping], return_when=asyncio.FIRST_COMPLETED)
             for task in keeping:
                 if task.done():
-                    await task  # returns only by raising
+                    await task  # raises: these tasks do not end otherwise
         finally:
             for task in (*keeping, stopping):
                 task.cancel()
@@ -367,7 +367,7 @@ class _Up:
 
     def service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
-            # Give each worker its own GPU: `cuda` alone means the first one.
+            # Each worker gets its own GPU: `cuda` would be the first one for all.
             dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})
             values = ((flag, dealt[flag[2:].replace("-", "_")]) for flag in flags)
             return [part for flag, value in values if value is not None for part in (flag, str(value))]
@@ -390,7 +390,7 @@ class _Up:
 
 
 def secured(folder: Path, host: str) -> Path:
-    """Create the missing files of a cluster with TLS and tokens. Returns the file of tokens."""
+    """Create the missing files of a cluster with TLS and tokens in `folder`. Returns the file of tokens."""
     make(folder, days=_CERTIFICATE_DAYS, hosts=[host], workers=[])
     tokens = folder / TOKENS
     if not (folder / OPERATOR_TOKEN).exists():
@@ -409,7 +409,7 @@ async def _ready_line(cluster: LocalCluster, workers: int) -> str:
 
 
 def _http_port(args: argparse.Namespace) -> int:
-    """The requested port; by default 8000 or the next free port, so that a second cluster can run beside."""
+    """The first gateway's port: the requested one, by default 8000 or the next free one; 0: any free ports."""
     if args.http_port is not None or args.port == 0 or not args.gateways:
         return args.http_port or 0
     ports = range(_HTTP_PORT, _HTTP_PORT + _HTTP_PORTS)

@@ -1,4 +1,4 @@
-"""`ballast sim --sweep`: table and figure of the results of `sim.jobs.whatif`."""
+"""`ballast sim --sweep`: runs `sim.jobs.whatif` and shows its results as a table and a figure."""
 
 # matplotlib leaves some arguments untyped.
 # pyright: reportUnknownMemberType=false
@@ -35,7 +35,7 @@ def slo_of(args: argparse.Namespace) -> Slo | None:
     """The goal given on the command line.
 
     Raises:
-        ConfigError: a goal for later tokens without one for the first token.
+        ConfigError: there is a limit on TPOT, but none on TTFT.
     """
     if args.slo_ttft_s is None:
         if args.slo_tpot_s is not None:

@@ -44,7 +44,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def tell(story: RequestStory) -> Iterator[str]:
-    """Lines of the explanation."""
+    """The lines of the explanation."""
     yield f"{story.request_id} {_ENDINGS.get(story.state, story.state)}{_after(story)}"
     if story.error:
         yield f"  {story.error}"
@@ -75,7 +75,7 @@ def _after(story: RequestStory) -> str:
 
 
 def _where(story: RequestStory) -> str:
-    """The resumption on another worker that caused the longest gap, if any, as text."""
+    """Where the longest gap was, as text: after which token, and the worker if it resumed on another one."""
     count = story.longest_gap_token_count
     for moment in story.moments:
         if moment.what == "resumed" and moment.token_count == count:

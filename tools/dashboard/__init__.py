@@ -1,3 +1,1 @@
-"""Live web page of a cluster: memory of each worker, requests and transitions, with buttons to
-trigger load and faults.
-"""
+"""Live web page of a cluster: workers' memory, requests and transitions, with buttons for load, drops and faults."""

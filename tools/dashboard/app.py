@@ -1,8 +1,8 @@
-"""The page and its API as a Starlette app: mount it, or serve it with `serve`.
+"""The dashboard's page and API as a Starlette app, to be mounted or served (`serving`).
 
 Anybody who can open the page can read. Requests that change something (`POST`) need a header that no form or foreign
-page can send, and an expected `Host`. If the page is reachable by others than the operator (`by_token`), an order is
-forwarded with the token that came with it and nothing else: dispatchers decide whether it is permitted.
+page can send. All requests need an expected `Host`. If others than the operator can reach the page (`by_token`), an
+order is forwarded with the token that came with it and nothing else, and dispatchers decide whether it is permitted.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ from tools.dashboard.watched import Watched
 _PAGE: Final = Path(__file__).parent / "page"
 _HEADER: Final = "x-ballast-dashboard"
 _EVERY_S: Final = 0.5
-_WATCHED_S: Final = 30.0  # keep polling the cluster this long after the last request of a page
+_WATCHED_S: Final = 30.0  # how long the cluster is polled after the last request of a page
 _MAX_ORDERS: Final = 16  # limit on concurrent orders
-_ASKED_AGAIN_S: Final = 10.0  # how long an answer to 'do dispatchers demand tokens' may be reused for orders
+_ASKED_AGAIN_S: Final = 10.0  # how long orders rely on an earlier answer to whether dispatchers demand tokens
 _BEARER: Final = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
 _SAFETY: Final = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",
@@ -44,15 +44,15 @@ Kill = Callable[[str], bool]  # kills the process of a worker by its id; returns
 
 
 class Dashboard:
-    """One or more clusters side by side, with the actions permitted on them.
+    """The handlers of the page's API, for one or more clusters side by side.
 
     Args:
-        clusters: The first one takes drops and restores; bursts and traffic go to all.
+        clusters: The clusters. Drops and restores go to the one that a request names, bursts and traffic to all.
         kills: For each cluster the function that kills a worker; None if its processes are not on this machine.
         with_load: Whether bursts and traffic may be sent.
-        by_token: An order for a drop or a restore needs a token of its own (`Authorization: Bearer`), which is
-            forwarded to dispatchers; orders are disabled if dispatchers demand no tokens. False: orders need no token
-            and use this process's own credentials.
+        by_token: An order for a drop or a restore needs a token (`Authorization: Bearer`), which is forwarded to
+            dispatchers; orders are refused if dispatchers demand no tokens. False: orders need no token, and use this
+            process's credentials.
     """
 
     def __init__(
@@ -80,7 +80,9 @@ class Dashboard:
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncGenerator[None]:
-        """Lifespan that polls the clusters. A Starlette app does not run it for mounted apps."""
+        """Context manager that polls the clusters. Whoever mounts the app must enter it, as Starlette runs no lifespan
+        of mounted apps.
+        """
         following = asyncio.create_task(self.follow(), name="follow clusters")
         try:
             yield
@@ -152,7 +154,12 @@ class Dashboard:
                 raise LookupError(f"{action!r} cannot be done here")
 
     async def _right(self, request: Request, cluster: Watched) -> str | None:
-        """The token to send with an order; None: this process's own credentials."""
+        """The token to send with an order; None: the order uses this process's credentials.
+
+        Raises:
+            LookupError: dispatchers demand no tokens.
+            Unauthenticated: the request has no token.
+        """
         if not self._by_token:
             return None
         if not await self._takes_orders(cluster, _ASKED_AGAIN_S):
@@ -165,7 +172,7 @@ class Dashboard:
 
 
 def build_app(dashboard: Dashboard, *, hosts: Sequence[str] = ("localhost", "127.0.0.1", "[::1]")) -> Starlette:
-    """`hosts`: accepted `Host` names; "*": all, for use behind a server that checks them."""
+    """Build the app. `hosts`: accepted names in the `Host` header; "*": all, for use behind a server that checks it."""
 
     async def page(request: Request) -> Response:
         return FileResponse(_PAGE / "index.html", headers=_SAFETY)

@@ -1,7 +1,7 @@
-"""Load for trying a cluster out: steady traffic, and a burst that needs more KV than the cluster has.
+"""Generates load for trying a cluster out: steady traffic, and a burst that needs more KV than the cluster has.
 
-Sizes follow from the cluster: a burst needs about twice the KV capacity of full replicas. Bursts to several clusters
-consist of identical requests.
+A burst needs about twice the KV capacity of the cluster without drops. Bursts to several clusters consist of identical
+requests.
 """
 
 import asyncio
@@ -17,19 +17,19 @@ from ballast.common.errors import BallastError
 from tools.dashboard.watched import Watched
 
 _BURST_OF_CAPACITY: Final = 2.2
-_BURST_OVER_S: Final = 12.0  # short enough that memory becomes scarce and not only compute
+_BURST_OVER_S: Final = 12.0  # duration of a burst, so short that memory becomes scarce and not only compute
 _MAX_BURST_COUNT: Final = 400
 _STEADY_OF_CAPACITY: Final = 0.25
 _MAX_STEADY_COUNT: Final = 64
 _PROMPT_SHARE: Final = 0.6
-_REQUESTS_PER_WORKER: Final = 40  # requests that a worker's KV can hold
+_REQUESTS_PER_WORKER: Final = 40  # number of requests that fit into a worker's KV, which determines their size
 _DEADLINE_S: Final = 300.0
 _FIRST_TOKEN_ID: Final = 16  # lower ids are usually special tokens
 
 
 @dataclass(frozen=True, slots=True)
 class LoadShape:
-    """Lengths of one request, in tokens."""
+    """Lengths of a request's prompt and answer, in tokens."""
 
     prompt: int
     output: int
@@ -37,7 +37,7 @@ class LoadShape:
 
 @dataclass(slots=True)
 class BurstResult:
-    """Progress and result of one burst on one cluster. Times are measured by the dispatchers."""
+    """Progress and result of one burst on one cluster. Latencies are measured by the dispatchers."""
 
     sent_count: int
     began_at_s: float
@@ -70,14 +70,14 @@ class BurstResult:
 
 
 class DashboardLoad:
-    """Load sent to several clusters at the same time."""
+    """Sends load to several clusters at the same time."""
 
     def __init__(self, clusters: Sequence[Watched]) -> None:
         self._clusters = clusters
         self._tasks: set[asyncio.Task[None]] = set()
         self._steady: list[asyncio.Task[None]] = []
         self._seed = 0
-        self.results: list[BurstResult] = []  # of the last burst, one per cluster
+        self.results: list[BurstResult] = []  # results of the last burst, one per cluster
 
     @property
     def is_steady(self) -> bool:
@@ -121,7 +121,7 @@ class DashboardLoad:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _sizes(self) -> tuple[LoadShape, int, int]:
-        """Request shape, KV capacity in tokens and vocabulary size that suit the smallest of the clusters."""
+        """(request shape, KV capacity in tokens, vocabulary size) of the smallest cluster, used for all of them."""
         infos = [await cluster.client.model_info() for cluster in self._clusters]
         capacities = [await _capacity_tokens(cluster) for cluster in self._clusters]
         smallest, worker_count = min(capacities)
@@ -161,7 +161,7 @@ class DashboardLoad:
 
 
 async def _capacity_tokens(cluster: Watched) -> tuple[int, int]:
-    """KV capacity in tokens of full replicas if seen so far, otherwise the current one, and the number of workers."""
+    """(KV capacity in tokens without drops, or the current one if that is unknown; number of workers)."""
     status = await cluster.client.status()
     now = sum(group.capacity_tokens for group in status.groups)
     return max(1, cluster.capacity_tokens or now), max(1, len(status.workers))

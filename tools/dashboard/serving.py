@@ -1,4 +1,4 @@
-"""Serves the page on its own port, within a process that does something else."""
+"""Serves the dashboard on its own port, within a process that does something else."""
 
 import asyncio
 import contextlib
@@ -17,14 +17,14 @@ _STOP_WITHIN_S = 2
 class _Server(uvicorn.Server):
     @contextlib.contextmanager
     def capture_signals(self) -> Generator[None]:
-        """Leave signal handling to the surrounding process."""
+        """Do nothing: the surrounding process handles signals."""
         yield
 
 
 @contextlib.asynccontextmanager
 async def serving(dashboard: Dashboard, host: str, port: int, *, exact: bool = False) -> AsyncGenerator[str]:
-    """Context manager that serves the page and yields its URL. If the port is taken, the next free one is used unless
-    `exact`.
+    """Context manager that serves the dashboard and yields its URL. If the port is taken, the next free one is used,
+    unless `exact` is set.
 
     Raises:
         ConfigError: no port is free.

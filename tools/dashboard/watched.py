@@ -1,4 +1,4 @@
-"""One cluster as shown by the page: the dispatchers' status, the planner's transitions and a short history."""
+"""The state of a cluster for the page: the dispatchers' statuses, the planner's transitions and a short history."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ from ballast.rpc.errors import from_rpc_error
 from ballastpb.planner.v1 import planner_pb2, planner_pb2_grpc
 from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 
-_FRESH_S: Final = 0.3  # requests within this time share one snapshot
+_FRESH_S: Final = 0.3  # how long a snapshot is reused
 _ASK_TIMEOUT_S: Final = 2.0
 _ORDER_TIMEOUT_S: Final = 15.0
 _FOLLOWER_TIMEOUT_S: Final = 0.5
@@ -34,7 +34,7 @@ Json = dict[str, Any]  # Any: values for the json module
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """An event to list. `at_s`: wall-clock time."""
+    """An event in the page's list. `at_s`: wall-clock time."""
 
     at_s: float
     kind: str  # drop, restore or process
@@ -51,14 +51,14 @@ class _HistoryPoint:
 
 
 class Watched:
-    """State of one cluster, polled at a limited rate: `snapshot` may be called at any frequency.
+    """The state of one cluster, polled at a limited rate, however often `snapshot` is called.
 
     Args:
-        address: Addresses of its dispatchers.
-        title: Its name on the page.
-        policy: Its overload policy; empty if unknown.
-        process_lines: Events of its processes, newest last; for clusters on this machine.
-        worker_ids: All workers that should run; for clusters on this machine.
+        address: Addresses of the dispatchers.
+        title: The cluster's name on the page.
+        policy: The overload policy; empty if unknown.
+        process_lines: Returns events of the cluster's processes, if they run on this machine.
+        worker_ids: Returns all workers that should run, if they run on this machine.
         access: Credentials for the cluster; None: those of the environment.
     """
 
@@ -82,7 +82,7 @@ class Watched:
             tls=self._access.tls,
         )
         self.title, self.policy = title, policy
-        self.capacity_tokens = 0  # of full replicas, if seen so far
+        self.capacity_tokens = 0  # KV capacity without drops; 0 until seen
         self._process_lines, self._worker_ids = process_lines, worker_ids
         self._lock = asyncio.Lock()
         self._shown: Json = {}
@@ -90,7 +90,7 @@ class Watched:
         self._demands_tokens, self._learnt_at_s = False, -math.inf
         self._history: deque[_HistoryPoint] = deque(maxlen=_HISTORY_COUNT)
         self._totals: deque[tuple[float, int]] = deque(maxlen=64)  # (time, tokens so far)
-        self._begun: dict[int, float] = {}  # epoch of a transition -> when it was first seen
+        self._begun: dict[int, float] = {}  # epoch of a transition -> its start, as computed when first seen
 
     async def close(self) -> None:
         await self.client.close()
@@ -103,7 +103,7 @@ class Watched:
         return self._shown
 
     async def demands_tokens(self, asked_within_s: float = math.inf) -> bool:
-        """Whether dispatchers reject orders without a token; False while none of them answers.
+        """Whether dispatchers refuse orders without a token; False while none of them answers.
 
         Args:
             asked_within_s: Maximum age of a cached answer.
@@ -120,13 +120,13 @@ class Watched:
         return self._demands_tokens
 
     async def drop(self, token: str | None = None) -> str:
-        """Merge neighbours into pairs regardless of demand. Returns a description of the drop.
+        """Merge the first two workers that serve alone, whatever the demand. Returns a description of the drop.
 
         Args:
-            token: Token of the caller; None: this process's own credentials.
+            token: Token of the caller; None: this process's credentials are used.
         """
         if token is not None:
-            await self._transitions(token)  # a caller without the right gets only the refusal
+            await self._transitions(token)  # raises at once for a caller without the right
         groups = [group for group in (await self.client.status()).groups if len(group.members) == 1]
         if len(groups) < 2:
             return "nothing to merge: at least two workers must serve alone"
@@ -146,9 +146,9 @@ class Watched:
         answer = await self._order(lambda planner: planner.ListTransitions(request, timeout=_ASK_TIMEOUT_S), token)
         return answer.transitions
 
-    # Any: the responses of different calls
+    # Any: calls have different responses
     async def _order(self, ask: Callable[[Any], Any], token: str | None = None) -> Any:
-        """Call the planner. `token`: sent with the call; "": none; None: this process's own."""
+        """Call the planner. `token`: the token to send; "": none; None: that of this process."""
         address = self.client.addresses[0]
         access = self._access if token is None else replace(self._access, token=token or None)
         async with access.open(address) as channel:
@@ -191,7 +191,7 @@ class Watched:
         }
 
     async def _statuses(self) -> list[ClusterStatus]:
-        """Statuses of all dispatchers that answer; if none does, the first one's error is raised."""
+        """The statuses of all dispatchers that answer. Raises the first one's error if none does."""
         answers = await asyncio.gather(
             *(self.client.status(address) for address in self.client.addresses), return_exceptions=True
         )
@@ -202,7 +202,7 @@ class Watched:
 
     def _add_point(self, now_s: float, statuses: Sequence[ClusterStatus], times: Sequence[RecentTimes]) -> None:
         total = sum(one.generated_tokens_total for one in times)
-        if self._totals and total < self._totals[-1][1]:  # a dispatcher restarted
+        if self._totals and total < self._totals[-1][1]:  # a dispatcher has restarted
             self._totals.clear()
         self._totals.append((now_s, total))
         then_s, before = next(
@@ -253,7 +253,7 @@ class Watched:
 
 
 def describe(one: planner_pb2.Transition) -> str:
-    """One line that describes a drop or a restore."""
+    """A drop or a restore in one line."""
     if one.phase not in ("done", "aborted"):
         return f"{one.kind} under way: {one.phase}"
     if one.phase == "aborted":
@@ -265,7 +265,7 @@ def describe(one: planner_pb2.Transition) -> str:
     if one.kind == "drop":
         what = f"{_size(one.freed_parameter_bytes)} of parameters overboard"
     else:
-        pulled = one.parameter_bytes_pulled  # absent: loaded from the checkpoint, as the holders are gone
+        pulled = one.parameter_bytes_pulled  # 0 if loaded from the checkpoint, as no member has them any more
         what = f"{_size(pulled)} of parameters back on board" if pulled else "the parameters back on board"
     return f"{what} in {took_s:.2f} s{moved}"
 

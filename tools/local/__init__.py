@@ -1,1 +1,1 @@
-"""A whole cluster on one machine: state server and services as child processes."""
+"""Runs a whole cluster on one machine, with the state server and services as child processes."""

@@ -1,7 +1,7 @@
-"""Certificates for one cluster: a CA, one certificate for each role, and the secrets that its services share.
+"""Makes the certificates of a cluster (a CA, and a certificate for each role) and the secrets that its services share.
 
-A folder for each, with the files that `ballast.rpc.tls` wants. The CA's key stays in the folder of the whole: whoever
-has it can make more, so it does not belong on the machines that serve.
+Each certificate has a folder with the files that `ballast.rpc.tls` describes. The CA's key is in the outer folder only:
+whoever has it can make more certificates, so it does not belong on the machines that serve.
 """
 
 import datetime
@@ -23,7 +23,7 @@ from tools.local.secrets import make_secrets, write_file
 
 CA_KEY = "ca.key"
 _CA_DAYS = 3650
-_SKEW = datetime.timedelta(minutes=10)  # clocks of other machines may be behind
+_SKEW = datetime.timedelta(minutes=10)  # certificates are valid from this long ago: other clocks may be behind
 _ANY = "*"
 
 
@@ -36,19 +36,19 @@ class _Authority:
 def make_certificates(
     folder: Path, *, days: int, hosts: Sequence[str], workers: Sequence[str], renew: bool = False
 ) -> list[Path]:
-    """Makes what is missing in `folder`; a folder that has a certificate is left as it is.
+    """Make what is missing in `folder`; a certificate that exists is left as it is.
 
     Args:
-        days: So long the certificates are valid.
+        days: Number of days for which the certificates are valid.
         hosts: Names and addresses by which clients reach dispatchers and gateways.
-        workers: Ids of workers that get a certificate of their own, good for no other id.
-        renew: Make all certificates anew, signed by the same CA.
+        workers: Ids of workers that get a certificate of their own, which no other worker can use.
+        renew: Replace all certificates by new ones, signed by the same CA.
 
     Returns:
-        The folders that were made.
+        The folders of the certificates that were made.
 
     Raises:
-        ConfigError: something there cannot be read or written.
+        ConfigError: a file there cannot be read, used or written, or a worker's id cannot be a folder's name.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -65,13 +65,13 @@ def make_certificates(
                 made.append(folder / name)
     except OSError as error:
         raise ConfigError(str(error.filename or folder), f"cannot be written: {error.strerror}") from error
-    except ValueError as error:  # of a library: keys and certificates that are none
+    except ValueError as error:  # raised by cryptography for invalid keys and certificates
         raise ConfigError(str(folder), f"holds files that cannot be used: {error}") from error
     return made
 
 
 def _authority(folder: Path) -> _Authority:
-    """The CA that is there, or a new one."""
+    """The CA in `folder`, or a new one, which is written there."""
     if (folder / CA_KEY).exists():
         key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):

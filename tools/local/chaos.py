@@ -1,8 +1,8 @@
-"""Breaks a local cluster on purpose, under load, and checks that nothing is lost and no token changes.
+"""Breaks a local cluster on purpose, under load, and checks that no request is lost and no token changes.
 
-Every answer of the load is known beforehand: its tokens, text and logprobs. Faults are drawn from a seed, several may
-last at a time; whatever a fault ends is started again by the keeper. In the end everything heals, and then the cluster
-has to be whole: every worker in the layout, a drop and a restore by hand succeed, nothing runs or waits.
+The tokens, text and logprobs of every answer are known beforehand. Faults are drawn at random, from a seed; several may
+last at a time; the keeper restarts processes that a fault has ended. After the last fault, the cluster has to be whole:
+every worker is in the layout, a drop and a restore on request succeed, and no request runs or waits.
 """
 
 import asyncio
@@ -29,22 +29,24 @@ from tools.local.faults import BACK_WITHIN_S, Breaker, ClusterFault, Proxies
 from tools.local.keeper import Keeper
 
 _CHANGE_S = 60.0
-_LONG_S = 5.0  # recovery times above this are reported
-_LONGEST_WAIT_S = 20.0  # of a request
+_LONG_S = 5.0  # longer recovery times are printed
+_LONGEST_WAIT_S = 20.0  # a request that takes longer is a failure
 _PROMPT_COUNT = 8
-_LAYOUT_CHANGE_S = 6.0  # between two drops or restores by hand
-_NOTED_S = 0.1  # without a token; less does not count as a wait
+_LAYOUT_CHANGE_S = 6.0  # longest time between two requested drops or restores
+_NOTED_S = 0.1  # shorter times without a token do not count as waits
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-_LOGPROB_ERROR = 1e-6  # a token is scored in a step of its own, or together with the prompt and the answer so far
+_LOGPROB_ERROR = 1e-6  # tolerance: a token is computed in a decode, or in a prefill of prompt and answer so far
 
 
 def sampling_of(i: int, max_tokens: int, *, every_kind: bool) -> SamplingParams:
-    """Of the i-th request of the load: greedy or seeded; with `every_kind` logprobs, stop strings and a schema, too."""
+    """Sampling of the i-th request of the load: greedy or seeded; with `every_kind` some have logprobs, stop strings or
+    a schema.
+    """
     seeded = SamplingParams(max_tokens=max_tokens, temperature=0.8, seed=11 + i, ignore_eos=True)
     match i if every_kind else i % 2:
         case 2:
             return replace(seeded, logprobs=2, presence_penalty=0.5)
-        case 3:  # the first never appears and holds text back again and again; the second may end the answer
+        case 3:  # the first string never appears, but often holds back text; the second may end the answer
             return replace(seeded, stop=("e\0", "zzz"))
         case 4:
             schema = Grammar(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA))
@@ -57,7 +59,7 @@ def sampling_of(i: int, max_tokens: int, *, every_kind: bool) -> SamplingParams:
 
 @dataclass(slots=True)
 class ChaosAnswer:
-    """What a client has received of an answer."""
+    """What a client has received of an answer so far."""
 
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
@@ -69,7 +71,7 @@ class ChaosAnswer:
         self.logprobs += chunk.logprobs
 
     def differs(self, expected: "ChaosAnswer", *, ended: bool) -> bool:
-        """True unless it is the beginning of the expected answer, or all of it if it has ended."""
+        """True unless this is the beginning of the expected answer (if `ended`, all of it)."""
         count = len(self.token_ids)
         whole = (self.token_ids, self.text) == (expected.token_ids, expected.text)
         begun = self.token_ids == expected.token_ids[:count] and expected.text.startswith(self.text)
@@ -80,7 +82,18 @@ class ChaosAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChaosRules:
-    """`fault_every_s` on average; `at_once` faults at most."""
+    """What a run of chaos does.
+
+    Attributes:
+        seconds: Duration of the faults.
+        seed: Seed of all random choices.
+        fault_every_s: Mean time between the starts of two faults.
+        at_once: Maximum number of faults at a time.
+        request_every_s: Mean time between two requests.
+        max_tokens: Length of answers.
+        faults: Names of the faults to inject; empty: all.
+        every_kind: Some requests have logprobs, stop strings or a JSON schema.
+    """
 
     seconds: float = 60.0
     seed: int = 0
@@ -88,17 +101,18 @@ class ChaosRules:
     at_once: int = 2
     request_every_s: float = 0.2
     max_tokens: int = 48
-    faults: tuple[str, ...] = ()  # by name; empty: all there are
-    every_kind: bool = False  # requests with logprobs, stop strings and a JSON schema, too
+    faults: tuple[str, ...] = ()
+    every_kind: bool = False
 
 
 @dataclass(slots=True)
 class Recovery:
-    """Recovery times of the faults of a kind, in seconds.
+    """Recovery from the faults of one kind, in seconds.
 
     Attributes:
-        times_s: Until the cluster was whole again, new processes included.
-        waits_s: For each fault the longest time without a token of any request, until the cluster was whole.
+        times_s: For each fault the time from its end until the cluster was whole again, with restarted processes.
+        spans_s: For each fault its start, and the time when the cluster was whole again.
+        waits_s: For each fault the longest wait of any request for a token within its span.
     """
 
     times_s: list[float] = field(default_factory=list[float])
@@ -110,7 +124,7 @@ class Recovery:
         self.spans_s.append((began_s, whole_s))
 
     def compare(self, waits: Sequence[tuple[float, float]]) -> None:
-        """With the waits of requests, each from one instant to another."""
+        """Set `waits_s` from the waits of requests, (begin, end) of each."""
         self.waits_s = [
             max((to_s - from_s for from_s, to_s in waits if from_s < whole_s and to_s > began_s), default=0.0)
             for began_s, whole_s in self.spans_s
@@ -124,24 +138,24 @@ def percentile(times_s: Sequence[float], share: float) -> float:
 
 @dataclass(slots=True)
 class ChaosReport:
-    """Results of the load and the final state of the cluster."""
+    """The results of the load, and the final state of the cluster."""
 
     request_count: int = 0
     token_count: int = 0
-    differing_count: int = 0  # answers with a wrong token, truncated ones included
-    cut_off_count: int = 0  # after their first token, with their dispatcher while the state server was broken too
-    failures: Counter[str] = field(default_factory=Counter[str])  # by the kind of error
+    differing_count: int = 0  # answers, truncated ones included, that differ from the expected ones
+    cut_off_count: int = 0  # answers that ended after some tokens, as both dispatcher and state server were broken
+    failures: Counter[str] = field(default_factory=Counter[str])  # number of other failed requests, by class of error
     slowest_s: float = 0.0
     recoveries: dict[str, Recovery] = field(default_factory=dict[str, Recovery])
     unhealed: str = ""  # why the cluster is not whole in the end
-    ended_by_itself: list[str] = field(default_factory=list[str])
+    ended_by_itself: list[str] = field(default_factory=list[str])  # processes that ended without a fault
 
     @property
     def lost_count(self) -> int:
         return sum(self.failures.values())
 
     def why_not(self, longest_wait_s: float = _LONGEST_WAIT_S) -> str:
-        """Violated expectations; empty if there are none."""
+        """The violated expectations as text; empty if there are none."""
         reasons = [
             f"{self.differing_count} answers differ" * (self.differing_count > 0),
             f"{self.lost_count} requests lost ({_counted(self.failures)})" * (self.lost_count > 0),
@@ -165,7 +179,7 @@ class Chaos:
         proxies: Proxies | None = None,
         admin_url: str | None = None,
     ) -> None:
-        """`proxies`, `admin_url`: as for `Breaker`."""
+        """`proxies` and `admin_url` are described at `Breaker`."""
         self._cluster = cluster
         self._rules = rules
         self._say = say
@@ -176,7 +190,7 @@ class Chaos:
         self._prompts = [[3 + (5 * i + 7 * j) % 200 for j in range(6 + 5 * i)] for i in range(_PROMPT_COUNT)]
         self._expected: list[ChaosAnswer] = []
         self._known_addresses: dict[str, str] = {}
-        self._waits: list[tuple[float, float]] = []  # of requests without a token: begin, end
+        self._waits: list[tuple[float, float]] = []  # (begin, end) of waits of requests for a token
         self.report = ChaosReport()
 
     async def run(self) -> ChaosReport:
@@ -204,7 +218,7 @@ class Chaos:
 
     @property
     def _addresses(self) -> list[str]:
-        """Addresses of dispatchers, including the unchanged ones of those being restarted."""
+        """Addresses of all dispatchers, also of those being restarted, which keep their addresses."""
         self._known_addresses |= {p.id: p.address for p in self._cluster.processes["dispatcher"] if p.address}
         return list(self._known_addresses.values())
 
@@ -233,7 +247,7 @@ class Chaos:
                 over.set()
 
     async def _ask(self, i: int) -> None:
-        """A client of its own for each request, as different users have."""
+        """Send request `i` with a new client, as of another user, and record how it ended."""
         report, began_s, answer, ended = self.report, time.monotonic(), ChaosAnswer(), False
         report.request_count += 1
         last_s = began_s
@@ -246,7 +260,7 @@ class Chaos:
                 ended = True
         except BallastError as error:
             broken = self._breaker
-            # A stream goes on at another dispatcher by what the state server knows of it, if that is there.
+            # Another dispatcher can continue a stream only if the state server has kept its claim.
             if (
                 answer.token_ids
                 and _lately(broken.dispatchers_broken_s, began_s)
@@ -262,7 +276,7 @@ class Chaos:
         report.slowest_s = max(report.slowest_s, time.monotonic() - began_s)
 
     def _note_wait(self, since_s: float) -> float:
-        """Record a wait. Returns the present instant."""
+        """Record a wait that began at `since_s` and ends now. Returns the present time."""
         now_s = time.monotonic()
         if now_s - since_s > _NOTED_S:
             self._waits.append((since_s, now_s))
@@ -271,7 +285,7 @@ class Chaos:
     # ------------------------------------------------------------ faults
 
     def faults(self) -> list[ClusterFault]:
-        """The selected faults."""
+        """The faults that the rules select."""
         chosen = self._rules.faults
         return [fault for fault in self._breaker.faults() if not chosen or fault.name in chosen]
 
@@ -313,7 +327,7 @@ class Chaos:
     # ------------------------------------------------------------ layouts
 
     async def _change_layouts(self) -> None:
-        """Form and dissolve pipelines all the time, where faults hurt most. Refused changes are retried."""
+        """Request drops and restores all the time, as faults are worst during transitions. Refusals are ignored."""
         while True:
             workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
             drop = self._rng.sample(workers, 2) if len(workers) > 1 and self._rng.random() < 0.6 else None
@@ -323,7 +337,7 @@ class Chaos:
             await asyncio.sleep(self._rng.uniform(0.5, 1.0) * _LAYOUT_CHANGE_S)
 
     async def _begin_change(self, drop: Sequence[str] | None) -> int:
-        """A drop over these workers, or a restore of everything. Returns its epoch."""
+        """Request a drop that merges these workers; None: a restore. Returns its epoch."""
         async with self._planner() as planner:
             request_id = uuid.uuid4().hex
             if drop is None:
@@ -343,11 +357,11 @@ class Chaos:
     # ------------------------------------------------------------ is it whole?
 
     async def _why_not_placed(self, within_s: float) -> str:
-        """Empty as soon as exactly the live workers are in the layout."""
+        """Wait until exactly the live workers are in the layout. Returns why they are not; empty if they are."""
         give_up_s, why = time.monotonic() + within_s, "not looked at"
         while time.monotonic() < give_up_s:
             alive = [p for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
-            running = {p.id for p in alive if p.address}  # the others are on their way
+            running = {p.id for p in alive if p.address}  # the others are still starting
             with contextlib.suppress(BallastError, TimeoutError, grpc.aio.AioRpcError):
                 async with asyncio.timeout(5.0), self._client() as client:
                     layout = (await client.status()).layout
@@ -374,7 +388,7 @@ class Chaos:
         return ""
 
     async def _carry_out(self, drop: Sequence[str] | None) -> None:
-        """Retry until it succeeds. A restore that is refused because nothing is dropped counts as success."""
+        """Request a change until it succeeds. A restore that is refused because nothing is dropped has succeeded."""
         while True:
             with contextlib.suppress(BallastError):
                 try:
@@ -394,7 +408,9 @@ class Chaos:
             return layout is not None and all(len(group.members) == 1 for group in layout.groups)
 
     async def _phase_in_the_end(self, epoch: int, *also: str) -> str:
-        """`done`, `aborted` or `forgotten`; or a phase of `also`, which it is found in before."""
+        """Wait for the end of a transition, or for a phase of `also`. Returns its phase; `forgotten` if the planner
+        does not know it.
+        """
         while True:
             async with self._planner() as planner:
                 listed = (await planner.ListTransitions(pb.ListTransitionsRequest(), timeout=_CHANGE_S)).transitions
@@ -404,7 +420,7 @@ class Chaos:
             await asyncio.sleep(0.0 if also else 0.05)
 
     async def _why_not_idle(self) -> str:
-        """Nothing runs, waits or holds a block once the load has ended."""
+        """Wait until no request runs or waits and no block is held. Returns what is left; empty if nothing is."""
         give_up_s, left = time.monotonic() + BACK_WITHIN_S, "not looked at"
         while time.monotonic() < give_up_s:
             left = ""
@@ -422,7 +438,7 @@ class Chaos:
         return left
 
     def _ended_by_themselves(self) -> list[str]:
-        """Processes that ended otherwise than by being killed: by a bug, or a broken invariant."""
+        """The processes that ended without being killed or stopped, because of a bug."""
         crash = self._cluster.crash()
         last = [] if crash is None else [f"{crash.target} at the very end"]
         return sorted({*self._keeper.ended_by_themselves, *last})

@@ -1,8 +1,8 @@
-"""A whole cluster on this machine: every service a process of its own, with a private state server.
+"""Runs a whole cluster on this machine: each service is a process, and the state server is private.
 
-Nothing is restarted in silence: a service that ends without being told to is an error, which `crash`, `wait_crash` and
-the end of the context report with the last lines of its log, unless a `Keeper` starts it again. Everything ends with
-the process that started it, even when that is killed.
+A service that ends unexpectedly is an error, which `crash`, `wait_crash` and the end of the context report with the
+last lines of its log, unless a `Keeper` restarts the service. All processes end with the process that started them,
+even if that is killed.
 """
 
 import asyncio
@@ -44,8 +44,8 @@ _STOP_ORDER: tuple[tuple[Service, ...], ...] = (
     ("worker",),
     ("planner", "monitor"),
 )
-_OUTSIDE: tuple[Service, ...] = ("dispatcher", "gateway")  # what clients reach
-_KEEPS_ITS_PORT: tuple[Service, ...] = (*_OUTSIDE, "jobs")  # when it is started again
+_OUTSIDE: tuple[Service, ...] = ("dispatcher", "gateway")  # services that clients call
+_KEEPS_ITS_PORT: tuple[Service, ...] = (*_OUTSIDE, "jobs")  # services that keep their port when restarted
 _NEEDS_MODEL: tuple[Service, ...] = ("dispatcher", "worker")
 _POLL_S = 0.02
 _STATUS_TIMEOUT_S = 2.0
@@ -54,13 +54,13 @@ _CONFIGURATION_WRONG = 2  # exit status
 
 @dataclass(slots=True)
 class ServiceProcess:
-    """One running service. `address` is where its gRPC server listens."""
+    """One service of the cluster. `address`: host:port of its server; empty until it is ready."""
 
     service: Service
     id: str
     child: ChildProcess
     address: str = ""
-    may_end: bool = False  # it was stopped on purpose
+    may_end: bool = False  # whether its end is no crash, as it is ended on purpose
     paused: bool = False
 
     @property
@@ -68,7 +68,7 @@ class ServiceProcess:
         return self.child.pid
 
     def read_ready(self) -> bool:
-        """True if it has printed its ready message; `address` is known from then on."""
+        """Set `address` if the service has printed its ready message. Returns whether it has."""
         line = self.child.find_line(f"ready service={self.service} id={self.id} ")
         if line is not None:
             self.address = dict(word.split("=", 1) for word in line.split()[1:])["address"]
@@ -76,7 +76,7 @@ class ServiceProcess:
 
 
 class Credentials(TypedDict):
-    """Arguments of a client."""
+    """Keyword arguments of a client: its credentials."""
 
     token: str | None
     ca_file: Path | None
@@ -87,31 +87,31 @@ class LocalCluster:
 
     Args:
         model: Folder of the checkpoint.
-        host: Where dispatchers and gateways listen; nobody but them is reachable from elsewhere.
-        port: Port of the first dispatcher; the others take the ports that follow. 0: any free ports.
-        gateways: How many serve HTTP.
-        jobs: How many replicas keep batches, if there is a folder for them.
-        jobs_folder: Where batches and their files are kept; None: there are none.
-        http_port: Port of the first gateway; the others take the ports that follow. 0: any free ports.
-        metrics_port: Port of the first service's Prometheus metrics; the others take the ports that follow. 0: any free
-            ports; None: no metrics. `metrics_targets` says where they are.
+        workers: Number of workers; likewise for the other services.
+        jobs: Number of replicas of the jobs service; none without `jobs_folder`.
+        jobs_folder: Folder for batches and their files.
+        host: Host on which dispatchers and gateways listen; all other services listen on 127.0.0.1.
+        port: Port of the first dispatcher; the others have the following ports. 0: any free ports.
+        http_port: Port of the first gateway; the others have the following ports. 0: any free ports.
+        metrics_port: Port of the first service's Prometheus metrics; the others have the following ports. 0: any free
+            ports; None: no metrics. `metrics_targets` has the addresses.
         device_memory_bytes: Budget of each worker for parameters and KV; None: the worker's default.
         flags: Further command line flags for each service: `{"worker": ["--max-num-seqs", "8"]}`.
-        environ: Environment variables of the services, on top of this process's own.
-        secure: Folder as `ballast certs` makes it: services then talk over TLS, and know each other by certificates.
-        tokens_file: As `ballast tokens` makes it: dispatchers then ask clients for tokens.
-        log_dir: Where each service's log goes, as ID.log. None: a temporary folder, removed at the end unless
+        environ: Environment variables of the services, in addition to this process's.
+        secure: Folder with certificates, as made by `ballast certs`; services then use TLS.
+        tokens_file: File of tokens, as made by `ballast tokens`; dispatchers then require tokens.
+        log_dir: Folder for each service's log, ID.log. None: a temporary folder, which is removed at the end unless
             something failed.
-        redis_url: A state server that runs already; None: see `tools.local.state_server`.
-        worker_ports: Of the workers in their order; None: any free ports.
-        trees: Services that are run from the files of another commit, and where these are.
-        state_front: Gets host:port of the state server and gives the one that services are told instead.
-        start_timeout_s: For the whole start, the loading of the model included.
-        stop_timeout_s: What a service gets to finish its requests before it is killed.
+        redis_url: URL of a running state server; None: see `tools.local.state_server`.
+        worker_ports: Ports of the workers, in order; None: any free ports.
+        trees: Service -> folder of the source tree from which it is run, if that is not this one.
+        state_front: Called with host:port of the state server; returns the address that services use instead.
+        start_timeout_s: Time limit for the whole start, including the loading of the model.
+        stop_timeout_s: Time for a service to finish its requests before it is killed.
 
     Raises:
-        ConfigError: a service refused its configuration, or there is no state server to start.
-        Unavailable: a service died or was not ready in time. On leaving the context: one has crashed meanwhile.
+        ConfigError: a service refused its configuration, or there is no state server on this machine.
+        Unavailable: a service died or was not ready in time. On leaving the context: a service has crashed.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class LocalCluster:
         self.metrics_targets: dict[str, str] = {}  # name of a child process -> host:port of its metrics
         self._metrics_port = metrics_port
         self.state_server: PrivateStateServer | None = None  # the cluster's own, while it runs
-        self.keep_logs = False  # True: a temporary folder is kept, as something has failed
+        self.keep_logs = False  # whether a temporary folder of logs is kept, as something has failed
         self._counts: dict[Service, int] = {
             "monitor": monitors,
             "planner": planners,
@@ -167,7 +167,7 @@ class LocalCluster:
         self._environ = {**os.environ, **(environ or {}), "PYTHONUNBUFFERED": "1"}
         self._trees = trees or {}
         self._secure = None if secure is None else secure.absolute()
-        self._own_state_server = False  # with a user for us
+        self._own_state_server = False  # whether the state server is the cluster's own and has users
         self._tokens_file = tokens_file
         self._secret_file = None if self._secure is None else self._secure / CLUSTER_SECRET
         self._worker_ports = worker_ports or ()
@@ -177,7 +177,7 @@ class LocalCluster:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._resources = contextlib.AsyncExitStack()
-        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # for ids, which are never reused
+        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # next number of an id; none is reused
 
     @property
     def address(self) -> str:
@@ -185,12 +185,12 @@ class LocalCluster:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the dispatchers, those killed included."""
+        """Addresses of the dispatchers, also of killed ones."""
         return [process.address for process in self.processes["dispatcher"]]
 
     @property
     def http_urls(self) -> list[str]:
-        """URLs of the gateways, those killed included: what an OpenAI client takes as its base URL."""
+        """Base URLs of the gateways for OpenAI's clients, also of killed ones."""
         return [f"{self._scheme}://{process.address}/v1" for process in self.processes["gateway"]]
 
     @property
@@ -199,18 +199,18 @@ class LocalCluster:
 
     @property
     def secret_file(self) -> Path:
-        """The cluster's secret, for processes that are started beside it."""
+        """File with the cluster's secret, for processes that are started in addition."""
         assert self._secret_file is not None, "it is made when the cluster starts"
         return self._secret_file
 
     @property
     def access(self) -> Access:
-        """Credentials of the cluster's own processes; `AsyncClient(cluster.address, **cluster.credentials)`."""
+        """Credentials with all rights, for channels to dispatchers and other services."""
         return Access(**self.credentials, tls_dir=None if self._secure is None else self._secure / "operator")
 
     @property
     def credentials(self) -> Credentials:
-        """What a client needs to be let in with the role operate."""
+        """Credentials of a client with the role operate: `AsyncClient(cluster.address, **cluster.credentials)`."""
         token = None
         if self._tokens_file is not None and self._secret_file is not None:
             token = cluster_token(read_secret(self._secret_file))
@@ -228,7 +228,7 @@ class LocalCluster:
                 self._resources.callback(self._remove_logs, self._log_dir)
             self._log_dir.mkdir(parents=True, exist_ok=True)
             if self._secret_file is None:
-                folder = Path(tempfile.mkdtemp(prefix="ballast-secret-"))  # for this user only
+                folder = Path(tempfile.mkdtemp(prefix="ballast-secret-"))  # readable by this user only
                 self._resources.callback(shutil.rmtree, folder, ignore_errors=True)
                 make_secrets(folder)
                 self._secret_file = folder / CLUSTER_SECRET
@@ -261,7 +261,7 @@ class LocalCluster:
             error.add_note(f"meanwhile {crash}")
 
     async def _fronted(self, url: str) -> str:
-        """The URL under which services find the state server."""
+        """The URL of the state server for services: `url`, or that of `state_front`."""
         if self._state_front is None:
             return url
         parts = urllib.parse.urlsplit(url)
@@ -269,7 +269,9 @@ class LocalCluster:
         return parts._replace(netloc=f"{user}{at}{await self._state_front(address)}").geturl()
 
     def crash(self) -> Unavailable | None:
-        """The first service that has ended unexpectedly, with the end of its log; None: there is none."""
+        """An error with the name and the last lines of the log of a service that has ended unexpectedly; None if none
+        has.
+        """
         for processes in self.processes.values():
             for process in processes:
                 if process.child.returncode is not None and not process.may_end:
@@ -277,19 +279,19 @@ class LocalCluster:
         return None
 
     async def wait_crash(self) -> Unavailable:
-        """Returns when a service crashes; cancel it to stop waiting."""
+        """Wait until a service has ended unexpectedly, and return the error of `crash`."""
         while (crash := self.crash()) is None:  # noqa: ASYNC110 - the end of a process sets no asyncio.Event
             await asyncio.sleep(10 * _POLL_S)
         return crash
 
     def find(self, name: str) -> list[ServiceProcess]:
-        """The services in the child process of that name: one, or several emulated workers."""
+        """The services in the child process `name`: one, or several emulated workers."""
         everyone = [process for processes in self.processes.values() for process in processes]
         return [process for process in everyone if process.child.name == name]
 
     def respawn(self, name: str) -> list[ServiceProcess]:
-        """Restart a child process with the same ids and log, and for services that clients connect to the same port.
-        Replaces the dead ones in `processes`; a hanging one is killed before.
+        """Kill the child process `name` if it still runs, and start it again with the same ids and log; dispatchers,
+        gateways and jobs keep their port. Returns its services, which replace the old ones in `processes`.
         """
         dead = self.find(name)
         old, command = dead[0].child, list(dead[0].child.command)
@@ -308,7 +310,7 @@ class LocalCluster:
             shutil.rmtree(folder, ignore_errors=True)
 
     def kill(self, service: Service, index: int = 0, number: signal.Signals = signal.SIGKILL) -> ServiceProcess:
-        """Send a signal to one service. Its end does not count as a crash."""
+        """Send a signal to one service, whose end then does not count as a crash (except for SIGSTOP and SIGCONT)."""
         process = self.processes[service][index]
         process.may_end = process.may_end or number not in (signal.SIGSTOP, signal.SIGCONT)
         process.paused = number == signal.SIGSTOP
@@ -316,7 +318,9 @@ class LocalCluster:
         return process
 
     async def start_worker(self, flags: Sequence[str] = (), *, routable: bool = True) -> ServiceProcess:
-        """One more worker. Returns when every dispatcher sends requests to it, or just when it is ready."""
+        """Start a further worker, with additional flags. Returns when it is ready; if `routable`, when every dispatcher
+        is connected to it.
+        """
         process = self._spawn("worker", flags)
         give_up_at_s = time.monotonic() + self._start_timeout_s
         await self._wait_ready(process, give_up_at_s)
@@ -325,14 +329,14 @@ class LocalCluster:
         return process
 
     async def end_worker(self, process: ServiceProcess) -> None:
-        """Stop it for good, with its running requests."""
+        """Stop a worker for good: it gets `stop_timeout_s` for its requests."""
         process.may_end = True
         await process.child.stop(self._stop_timeout_s)
         self.processes["worker"].remove(process)
         self.metrics_targets.pop(process.id, None)
 
     async def start_planner(self) -> ServiceProcess:
-        """One more planner. Returns when it is ready: active, or standing by."""
+        """Start a further planner. Returns when it is ready, as the active one or a standby."""
         process = self._spawn("planner")
         await self._wait_ready(process, time.monotonic() + self._start_timeout_s)
         return process
@@ -340,7 +344,7 @@ class LocalCluster:
     async def _start_all(self) -> None:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:
-            if self._counts[service] and service in ("gateway", "jobs"):  # told where dispatchers, gateways are
+            if self._counts[service] and service in ("gateway", "jobs"):  # need addresses of dispatchers, gateways
                 await self._wait_all_ready(give_up_at_s)
             for _ in range(self._counts[service]):
                 self._spawn(service)
@@ -389,7 +393,7 @@ class LocalCluster:
         return process
 
     def write_metrics_targets(self, file: Path) -> Path:
-        """Writes what Prometheus finds the services by, `file_sd_configs: [{files: [FILE]}]`, and returns `file`."""
+        """Write and return the file by which Prometheus finds the services: `file_sd_configs: [{files: [FILE]}]`."""
         found = {**self.metrics_targets, **{process.id: process.address for process in self.processes["gateway"]}}
         groups = [
             {"targets": [address], "labels": {"job": f"ballast-{name.rpartition('-')[0]}", "name": name}}
@@ -433,7 +437,7 @@ class LocalCluster:
                     await asyncio.sleep(_POLL_S)
 
     async def is_routable(self, worker_ids: set[str]) -> bool:
-        """Whether every dispatcher that runs sends requests to all of them, or to the leaders of their groups."""
+        """Whether every running dispatcher is connected to all these workers, or to the leaders of their groups."""
         for dispatcher in self.processes["dispatcher"]:
             if dispatcher.child.returncode is not None or not dispatcher.address:
                 continue
@@ -458,7 +462,7 @@ class LocalCluster:
         raise crash
 
     async def _stop_all(self, timeout_s: float) -> None:
-        """First those that own requests, then those that compute, then those that watch."""
+        """Stop all services, in the order of `_STOP_ORDER`. Paused ones, or with a timeout of 0 all, are killed."""
         everyone = [process for processes in self.processes.values() for process in processes]
         for process in everyone:
             process.may_end = True

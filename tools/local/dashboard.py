@@ -1,4 +1,4 @@
-"""The dashboard of clusters on this machine, whose workers may be killed from it."""
+"""The dashboard of clusters on this machine, with buttons that kill workers."""
 
 import contextlib
 from collections.abc import Iterable, Sequence
@@ -19,17 +19,17 @@ def dashboard_of(
     host: str = "127.0.0.1",
     port: int | None = None,
 ) -> contextlib.AbstractAsyncContextManager[str]:
-    """A context manager whose value is the page's URL.
+    """A context manager that serves the dashboard and yields its URL.
 
     Args:
-        clusters: They run. Bursts and traffic go to all of them; the first is the one that people look at.
-        keepers: Of the same clusters: their events are shown, and what is killed they start again.
-        policies: What each of them does when KV runs short.
-        host: Where to listen.
-        port: Where to listen; None: 8088, or the next that is free.
+        clusters: The running clusters. Bursts and traffic go to all of them.
+        keepers: The keepers of these clusters, whose events are shown, and which restart killed workers.
+        policies: The overload policies of these clusters.
+        host: Host to listen on.
+        port: Port to listen on; None: 8088, or the next free one.
 
     Raises:
-        ConfigError: the packages that it needs are not installed, or the port is taken.
+        ConfigError: starlette or uvicorn is not installed, or no such port is free.
     """
     try:
         from tools.dashboard.app import Dashboard

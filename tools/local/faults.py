@@ -1,6 +1,6 @@
-"""The faults of `ballast chaos`, and how each is reverted.
+"""The faults of `ballast chaos`, with the functions that end them.
 
-There is no clock fault: all services use monotonic clocks, and only the state server's keys expire by its own.
+No fault changes clocks: services use monotonic ones, and only keys expire by the state server's.
 """
 
 import asyncio
@@ -31,7 +31,9 @@ Heal = Callable[[], Awaitable[None]]
 
 @dataclass(frozen=True, slots=True)
 class ClusterFault:
-    """`begin` starts the fault and returns its duration and the function that ends it; None: it does not apply now."""
+    """A fault. `begin` starts it, and returns (description, duration in s, function that ends it), or None if it is not
+    possible now.
+    """
 
     name: str
     begin: Callable[[], "Awaitable[tuple[str, float, Heal] | None]"]
@@ -39,14 +41,16 @@ class ClusterFault:
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Proxies between services. `state`: before the state server; `workers`: before each worker, by its id."""
+    """Proxies in front of services: of the state server (None: it has none), and of workers, by their ids."""
 
     state: Proxy | None = None
     workers: Mapping[str, Proxy] = field(default_factory=dict[str, Proxy])
 
 
 class Breaker:
-    """Breaks parts of one cluster. `admin_url`: of a user of the state server who may do everything."""
+    """Breaks parts of one cluster. `admin_url`: URL of the state server for a user with all rights; None: the cluster's
+    own URL.
+    """
 
     def __init__(
         self,
@@ -61,8 +65,8 @@ class Breaker:
         self._say = say
         self._proxies = proxies
         self._admin_url = admin_url
-        self.dispatchers_broken_s: list[float] = []  # when one was killed or stopped, or went on
-        self.state_broken_s: list[float] = []  # likewise
+        self.dispatchers_broken_s: list[float] = []  # times when a dispatcher was killed, stopped or continued
+        self.state_broken_s: list[float] = []  # times when a fault of the state server began or ended
         self._wedged: list[StoppedThread] = []
 
     def faults(self) -> list[ClusterFault]:
@@ -96,12 +100,12 @@ class Breaker:
         return found
 
     def let_go(self) -> None:
-        """Before processes are ended: one with a thread that is stopped cannot be waited for."""
+        """Continue stopped threads. To be called before processes are ended: one with a stopped thread does not end."""
         while self._wedged:
             self._wedged.pop().go_on()
 
     async def _swallow(self, way: Way) -> tuple[str, float, Heal]:
-        """Drop all packets in one direction, for every process, without closing connections."""
+        """Drop all data in one direction between the state server and all services, without closing connections."""
         way.swallows = True
         self._note_state()
 
@@ -121,7 +125,7 @@ class Breaker:
         return worker_id, getattr(proxy, name)
 
     async def _hold(self, whose: tuple[str, Way], what: str) -> tuple[str, float, Heal]:
-        """A one-way partition that ends before, or after, both sides time out."""
+        """Delay all data in one direction of a worker's connections; the fault may end before or after timeouts."""
         worker_id, way = whose
         way.holds = True
 
@@ -131,7 +135,7 @@ class Breaker:
         return f"what is {what} {worker_id} does not arrive", self._rng.choice(_OUTAGES_S), pass_on
 
     async def _wedge(self) -> tuple[str, float, Heal] | None:
-        """Stop the engine's thread, in a step or not; the worker's other threads go on."""
+        """Stop a worker's engine thread, within a step or between two; its other threads continue."""
         process = self._one("worker")
         stopped = None if process is None else StoppedThread.named(process.pid, "engine")
         if process is None or stopped is None:
@@ -159,7 +163,7 @@ class Breaker:
         return f"{whose} is {delay_s:g} s away, each way", self._rng.choice(_OUTAGES_S), be_quick
 
     async def _fill_disk(self) -> tuple[str, float, Heal] | None:
-        """Files of one process cannot grow, its log included."""
+        """Prevent the files of one process, its log included, from growing."""
         everyone = [p for found in self._cluster.processes.values() for p in found if p.child.returncode is None]
         if not everyone:
             return None
@@ -174,9 +178,9 @@ class Breaker:
         return f"no file of {process.id} can grow", self._rng.choice(_OUTAGES_S), make_room
 
     def _one(self, service: Service) -> ServiceProcess | None:
-        """A running process, if the service can do without it or has another one running."""
+        """A random running process of a service; None if none runs, or if the cluster needs the only one."""
         alive = [p for p in self._cluster.processes[service] if p.child.returncode is None and not p.paused]
-        spare = service in ("monitor", "planner")  # alone it is away until it is back: the others go on without it
+        spare = service in ("monitor", "planner")  # the other services continue without any of these
         return self._rng.choice(alive) if len(alive) > (0 if spare else 1) else None
 
     async def _kill(self, service: Service) -> tuple[str, float, Heal] | None:
@@ -267,7 +271,7 @@ class Breaker:
         return "the state server refuses to write", self._rng.choice(_OUTAGES_S), lambda: self._with_store(accept)
 
     async def _state_server_back_in_time(self) -> tuple[str, float, Heal]:
-        """Keys as they were some seconds ago, as after a fail-over to a replica that lags."""
+        """Reset all keys to their values of some seconds ago, as after a fail-over to a replica that lags."""
         self._note_state()
         saved: dict[bytes | str, tuple[bytes, int]] = {}
 
@@ -296,4 +300,4 @@ class Breaker:
 
 
 async def _nothing() -> None:
-    """The keeper restarts what was killed."""
+    """End of a fault that needs none: the keeper restarts killed processes."""

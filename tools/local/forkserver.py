@@ -1,8 +1,8 @@
-"""Starts `python -m MODULE` processes by forking one that has imported what they import: seconds sooner, memory shared.
+"""Starts `python -m MODULE` by forking a process that has imported the module: seconds faster, with shared memory.
 
-As `multiprocessing`'s fork server, but with what a service needs: its own arguments, environment, session, log file and
-title. The server is a process without threads, tethered to the thread that started it; its children are tethered to it.
-Linux only, as it waits for processes by file descriptor.
+It is like `multiprocessing`'s fork server, but a child has its own arguments, environment, session, log file and title.
+The server is a process without threads, tethered to the thread that started it; its children are tethered to it. It
+runs only on Linux, as it waits for processes by file descriptor.
 """
 
 import ctypes
@@ -25,15 +25,15 @@ from typing import Any, cast
 
 from tools.local import tether
 
-_MAX_BYTES = 128 << 10  # of a request: arguments and environment
+_MAX_BYTES = 128 << 10  # limit of a request: arguments and environment
 _TITLE_BYTES = 2 << 10
-_REPLY_WITHIN_S = 60.0  # the first import of torch on a busy machine
-_UNREAD = ("BALLAST_", "PYTEST_")  # beginnings of variables that nothing reads while it is imported
+_REPLY_WITHIN_S = 60.0  # long enough for the first import of torch on a busy machine
+_UNREAD = ("BALLAST_", "PYTEST_")  # prefixes of variables that no module reads when it is imported
 _WITH_TORCH = ("services.worker.engine.load", "services.worker.links.open", "services.worker.ranks.load")
 
 
 class Forked:
-    """A started process, as `subprocess.Popen` has it."""
+    """A process that the server has started, with the interface of `subprocess.Popen`."""
 
     def __init__(self, server: "ForkServer", pid: int) -> None:
         self.pid = pid
@@ -52,9 +52,10 @@ class Forked:
             signal.pidfd_send_signal(self._fd, number)
 
     def wait(self, timeout_s: float) -> None:
-        """
+        """Wait for the end of the process.
+
         Raises:
-            TimeoutError: it still runs.
+            TimeoutError: the process still runs after `timeout_s`.
         """
         if self._returncode is None and not self._has_ended(timeout_s):
             raise TimeoutError(f"process {self.pid} runs after {timeout_s:g} s")
@@ -67,7 +68,7 @@ class Forked:
 
 
 class ForkServer:
-    """The server, as the process that uses it sees it."""
+    """A running server and the connection to it, in the process that uses it."""
 
     def __init__(self) -> None:
         self._environ = dict(os.environ)
@@ -88,15 +89,15 @@ class ForkServer:
         return self._popen.poll() is None
 
     def takes(self, environ: Mapping[str, str]) -> bool:
-        """True if a child with this environment would have imported the same."""
+        """True if a child may have this environment: it differs from the server's only in variables of `_UNREAD`."""
         names = {name for name, _ in environ.items() ^ self._environ.items()}
         return all(name.startswith(_UNREAD) for name in names)
 
     def start(self, arguments: Sequence[str], environ: Mapping[str, str], log_fd: int) -> Forked:
-        """`arguments`: the module's name, and its arguments.
+        """Start a process. `arguments`: the module's name and its arguments; `log_fd`: file for its output.
 
         Raises:
-            OSError: the server has ended or does not answer, or too much is passed.
+            OSError: the server has ended or does not answer, or the request is too large.
         """
         request = {"arguments": arguments, "environ": dict(environ), "cwd": os.getcwd()}
         data = json.dumps(request).encode()
@@ -106,7 +107,7 @@ class ForkServer:
         return Forked(self, self._reply())
 
     def status(self, pid: int) -> int:
-        """Exit status of a process that has ended; that of SIGKILL if the server has ended with it."""
+        """Exit status of a process that has ended; -SIGKILL if the server has ended, as that kills its children."""
         try:
             self._socket.send(json.dumps({"pid": pid}).encode())
             return self._reply()
@@ -126,11 +127,11 @@ class ForkServer:
         return int(data)
 
 
-_servers = threading.local()  # a server dies with the thread that has started it
+_servers = threading.local()  # one server per thread, as it ends with the thread that has started it
 
 
 def server_for(environ: Mapping[str, str]) -> ForkServer | None:
-    """This thread's server, if it can start processes with that environment."""
+    """This thread's server, started if necessary; None if it cannot start processes with this environment."""
     if sys.platform != "linux":
         return None
     server = cast("ForkServer | None", getattr(_servers, "server", None))
@@ -146,7 +147,7 @@ def server_for(environ: Mapping[str, str]) -> ForkServer | None:
 
 
 def _serve(connection: socket.socket) -> list[str] | None:
-    """Answers requests until the other end is closed; returns a child's module and arguments in the child."""
+    """Answer requests until the other end is closed; then return None. In a child, return its module and arguments."""
     while True:
         data, fds, _, _ = socket.recv_fds(connection, _MAX_BYTES, 1)
         if not data:
@@ -156,7 +157,7 @@ def _serve(connection: socket.socket) -> list[str] | None:
             connection.send(str(os.waitstatus_to_exitcode(os.waitpid(request["pid"], 0)[1])).encode())
             continue
         _import(request["arguments"])
-        gc.freeze()  # so that a child's collections do not copy what is shared
+        gc.freeze()  # so that a child's garbage collections do not copy shared memory
         server_pid, pid = os.getpid(), os.fork()
         if not pid:
             connection.close()
@@ -172,7 +173,7 @@ def _import(arguments: Sequence[str]) -> None:
     if module == "services.worker" and "emulated" not in arguments:
         needed += _WITH_TORCH
     for name in needed:
-        with suppress(Exception):  # the child says so in its log
+        with suppress(Exception):  # the child will fail, too, and log the error
             importlib.import_module(name)
     sys.modules.pop(needed[0], None)  # executed anew in the child, as `__main__`
 
@@ -190,7 +191,7 @@ def _change_state(request: Mapping[str, Any], log_fd: int, server_pid: int) -> N
 
 
 def _set_title(title: str) -> None:
-    """What `ps` shows: written over the server's own arguments."""
+    """Set the command line that `ps` shows, by overwriting that of the server."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     first, end = int(fields[45]), int(fields[46])  # arg_start and arg_end, see proc(5)
     room = end - first - 2

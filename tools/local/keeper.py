@@ -1,7 +1,7 @@
-"""Keeps a local cluster alive: what dies is started again, and each such event is told in one line.
+"""Keeps a local cluster alive: restarts processes that have ended, and reports each such event in one line.
 
-A process that ends by itself comes back at once, then after longer and longer pauses; one that does not stay up for a
-few seconds several times in a row is given up, and the cluster goes on without it. The state server is never given up.
+A process is restarted at once, and after repeated failures within 30 s of its starts with longer and longer pauses. It
+is given up after four of these, and the cluster continues without it. The state server is never given up.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ from tools.local.state_server import PrivateStateServer
 _POLL_S = 0.05
 _ROTATE_S = 10.0
 _COUNT_INTERVAL_S = 1.0
-_PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # before each start; after the last one in vain it is given up
-_STABLE_S = 30.0  # who has lived so long begins with the first pause again
+_PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # pauses before the restarts; after the last one a process is given up
+_STABLE_S = 30.0  # a process that has run for this long begins with the first pause again
 _START_TIMEOUT_S = 300.0
 _REPLAYS_WITHIN_S = 1.0
 _EVENT_COUNT = 200
@@ -32,7 +32,7 @@ _EVENT_COUNT = 200
 
 @dataclass(frozen=True, slots=True)
 class KeeperEvent:
-    """`at_s`: wall-clock time."""
+    """An event of a process. `at_s`: wall-clock time."""
 
     at_s: float
     text: str
@@ -40,28 +40,28 @@ class KeeperEvent:
 
 @dataclass(slots=True)
 class _KeptRecord:
-    """What is known of one program, over the lives of its process."""
+    """The restarts of one child process. `failed_count`: number of restarts since it last ran for 30 s."""
 
     started_at_s: float
     failed_count: int = 0
 
 
 class Keeper:
-    """`run` watches until it is cancelled. Lines go to `say`; the last of them stay in `events`."""
+    """Restarts the processes of a cluster while `run` runs. Calls `say` with each event; `events` has the last 200."""
 
     def __init__(self, cluster: LocalCluster, say: Callable[[str], None]) -> None:
         self.events: deque[KeeperEvent] = deque(maxlen=_EVENT_COUNT)
-        self.ended_by_themselves: list[str] = []  # processes that nobody killed, with how they ended
+        self.ended_by_themselves: list[str] = []  # processes that ended but were not killed, with how they ended
         self._cluster = cluster
         self._say = say
-        self._records: dict[str, _KeptRecord] = {}  # by name of the child
+        self._records: dict[str, _KeptRecord] = {}  # by name of the child process
         self._reviving: set[str] = set()
-        self._replay_count = 0  # of all dispatchers together, when it was last looked at
-        self._looks: deque[tuple[float, int]] = deque(maxlen=8)  # the last of these looks
-        self._counts: dict[str, int] = {}  # address -> replays of this life
+        self._replay_count = 0  # replays of all dispatchers, as last counted
+        self._looks: deque[tuple[float, int]] = deque(maxlen=8)  # (time, replays) of the last counts
+        self._counts: dict[str, int] = {}  # dispatcher's address -> its counter of replays; 0 again after a restart
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Watch and restart processes until cancelled."""
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(run_supervised(self._keep_count, "count replays"))
             tasks.create_task(run_supervised(self._keep_state_server, "keep the state server"))
@@ -79,7 +79,7 @@ class Keeper:
             await asyncio.sleep(_ROTATE_S)
 
     def kill(self, worker_id: str) -> bool:
-        """Kills the process of one worker, as a fault would. Returns False if no such worker runs."""
+        """Kill the process of a worker, as a fault would. Returns False if no such worker runs."""
         for process in self._cluster.processes["worker"]:
             if process.id == worker_id and process.child.returncode is None:
                 process.child.send_signal(signal.SIGKILL)
@@ -87,7 +87,7 @@ class Keeper:
         return False
 
     def _dead(self) -> list[ChildProcess]:
-        """Each once, and only what ended without being told to."""
+        """The child processes that have ended unexpectedly and are not being restarted."""
         found: dict[str, ChildProcess] = {}
         for processes in self._cluster.processes.values():
             for process in processes:
@@ -101,7 +101,7 @@ class Keeper:
         self._say(text)
 
     async def _revive(self, child: ChildProcess) -> None:
-        """Starts it again until it serves, or gives it up for good."""
+        """Restart a child process until it serves, or give it up."""
         name, ended_at_s = child.name, time.monotonic()
         self._cluster.keep_logs = True
         before = self._count_before(ended_at_s - _COUNT_INTERVAL_S)
@@ -142,7 +142,7 @@ class Keeper:
                 await self._revive_state_server(server)
 
     async def _revive_state_server(self, server: PrivateStateServer) -> None:
-        """What it knew is lost with it; the services bring it back. It has no substitute, so it is never given up."""
+        """Restart the state server until it runs. It starts empty; services restore its data."""
         began_at_s = time.monotonic()
         self._tell("the state server has ended")
         for pause_s in itertools.chain(_PAUSES_S, itertools.repeat(_PAUSES_S[-1])):
@@ -171,7 +171,7 @@ class Keeper:
         return f"; {count} request{'' if count == 1 else 's'} replayed" if count > 0 else ""
 
     def _count_before(self, at_s: float) -> int:
-        """Replays until then: by the time that a death is noticed, its requests have been replayed already."""
+        """Replays counted up to `at_s`: when a process is found to have ended, its requests may have been replayed."""
         return next((count for looked_at_s, count in reversed(self._looks) if looked_at_s <= at_s), 0)
 
     async def _keep_count(self) -> None:
@@ -183,7 +183,7 @@ class Keeper:
             await asyncio.sleep(_COUNT_INTERVAL_S)
 
     async def _count_replays(self) -> None:
-        """A dispatcher that is not there keeps its last number."""
+        """Add the new replays of all dispatchers that answer to `_replay_count`."""
         for process in self._cluster.processes["dispatcher"]:
             if process.child.returncode is not None or not process.address:
                 continue

@@ -1,4 +1,4 @@
-"""Ports that stay free from the moment they are chosen until a process has been started to listen there."""
+"""Chooses ports that stay free until a process has been started to listen on them."""
 
 import os
 import random
@@ -8,19 +8,19 @@ from pathlib import Path
 _RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 15_000
 _TRIES = 200
-_PROCESSES = 16  # share the ports out among them, by process id
+_PROCESSES = 16  # processes choose from disjoint ports, by their process id modulo this
 _given: set[int] = set()
 
 
 def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """So many different ports on which nobody listens.
+    """`count` different ports on which no process listens.
 
-    They lie below the range that the kernel gives to connections and to servers that ask for any port. One inside it
-    may be gone by the time it is used: any connection can get it, even one that somebody keeps trying to make to the
-    absent server, which then talks to itself.
+    They are below the range from which the kernel chooses ports of connections and of servers that ask for any port. A
+    port inside that range may be taken before it is used: even by a connection attempt to the absent server itself,
+    which then connects to itself.
 
-    None is given twice by a process, since the first server may take a while to listen; and processes side by side
-    look at different ones.
+    A process returns no port twice, as the first server may take a while to listen. Concurrent processes choose from
+    different ports.
     """
     below = _first_given_port()
     candidates = range(_FIRST_PORT + os.getpid() % _PROCESSES, below, _PROCESSES)
@@ -31,7 +31,7 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
         if port not in _given and _is_free(host, port):
             found.append(port)
             _given.add(port)
-    while len(found) < count:  # there is no room below: the kernel's choice has to do
+    while len(found) < count:  # no port is free below that range: let the kernel choose
         with socket.socket() as probe:
             probe.bind((host, 0))
             port = int(probe.getsockname()[1])

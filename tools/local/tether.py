@@ -1,8 +1,8 @@
-"""Ties a command to the life of the process that starts it: `python tether.py PARENT_PID COMMAND...` becomes COMMAND.
+"""Ties a command to the process that starts it: `python tether.py PARENT_PID COMMAND...` executes COMMAND.
 
-The kernel kills the command when its parent dies, however that happens, so a killed launcher leaves nothing behind.
-This runs as a script of its own (and not between fork and exec) because Python code is not safe there in a process
-with threads. Standard library only: it is started with `-I -S`.
+The kernel kills the command when its parent ends in any way, so that a killed launcher leaves no process behind.
+This is a separate script, as Python code between fork and exec is not safe in a process with threads. It uses only the
+standard library, as it is started with `-I -S`.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ _COMMAND_NOT_RUN = 127
 
 
 def tie(parent_pid: int) -> None:
-    """Tie this process to its parent. Exits if the parent is gone already."""
+    """Tie this process to its parent: it is killed when the parent ends. Exits if the parent has ended already."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:

@@ -1,7 +1,7 @@
-"""Stops one thread of another process, while its others go on: as an engine does that hangs in a step.
+"""Stops one thread of another process while its other threads run, like an engine that hangs in a step.
 
-Linux only, for processes that this one has started, or with the right to debug them (ptrace). All calls must come from
-the same thread, the one that becomes the tracer.
+It works on Linux, for processes that this one may debug (ptrace): usually those that it has started. All calls must
+come from the same thread, which becomes the tracer.
 """
 
 import contextlib
@@ -18,10 +18,11 @@ _WAIT_FOR_THREADS: Final = 0x40000000  # __WALL
 
 
 class StoppedThread:
-    """`go_on` must be called, also if the process has been killed meanwhile: it cannot be waited for before."""
+    """A stopped thread. Call `go_on` even if the process has been killed: its parent cannot reap it before."""
 
     def __init__(self, thread_id: int) -> None:
-        """
+        """Stop the thread.
+
         Raises:
             OSError: there is no such thread, or no right to stop it.
         """
@@ -36,7 +37,7 @@ class StoppedThread:
 
     @classmethod
     def named(cls, pid: int, name: str) -> Self | None:
-        """The first thread of that name. None: there is none, or it cannot be stopped here."""
+        """Stop the first thread with this name of a process; None if there is none, or it cannot be stopped."""
         with contextlib.suppress(OSError):
             for thread_id in sorted(int(task.name) for task in Path(f"/proc/{pid}/task").iterdir()):
                 if Path(f"/proc/{pid}/task/{thread_id}/comm").read_text().strip() == name:
@@ -46,7 +47,7 @@ class StoppedThread:
     def go_on(self) -> None:
         try:
             _ptrace(_DETACH, self._thread_id)
-        except OSError:  # killed: nobody else can take note of its end
+        except OSError:  # the process was killed: the tracer must reap the thread
             with contextlib.suppress(OSError):
                 os.waitpid(self._thread_id, _WAIT_FOR_THREADS | os.WNOHANG)
 

@@ -1,1 +1,1 @@
-"""Small random checkpoints for tests, demos and benchmarks."""
+"""Makes small random checkpoints for tests, demos and benchmarks, and reads facts about any checkpoint."""

@@ -1,4 +1,4 @@
-"""Facts about a checkpoint from config.json and the headers of its weight files; no tensor is loaded."""
+"""Reads facts about a checkpoint from config.json and the headers of its weight files; loads no tensor."""
 
 import json
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
 from tools.model.safetensors_file import DTYPE_NAMES, DTYPES, TensorHeader, read_header
 
-_OLD_NAMES = {  # of GPT-2 and its successors
+_OLD_NAMES = {  # names of GPT-2 and its successors
     "num_attention_heads": "n_head",
     "num_hidden_layers": "n_layer",
     "hidden_size": "n_embd",
@@ -22,7 +22,7 @@ _KV_DTYPES = ("float32", "bfloat16", "float64")
 class CheckpointInfo:
     path: Path
     architecture: str
-    dtype: str  # as named in config.json
+    dtype: str  # as in config.json; if it names none, the one of most tensors
     layer_count: int
     hidden_size: int
     head_count: int
@@ -32,8 +32,8 @@ class CheckpointInfo:
     max_model_len: int
     tied: bool
     parameter_count: int
-    is_quantised: bool = False  # if so, `parameter_count` counts stored numbers
-    bytes_per_dtype: dict[str, int]  # dtype (float32, bfloat16 ...) -> bytes of the tensors stored in it
+    is_quantised: bool = False  # if True, `parameter_count` is the number of stored (packed) elements
+    bytes_per_dtype: dict[str, int]  # dtype (float32, bfloat16 ...) -> bytes of its tensors
     shard_count: int
     has_tokenizer: bool
     has_chat_template: bool
@@ -43,13 +43,13 @@ class CheckpointInfo:
         return sum(self.bytes_per_dtype.values())
 
     def rank_parameter_bytes(self, rank_count: int) -> int:
-        """Bytes of one rank's parameters: the whole embedding and head, and the rank's share of the rest."""
+        """Bytes of one rank's parameters: the whole embedding and head, and the rank's share of all others."""
         whole = self.vocab_size * self.hidden_size * (1 if self.tied else 2)
         shared = self.parameter_count - whole
         return -(-self.parameter_bytes * (whole * rank_count + shared) // (self.parameter_count * rank_count))
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
-        """KV bytes of one token over all layers, stored in `dtype` (default: the checkpoint's own)."""
+        """KV bytes of one token over all layers, stored in `dtype` (default: the checkpoint's)."""
         element_bytes = DTYPES[dtype or self.dtype][1]
         return 2 * self.layer_count * self.kv_head_count * self.head_dim * element_bytes
 
@@ -74,10 +74,10 @@ class CheckpointInfo:
 
 
 def read_info(path: Path) -> CheckpointInfo:
-    """Read the facts of the checkpoint in folder `path`.
+    """Read the facts about the checkpoint in folder `path`.
 
     Raises:
-        ConfigError: a file is missing, truncated or not understood; the message names it.
+        ConfigError: a file is missing, truncated or invalid; the message names it.
     """
     config = _read_json(path / "config.json")
     tensors, shard_count = _read_headers(path)
@@ -118,7 +118,7 @@ def read_info(path: Path) -> CheckpointInfo:
 
 @dataclass(frozen=True, slots=True)
 class _Numbers:
-    """Integers from config.json; errors name file and key."""
+    """Reads positive integers from config.json. Raises ConfigError, which names file and key."""
 
     path: Path
     config: dict[str, Any]

@@ -1,8 +1,7 @@
-"""The safetensors container, as far as tools need it: write numpy arrays, read headers.
+"""Writes numpy arrays to safetensors files, and reads the headers of such files.
 
-The format is eight bytes of header length, a JSON header (name -> dtype, shape, byte range) and the raw data. Written
-here rather than through the `safetensors` package, whose numpy interface lacks bfloat16 and which only workers depend
-on. Tensor data is read by the engine, not here.
+A file has eight bytes of header length, a JSON header (name -> dtype, shape, byte range) and the raw data. The package
+`safetensors` is not used, as its numpy interface lacks bfloat16, and only workers depend on it.
 """
 
 import json
@@ -25,7 +24,7 @@ DTYPES = {
     "bfloat16": ("BF16", 2),
 }
 DTYPE_NAMES = {code: name for name, (code, _) in DTYPES.items()}
-_MAX_HEADER_BYTES = 100_000_000  # limit of the format
+_MAX_HEADER_BYTES = 100_000_000  # the format's limit
 _ALIGNMENT_BYTES = 8
 
 
@@ -44,7 +43,7 @@ class TensorHeader:
 
 
 def write_safetensors(path: Path, tensors: Mapping[str, NDArray[np.floating[Any]]], dtype: str) -> int:
-    """Write float arrays of any numpy dtype, rounded to `dtype` (a key of DTYPES). Returns the bytes of data."""
+    """Write float arrays of any numpy dtype, rounded to `dtype` (a key of DTYPES). Returns the size of the data."""
     code, element_bytes = DTYPES[dtype]
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -71,10 +70,10 @@ def _rounded(array: NDArray[np.floating[Any]], dtype: str) -> NDArray[Any]:  # n
 
 
 def read_header(path: Path) -> dict[str, TensorHeader]:
-    """Header of a safetensors file: tensor name -> dtype and shape.
+    """Read the header of a safetensors file: tensor name -> dtype, shape and size.
 
     Raises:
-        ConfigError: the file is truncated or not in the safetensors format.
+        ConfigError: the file cannot be read, is truncated or is not in the safetensors format.
     """
     try:
         with path.open("rb") as file:
@@ -99,7 +98,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 def _parse(path: Path, raw: object) -> dict[str, TensorHeader]:
     try:
-        entries = cast("dict[str, dict[str, Any]]", raw)  # entries of any other form raise when used below
+        entries = cast("dict[str, dict[str, Any]]", raw)  # if the form is another, using them raises
         return {
             name: TensorHeader(
                 str(entry["dtype"]),

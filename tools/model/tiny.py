@@ -1,10 +1,9 @@
-"""Small random checkpoints in the published form of each supported architecture.
+"""Makes small random checkpoints in the published format of each supported architecture.
 
-They load in `transformers` and in this project's engine alike, and serve as the models of tests, demo and benchmarks.
-The weights are random but scaled so that greedy decoding is worth testing with: attention is sharp and strong enough
-that the next token depends on the context and not on the last token alone, and the logits are spread so widely that
-two best logits closer than rounding are rare. Norm weights and biases differ from their neutral values, so that
-leaving one out changes the tokens.
+`transformers` and Ballast's engine can both load them; they are the models of tests, demo and benchmarks.
+The weights are random but scaled so that greedy decoding is a useful test: attention is sharp and strong enough that
+the next token depends on the whole context, and logits are spread so widely that the best two are rarely closer than
+rounding errors. Norm weights and biases differ from their neutral values, so that omitting one changes the tokens.
 """
 
 import json
@@ -22,18 +21,18 @@ from tools.model.tokenizer import BOS_ID, EOS_ID, PAD_ID, TURN_END_ID, write_tok
 
 Array = NDArray[np.floating[Any]]
 
-_ATTENTION_GAIN = 1.7  # of queries and keys: the standard deviation of scores is about its square
+_ATTENTION_GAIN = 1.7  # gain of queries and keys; the standard deviation of attention scores is about its square
 _VALUE_GAIN = 1.5
 _MLP_GAIN = 1.5
 _LOGIT_STD = 4.0
 _NORM_STD = 0.1
 _BIAS_STD = 0.2
-_TIED_GAIN = 2.0  # gain of the blocks' output if the output shares the embedding; without it a token predicts itself
+_TIED_GAIN = 2.0  # gain of the blocks' output with a tied embedding; without it, each token would predict itself
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Differences between the families: names, biases, norms and published constants."""
+    """The differences between families of models: names, biases, norms and published constants."""
 
     class_name: str
     model_type: str
@@ -55,7 +54,7 @@ ARCHITECTURES = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TinyShape:
-    """Sizes of a checkpoint. `head_dim` None: hidden / heads; `intermediate` None: about 8/3 of hidden."""
+    """Sizes of a checkpoint. Defaults: `head_dim` is hidden / heads, `intermediate` about 8/3 of hidden."""
 
     hidden: int = 64
     layers: int = 4
@@ -89,11 +88,11 @@ class TinyShape:
 
 PRESETS = {
     "tiny": TinyShape(),
-    # Two workers serve it on two cores beside the other services; KV runs out before compute.
+    # Two workers and the other services run it on two cores; KV runs out before compute.
     "demo": TinyShape(hidden=128, layers=4, heads=8, kv_heads=4, vocab=1024, max_len=2048),
-    # Its parameters weigh several times the KV of the requests that the demo serves at once.
+    # The parameters are several times as large as the KV of the requests that the demo runs at a time.
     "ballast": TinyShape(hidden=384, layers=8, heads=12, kv_heads=2, intermediate=1024, vocab=1024, max_len=1024),
-    # Likewise, with about half the arithmetic: for more workers on the same cores.
+    # The same, with about half the arithmetic, for more workers on the same cores.
     "ballast-half": TinyShape(hidden=256, layers=8, heads=8, kv_heads=1, intermediate=1024, vocab=1024, max_len=1024),
     # About 35 M parameters, for throughput measurements.
     "bench": TinyShape(
@@ -124,7 +123,7 @@ def make_tiny(
     The same arguments produce the same bytes.
 
     Raises:
-        ConfigError: the arguments make no valid model, or the folder is not empty.
+        ConfigError: the arguments are no valid model, or the folder is not empty.
     """
     shape = TinyShape(
         hidden=hidden,
@@ -143,7 +142,7 @@ def make_tiny(
 def make_preset(
     preset: str, out: Path, *, arch: str = "llama", seed: int = 0, dtype: str = "float32", shards: int = 1
 ) -> Path:
-    """`make_tiny` with the sizes of a preset: tiny, demo, ballast or bench."""
+    """The same as `make_tiny`, with the sizes of a preset: tiny, demo, ballast, ballast-half or bench."""
     if preset not in PRESETS:
         raise ConfigError("preset", f"unknown: {preset!r}; there are {', '.join(PRESETS)}")
     return write_checkpoint(arch, out, PRESETS[preset], seed=seed, dtype=dtype, shards=shards)
@@ -172,7 +171,7 @@ def write_checkpoint(
 
 
 def _tensors(arch: Architecture, shape: TinyShape, rng: np.random.Generator) -> Iterator[tuple[str, Array]]:
-    """Name and value of every parameter in the published order; names and shapes are those of `transformers`."""
+    """(name, value) of every parameter in the published order; names and shapes are those of `transformers`."""
     hidden, vocab = shape.hidden, shape.vocab
 
     def linear(out_size: int, in_size: int, gain: float) -> Array:
@@ -257,7 +256,7 @@ def _family_config(arch_name: str, shape: TinyShape) -> dict[str, object]:
         case "llama":
             return {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_scaling": None}
         case "llama3":
-            # Scaled to this length so that short contexts fall into all three of its frequency bands.
+            # Scaled to `max_len` so that short contexts use all three frequency bands of the scaling.
             scaling = {
                 "factor": 8.0,
                 "high_freq_factor": 4.0,

@@ -1,8 +1,8 @@
-"""A real byte-level BPE tokenizer, trained on the spot, for the small random checkpoints of `make-tiny`.
+"""Trains a byte-level BPE tokenizer for the small random checkpoints of `make-tiny`.
 
-The corpus is built in and, beyond its prose, generated from a fixed seed, so the same vocabulary size always gives the
-same tokenizer. It holds multi-byte characters on purpose: some of them end up split over several tokens, as in real
-tokenizers, which incremental detokenisation has to handle.
+The corpus is built in and, beyond its prose, generated from a fixed seed, so that the same vocabulary size always gives
+the same tokenizer. It has multi-byte characters, some of which are split over several tokens, as in published
+tokenizers: incremental detokenisation has to handle that.
 """
 
 import json
@@ -92,8 +92,8 @@ _SYLLABLES = [
     "zan",
 ]
 _WORDS_PER_LINE = 12
-# How published Qwen tokenizers split text. `transformers` applies it to every Qwen2 checkpoint, whatever the file
-# contains.
+# The expression by which Qwen's tokenizers split text. `transformers` uses it for every Qwen2 checkpoint, whatever its
+# file contains.
 _QWEN_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -116,7 +116,7 @@ _CHAT_TEMPLATE = (
 def train_tokenizer(vocab_size: int, *, qwen: bool) -> Tokenizer:
     """Train a byte-level BPE tokenizer with exactly `vocab_size` entries, special tokens first.
 
-    Tokenizers of the Qwen family split digits one by one and prepend no beginning-of-sequence token.
+    `qwen`: split digits one by one and prepend no beginning-of-sequence token, like Qwen's tokenizers.
     """
     if vocab_size < MIN_VOCAB:
         raise ConfigError("vocab", f"must be at least {MIN_VOCAB} (256 bytes and the special tokens), got {vocab_size}")
@@ -150,7 +150,7 @@ def train_tokenizer(vocab_size: int, *, qwen: bool) -> Tokenizer:
 
 
 def _corpus(vocab_size: int) -> Iterator[str]:
-    """The prose, followed by enough invented words that merges do not run out."""
+    """The prose, followed by so many invented words that there are enough merges for the vocabulary."""
     yield from _PROSE.splitlines(keepends=True)
     rng = random.Random(20260)
     lexicon = ["".join(rng.choices(_SYLLABLES, k=rng.randint(1, 4))) for _ in range(vocab_size)]

@@ -1,4 +1,4 @@
-"""Makes `tokenizer.json` for checkpoints that have the vocabulary files of older tokenizers only."""
+"""Makes `tokenizer.json` for checkpoints that only have the vocabulary files of older tokenizers."""
 
 import importlib.util
 import os
@@ -51,7 +51,7 @@ def _convert(folder: Path, files: str) -> Any:  # Any: a tokenizer of the tokeni
         if _SAMPLE not in tokenizer.decode(tokenizer.encode(_SAMPLE).ids).lower():
             raise ValueError(f"what it makes cannot encode {_SAMPLE!r}")
         return tokenizer
-    except Exception as error:  # whatever these files make transformers or its parsers raise
+    except Exception as error:  # transformers and its parsers may raise anything for such files
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         why = f"has no tokenizer.json, and transformers cannot make one from {files}: {first}"
         raise ConfigError(str(folder), why) from error

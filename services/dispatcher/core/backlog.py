@@ -1,5 +1,5 @@
-"""The backlog: online requests that are on no worker, by priority class and a configurable order within it. Its owner
-bounds it.
+"""The backlog: online requests that are on no worker, by priority class and a configurable order within it. The core
+limits its size (`limits.py`).
 """
 
 import itertools
@@ -26,7 +26,7 @@ class Order(StrEnum):
 
 
 def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
-    """Constant while the request waits."""
+    """Sort key of a request within its class; constant while the request waits."""
     match order:
         case Order.FIRST_COME:
             return lambda tracked: (0.0, tracked.serial)
@@ -37,7 +37,7 @@ def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
 
 
 class Backlog:
-    """By class rank, then as in `FairQueue`. Requests that have waited for `lift_s` take turns with the class above.
+    """Requests by class rank, then as in `FairQueue`; after a wait of `lift_s` they take turns with the class above.
 
     Insertion, removal of any request and iteration over the first few are cheap.
     """
@@ -51,10 +51,10 @@ class Backlog:
         self._caller_tokens: Counter[str] = Counter()
         self.count = 0
         self.token_count = 0
-        self.shares = False  # workers cache prompt prefixes
+        self.shares = False  # True: workers cache prompt prefixes
         self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> prefix marks of its prompt
         self._mark_counts: Counter[Mark] = Counter()
-        self._repeated_count = 0  # marks beyond the first of each kind
+        self._repeated_count = 0  # marks, minus distinct marks
 
     def __len__(self) -> int:
         return self.count
@@ -99,7 +99,9 @@ class Backlog:
         self._tally(tracked, -1)
 
     def serve(self, tracked: Tracked) -> None:
-        """Remove a request that goes to a worker, and charge its caller."""
+        """Remove a request that goes to a worker, and charge its tokens to its caller, and to its class if better ones
+        wait.
+        """
         rank = tracked.request.priority.rank
         for better in self._classes[:rank]:
             if len(better):
@@ -152,7 +154,7 @@ class Backlog:
         return self._classes[rank].in_turn(lower)
 
     def _lifted(self, rank: int) -> Iterator[Tracked]:
-        """In order, up to the first that has not waited for `lift_s`."""
+        """The requests of a class in order, up to the first one that has not waited for `lift_s`."""
         since_s = self._now_s - self._lift_s
         return itertools.takewhile(lambda tracked: tracked.queued_at_s <= since_s, self._in_turn(rank))
 

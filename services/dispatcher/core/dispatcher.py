@@ -43,8 +43,8 @@ from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
 _NO_WORKER_CHECK_S = 0.5
-_MAX_IDLE_MOVES = 16  # without a token in between: more would be a loop between workers
-_FRONT = -(1 << 62)  # serials of requests taken over are below those of all others
+_MAX_IDLE_MOVES = 16  # handovers of a request without a token in between: more would be a loop between workers
+_FRONT = -(1 << 62)  # added to the serials of requests taken over, so that they precede all others
 _OUTGROWN_WAIT_S = 1.0  # retry delay for a request larger than all workers; a drop may make larger groups
 ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
@@ -53,7 +53,7 @@ ENDING_OF: dict[type[BallastError], str] = {
 
 
 class DispatcherCore:
-    """Only `handle` changes the state; every event may arrive late or twice."""
+    """State of a dispatcher. Only `handle` changes it; every event may arrive late or twice."""
 
     def __init__(
         self, dispatcher_id: DispatcherId, limits: Limits, placement: PlacementRules, routing: RoutingRules
@@ -98,7 +98,7 @@ class DispatcherCore:
         return self.backlog.count > 0 or len(self.long) > 0
 
     def carries_changes(self, at_s: float) -> bool:
-        """True if the traffic is worth publishing again."""
+        """True if the traffic should be published again: it has changed, or was last read a while ago."""
         return self._traffic.carries_changes(at_s, self.backlog.count)
 
     def traffic(self, at_s: float) -> Traffic:
@@ -169,7 +169,7 @@ class DispatcherCore:
         return commands + self._dispatch(event.at_s)
 
     def _on_reach(self, event: d.ReachChanged) -> list[d.Command]:
-        """Move long requests from the backlog to the queue of long requests."""
+        """Adopt the published reach, and move requests that are long by it from the backlog to their queue."""
         self.long.reach = event.reach
         for tracked in [one for one in self.backlog if self.long.takes(one)]:
             self.backlog.remove(tracked)
@@ -204,7 +204,7 @@ class DispatcherCore:
         return commands
 
     def _replay(self, tracked: Tracked, at_s: float, why: str) -> list[d.Command]:
-        """Replay a request that was removed from its worker."""
+        """Enqueue a request that was removed from its worker, or fail it if it was replayed too often."""
         lost_from = tracked.worker.worker_id if tracked.worker is not None else ""
         tracked.note(at_s, What.LOST, lost_from, why)
         if tracked.replay_count >= self.limits.replay_limit:
@@ -230,13 +230,13 @@ class DispatcherCore:
         self._line_of(tracked).add(tracked)
 
     def _line_of(self, tracked: Tracked) -> Backlog | LongRequests | Feed:
-        """The queue for it while it is on no worker."""
+        """The queue of a request while it is on no worker."""
         if tracked.offline:
             return self.feed
         return self.long if tracked.long else self.backlog
 
     def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[d.Command]:
-        """A worker has handed the request over to `worker_id`."""
+        """Submit a request to the worker that it was handed over to, or let it wait for the stream to that worker."""
         tracked.worker, tracked.handle = None, 0
         tracked.idle_move_count += 1
         if tracked.idle_move_count > _MAX_IDLE_MOVES:
@@ -251,7 +251,7 @@ class DispatcherCore:
         return [self._placement.move(tracked, target, at_s)]
 
     def _resume_from_backlog(self, tracked: Tracked, at_s: float) -> None:
-        """The request's new worker cannot be reached; not counted as a replay."""
+        """Enqueue a request whose new worker cannot be reached; not counted against its replay limit."""
         self.move_counts["replayed"] += 1
         tracked.note(at_s, What.STRANDED)
         self._enqueue(tracked, at_s)
@@ -294,7 +294,7 @@ class DispatcherCore:
         return commands
 
     def _tracked(self, request: d.Request, at_s: float) -> Tracked:
-        """A request taken over from another dispatcher precedes those submitted here first, in order of arrival."""
+        """A new request's state. Requests taken over from other dispatchers precede all others, in order of arrival."""
         serial = self._next_serial + (_FRONT if request.taken_over else 0)
         self._next_serial += 1
         return tracked_of(request, serial, at_s)
@@ -423,7 +423,7 @@ class DispatcherCore:
         return commands
 
     def _end(self, worker: Worker, tracked: Tracked, ending: d.Ending, at_s: float) -> list[d.Command]:
-        """A worker's ending: the request's own, or a reason to try another worker."""
+        """Handle a worker's ending of a request: end the request, or move, enqueue or replay it."""
         request_id = tracked.request.request_id
         tracked.cached_token_count = max(tracked.cached_token_count, ending.cached_token_count)
         if ending.refused:
@@ -489,8 +489,8 @@ class DispatcherCore:
     def contenders(self, request: d.Request, at_s: float) -> list[WorkerKey]:
         """The possible choices for the request if it were submitted now with an empty backlog; none if it would wait.
 
-        For callers with newer loads than the dispatcher, in which only free blocks have decreased: if no contender is
-        affected, the choice would be the same.
+        A caller may have newer loads than the dispatcher: if only free blocks have decreased in them, and those of no
+        contender, the choice would be the same.
         """
         return self._placement.contenders(request, at_s)
 

@@ -35,9 +35,9 @@ class Request:
     caller: str = ""  # name of the sender's token, or address of its connection
     traceparent: str = ""  # W3C traceparent header
     output_token_ids: Sequence[int] = field(default=(), repr=False)  # received from another dispatcher
-    text_chars: int = 0  # characters of their text received by the client
+    text_chars: int = 0  # characters of the text of `output_token_ids` that the client has received
     cache_salt: bytes = b""  # workers share KV only among requests with the same salt
-    targets: Targets = NO_TARGETS  # of the request; the default is the workers'
+    targets: Targets = NO_TARGETS  # latency targets of the request; by default those of the worker
     taken_over: bool = False  # another dispatcher served it before
 
     @property
@@ -127,7 +127,7 @@ class StepReceived:
     seen_handle: int
     preempted: Sequence[int] = ()  # handles of requests preempted after these tokens
     resumed: Sequence[int] = ()  # handles of preempted requests that were admitted again
-    marks: Sequence[Mark] = ()  # of prompts whose KV is cached there, or was reused
+    marks: Sequence[Mark] = ()  # prefix marks of prompts whose KV the worker has cached or reused
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ class Facts:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token after the first; None without any."""
+        """Mean seconds per token after the first; None if there are fewer than two."""
         if self.ttft_s is None or self.completion_token_count < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.completion_token_count - 1)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.tracked import Tracked
 
-_MOST_REMEMBERED = 4096  # callers without waiting requests that received more than those waiting
+_MOST_REMEMBERED = 4096  # callers without waiting requests whose served tokens are kept; LRU
 _MOST_COUNTED = 256
 _LOWER = "\0"  # the class below, as a pseudo-caller
 
@@ -31,7 +31,7 @@ class FairQueue:
         self._turns: list[_Turn] = []  # of the callers in `_queues`, sorted
         self._served: dict[str, float] = {}  # caller in `_queues` -> tokens served
         self._remembered: OrderedDict[str, float] = OrderedDict()
-        self._reached = 0.0  # tokens served of the caller served last
+        self._reached = 0.0  # largest number of served tokens at which a caller had its turn
         self._lower_served = 0.0
         self._count = 0
 

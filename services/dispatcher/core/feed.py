@@ -22,7 +22,7 @@ class Feed(ArrivalOrder):
         self._drain_rate = DrainRate()
 
     def too_full(self, newcomer: Tracked, most: int, at_s: float) -> Overloaded | None:
-        """Why accepting the request would exceed the limits. `most`: maximum number of requests."""
+        """The refusal of a request that exceeds the limit, or None. `most`: maximum number of requests."""
         count = len(self._entries)
         if count <= most * (_TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1):
             return None
@@ -30,7 +30,9 @@ class Feed(ArrivalOrder):
         return Overloaded(why, self._drain_rate.until_half_s(count, at_s))
 
     def next(self, fleet: Fleet, at_s: float) -> tuple[Tracked, Worker] | None:
-        """The first request that a worker can admit, and the worker with most room; None if no worker pulls."""
+        """The first request that fits a pulling worker, and of those workers the one with most room; None: no such
+        request.
+        """
         wanting = [(worker.offline_room_tokens, worker) for worker in fleet.usable if worker.hold_until_s <= at_s]
         wanting = [(room, worker) for room, worker in wanting if room > 0]
         if not wanting:
@@ -44,7 +46,7 @@ class Feed(ArrivalOrder):
         return None
 
     def hopeless(self, fleet: Fleet) -> list[Tracked]:
-        """Requests among the first ones that exceed every worker; none while there is no worker."""
+        """Those of the first `_SCAN_COUNT` requests that exceed every worker; none while there is no worker."""
         loads = [worker.load for worker in fleet.usable if worker.load is not None]
         most = max([load.block_count * load.block_tokens for load in loads], default=0)
         return [one for one in self._entries[:_SCAN_COUNT] if one.token_count >= most] if most else []

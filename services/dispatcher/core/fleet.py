@@ -34,7 +34,7 @@ class Worker:
     load: LoadReport | None = None
     max_waiting_count: int = 0
     placed: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # handle -> request
-    unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its blocks; not reported yet
+    unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle not in a report yet, ascending -> blocks
     unseen_block_count: int = 0
     unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> uncomputed tokens
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle, ascending -> time of its preemption
@@ -53,21 +53,21 @@ class Worker:
 
     @property
     def offline_room_tokens(self) -> int:
-        """Tokens of further offline requests that it would admit."""
+        """Tokens of further offline requests that the worker would admit."""
         if self.load is None:
             return 0
         return self.load.offline_wanted_tokens - sum(self.offline_unseen.values())
 
     @property
     def waiting_count(self) -> int:
-        """Estimated number of requests waiting there."""
+        """Estimated number of requests that wait on the worker."""
         return len(self.unseen) + (self.load.waiting_count if self.load is not None else 0)
 
     def touch(self) -> None:
         self.changed[self.key] = None
 
     def view(self) -> WorkerView:
-        """The worker for routing. For connected workers only."""
+        """The worker as routing sees it. Raises InvariantViolation if it has no load report."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{self.key} has no load report")
@@ -93,7 +93,7 @@ class Worker:
         )
 
     def yields_memory_to(self, tracked: Tracked, at_s: float) -> bool:
-        """True if it is expected to preempt a caller with many requests for this one."""
+        """True if the worker is expected to preempt a request of a caller with many for this one."""
         load, caller = self.load, tracked.request.caller
         if not caller or load is None or not self.usable or self.hold_until_s > at_s:
             return False
@@ -103,7 +103,7 @@ class Worker:
         return claims(self.view(), need, self.placed_by[caller], load.busiest_caller_count)
 
     def place(self, tracked: Tracked, handle: int, hit_tokens: int = 0) -> None:
-        """Place a request. `hit_tokens`: prompt tokens cached there."""
+        """Add a request that is sent to the worker. `hit_tokens`: prompt tokens cached there."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{tracked.request.request_id} placed on {self.key}, which is not connected")
@@ -138,7 +138,7 @@ class Worker:
                 del self.departed[next(iter(self.departed))]
 
     def cut_off(self) -> list[Tracked]:
-        """Handle the end of its stream. Returns its requests."""
+        """Mark the worker as disconnected. Returns its requests, which are removed."""
         self.connected = False
         self.touch()
         lost = list(self.placed.values())
@@ -148,8 +148,8 @@ class Worker:
         return lost
 
     def update_waiting(self, step: StepReceived) -> int:
-        """Update waiting requests from a report; a request with a token is running. Returns the number of unknown
-        handles.
+        """Update the preempted requests from a step; a request that got a token runs again. Returns the number of
+        unknown handles.
         """
         preempted, stale_count = self.preempted, 0
         if preempted:
@@ -221,7 +221,7 @@ class Fleet:
         return self._workers.get(key)
 
     def member(self, worker_id: WorkerId) -> Worker | None:
-        """The worker of this name, if it has a stream or should have one."""
+        """The current incarnation of a worker, if it leads a group or is a former leader; else None."""
         incarnation = self.lives.get(worker_id)
         return None if incarnation is None else self._workers.get(WorkerKey(worker_id, incarnation))
 
@@ -257,7 +257,7 @@ class Fleet:
         return True
 
     def remember(self, load: LoadReport) -> None:
-        """Record the largest capacity: requests of that size were accepted rightly."""
+        """Record the largest capacity of any worker, to tell which requests were right to accept."""
         self.most_tokens = max(self.most_tokens, load.block_count * load.block_tokens)
 
     @property

@@ -48,7 +48,7 @@ class Growth:
         return at_s >= self._evaluated_at_s + _INTERVAL_S
 
     def look(self, live: Iterable[Tracked], at_s: float) -> None:
-        """Scan running answers. `live`: all requests not removed."""
+        """Update the sums from all answers. `live`: all requests not removed."""
         self._evaluated_at_s = at_s
         totals = self._totals(live)
         for priority, one in self._classes.items():
@@ -58,7 +58,7 @@ class Growth:
             one.known_tokens, one.new_count = totals[priority], 0
 
     def _totals(self, live: Iterable[Tracked]) -> dict[PriorityClass, int]:
-        """Total tokens of all answers."""
+        """Total tokens of all answers by class, those of removed requests included."""
         totals = {priority: one.gone_tokens for priority, one in self._classes.items()}
         for tracked in live:
             totals[tracked.request.priority] += len(tracked.output_token_ids)

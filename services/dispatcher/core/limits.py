@@ -23,7 +23,7 @@ class Limits:
 
 
 def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limits: Limits) -> Overloaded | None:
-    """Why a long request cannot be queued: the backlog's limits apply to both queues together."""
+    """The refusal of a long request, or None: the backlog's limits apply to both queues together."""
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     if len(backlog) + len(long) > limits.max_queued_request_count * factor:
         why = f"{len(backlog) + len(long) - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
@@ -40,8 +40,8 @@ def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limit
 def too_full(
     newcomer: Tracked, backlog: Backlog, limits: Limits, drain_rate: DrainRate, at_s: float
 ) -> Overloaded | None:
-    """Why accepting the request would exceed the backlog's limits. With several callers each may fill its fair share
-    regardless of the others: the backlog then holds at most twice the limit.
+    """The refusal of a request that exceeds the backlog's limits, or None. With several callers each may fill its fair
+    share regardless of the others: the backlog then holds at most twice the limit.
     """
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     request_count, token_count = len(backlog), backlog.token_count

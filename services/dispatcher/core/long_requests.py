@@ -30,12 +30,12 @@ class LongRequests(ArrivalOrder):
         self._wait_s = wait_s
 
     def takes(self, tracked: Tracked) -> bool:
-        """True if the request belongs in this queue."""
+        """True if an online request exceeds every single instance, or did before."""
         too_long = self.reach is not None and tracked.token_count + 1 > self.reach.alone_tokens
         return not tracked.offline and (tracked.long or too_long)
 
     def refusal(self, token_count: int) -> InvalidRequest | None:
-        """Why a prompt of that many tokens is refused."""
+        """The refusal of a prompt of that many tokens; None if some group could hold it."""
         if self.reach is None or token_count < self.reach.group_tokens:
             return None
         size = self.reach.group_size
@@ -65,7 +65,7 @@ class LongRequests(ArrivalOrder):
         return self._wait_s if self.refusal(token_count) is None else min(_SHRUNK_S, self._wait_s)
 
     def demand(self, growth: Growth, at_s: float) -> LongDemand:
-        """Total demand of waiting requests, and the demand of the largest."""
+        """Number and longest wait of the waiting requests, and the tokens that the largest needs."""
         if not self._entries:
             return LongDemand()
         largest = max(self._entries, key=lambda tracked: tracked.token_count)

@@ -22,7 +22,7 @@ class _Waiting:
 
 
 class Moves:
-    """Waiting requests in order of arrival; all have the same timeout."""
+    """Handed-over requests in order of handover; all have the same timeout."""
 
     def __init__(self, wait_s: float, fleet: Fleet) -> None:
         self._wait_s = wait_s
@@ -51,14 +51,14 @@ class Moves:
         tracked.moving = False
 
     def take_arrivals(self, worker_id: WorkerId) -> list[Tracked]:
-        """The stream to that incarnation of `worker_id` is open. Returns its requests."""
+        """Remove and return the requests for `worker_id`, whose stream is open now."""
         return self._take(lambda w: w.worker_id == worker_id)
 
     def take_overdue(self, at_s: float) -> list[Tracked]:
         return self._take(lambda w: w.until_s <= at_s)
 
     def take_stranded(self) -> list[Tracked]:
-        """Returns the requests whose worker was lost or restarted, after a change of the layout."""
+        """Remove and return the requests whose new worker was lost or restarted. Call it after a change of layout."""
         for waiting in self._waiting.values():
             if waiting.incarnation is None:
                 waiting.incarnation = self._fleet.lives.get(waiting.worker_id)

@@ -66,7 +66,7 @@ class Placement:
         growth: Growth,
     ) -> None:
         self.drain_rate = DrainRate()
-        self.retry_at_s = math.inf  # end of a worker's pause or of a request's patience
+        self.retry_at_s = math.inf  # next end of a worker's pause or of a request's patience
         self.rules = rules
         self._routing = routing
         self._growth = growth
@@ -80,7 +80,7 @@ class Placement:
         self._next_handle = 1
 
     def run(self, at_s: float) -> PlacementOutcome:
-        """Place all requests that fit, skipping at most `scan_count`."""
+        """Place all online requests that fit, skipping at most `scan_count`."""
         self.retry_at_s = math.inf
         placed: list[PlaceOnWorker] = []
         hopeless: list[Tracked] = []
@@ -146,7 +146,7 @@ class Placement:
         return placed
 
     def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
-        """True if it would run there at once, or has let others overtake it for long enough."""
+        """True if the request would run on the worker at once, or may queue there after letting others overtake it."""
         view = worker.view()
         if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
             return True
@@ -176,7 +176,7 @@ class Placement:
         return self._send(tracked, worker, at_s, expects_handover=True)
 
     def recall(self, worker: Worker, at_s: float) -> AbortOnWorker | None:
-        """Recall a request that waits on a worker and would run elsewhere at once."""
+        """Recall a request that waits on a worker and would run elsewhere at once; None if there is none."""
         tracked = candidate(worker, at_s, self.rules.recall_after_s)
         if tracked is None:
             return None
@@ -189,8 +189,8 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
-        """For each shape the worker that would run a new request at once, and the workers with a part of its prefix
-        cached.
+        """For each worker shape the worker that would run a new request at once, and the workers that have a part of
+        its prefix cached.
         """
         self._look_around(at_s)
         growth_tokens = min(request.sampling.max_tokens, self._growth.tokens(request.priority))

@@ -12,7 +12,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.marks import MARK_TOKENS, Mark
 from services.dispatcher.policy.freeness import Hits, WorkerKey
 
-_MOST_FOUND = 8  # workers considered beside the freest
+_MOST_FOUND = 8  # workers with cached prefixes that are considered beside the freest
 
 
 class PrefixMap:

@@ -14,8 +14,8 @@ _MOST_PATIENCE = 8.0  # factor on the patience of the first recall
 
 
 def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """The newest request that has waited there for longer than `after_s`; otherwise the one preempted longest ago, as
-    recomputing it elsewhere takes a second or two, while it might wait for a minute.
+    """The request to recall: the newest that has waited on the worker for `after_s`, otherwise the one preempted
+    longest ago, as recomputing it elsewhere takes a second or two, while it might wait for a minute.
 
     Each recall doubles the patience, up to a limit, so that a request neither bounces with every report nor waits
     forever.
@@ -28,8 +28,8 @@ def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
 
 
 def _newest(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """Workers admit in order of arrival, so the waiting requests are the newest ones without a token; their number is
-    that of the waiting requests not known to be preempted.
+    """The newest request without a token that has waited long enough. Workers admit in order of arrival, so only the
+    newest requests wait; their number is that of the waiting requests not known to be preempted.
     """
     assert worker.load is not None
     new_count = max(0, worker.load.waiting_count - len(worker.preempted)) + len(worker.unseen)

@@ -23,17 +23,17 @@ GAP_BOUNDS_S: Final = (
 
 class Relay:
     def __init__(self, fleet: Fleet, traffic: TrafficCounter) -> None:
-        self.recent = Recent()  # of online answers
-        self.token_count = 0  # of online answers
-        self.offline_token_count = 0  # of offline ones
-        self.stale_count = 0  # of unknown handles
-        self.gap_counts = [0] * (len(GAP_BOUNDS_S) + 1)  # of online answers, by bucket
+        self.recent = Recent()  # TTFTs of online answers
+        self.token_count = 0  # received tokens, except those of offline answers
+        self.offline_token_count = 0
+        self.stale_count = 0  # messages about unknown handles
+        self.gap_counts = [0] * (len(GAP_BOUNDS_S) + 1)  # inter-token latencies of online answers, by bucket
         self.gap_total_s = 0.0
         self._fleet = fleet
         self._traffic = traffic
 
     def deliver(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        """Adds a command for each live answer."""
+        """Append a `Deliver` to `commands` for each known handle, and count its tokens."""
         one_each = len(event.handles) == len(event.token_ids) == event.token_counts.count(1)
         give = self._deliver_one_each if one_each and not (event.texts or event.logprobs) else self._give
         give(worker, event, commands)
@@ -70,7 +70,7 @@ class Relay:
                     took_s += gap_s
                     later_count += len(new_ids) - is_first
                     if not is_first:
-                        if gap_s != last_gap_s:  # sequences of a batch mostly have the same
+                        if gap_s != last_gap_s:  # sequences of a batch mostly have the same gap
                             last_gap_s, bucket = gap_s, bisect_left(GAP_BOUNDS_S, gap_s)
                         self.gap_counts[bucket] += 1
                 if gap_s > tracked.longest_gap_s:
@@ -114,7 +114,7 @@ class Relay:
         self._count_tokens(len(event.token_ids), offline_count, later_count, took_s)
 
     def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
-        """The first token of a placement. Returns True if it is the request's first, too."""
+        """Handle the first token of a placement. Returns True if it is also the first of the request."""
         if (is_first := tracked.first_token_at_s is None) and not tracked.offline:
             self._traffic.began(tracked.request.request_id, at_s)
         words = "" if (layout := self._fleet.layout) is None else f"epoch {layout.epoch}, {layout.reason}"

@@ -14,13 +14,13 @@ class What(enum.StrEnum):
     PLACED = "placed"  # placed on a worker
     MOVED = "moved"  # handed over from worker to worker
     MOVING = "moving"  # handed over to a worker whose stream is not open yet
-    STRANDED = "stranded"  # that worker could not be reached: back to the backlog
+    STRANDED = "stranded"  # the worker it was handed over to could not be reached: back to the backlog
     FIRST_TOKEN = "first_token"
     RESUMED = "resumed"  # first token after a change of worker
     LOST = "lost"  # its worker was lost, or failed: back to the backlog
     SENT_BACK = "sent_back"  # refused by the worker: no room
     RECALLED = "recalled"  # recalled from a worker's queue
-    TAKEN_OVER = "taken_over"  # from a dispatcher that has died
+    TAKEN_OVER = "taken_over"  # arrived with tokens generated at another dispatcher
 
 
 class Moment(NamedTuple):

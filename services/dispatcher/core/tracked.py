@@ -13,13 +13,13 @@ class Tracked:
     """One accepted request: in the backlog, on a worker, or `moving` between two."""
 
     request: Request
-    serial: int  # order of arrival; kept through replays, and with it the position in the backlog
+    serial: int  # order of arrival; kept through replays, so the request keeps its position in the backlog
     arrived_at_s: float
     queued_at_s: float  # time of the last entry into the backlog
     worker: WorkerKey | None = None
     handle: int = 0
     placed_at_s: float = 0.0  # time of its placement
-    recalled: bool = False  # recalled, as another worker has room
+    recalled: bool = False  # its worker was told to give it back, as another one has room
     recall_count: int = 0
     moving: bool = False  # the stream to its new worker is not open yet
     attempt: int = 0
@@ -37,9 +37,9 @@ class Tracked:
     cached_token_count: int = 0
     prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
-    blocked_since_s: float | None = None  # large, and no worker could run it at once since then
+    blocked_since_s: float | None = None  # since when no worker could run it at once
     long: bool = False  # exceeds every single instance: see `LongRequests`
-    groupless_since_s: float | None = None  # long, and no group can hold it since then
+    groupless_since_s: float | None = None  # since when no group can hold this long request
     offline: bool = field(init=False)  # of the batch class
 
     def __post_init__(self) -> None:
@@ -53,7 +53,7 @@ class Tracked:
 
     @property
     def token_count(self) -> int:
-        """Tokens that an attempt starts with."""
+        """Prompt tokens and output tokens so far, with which an attempt starts."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     def facts(self, at_s: float) -> Facts:
@@ -84,7 +84,7 @@ class Tracked:
         self.story.add(Moment(at_s, what, len(self.output_token_ids), worker_id, detail))
 
     def take_first_token(self, at_s: float, recent: Recent, layout: str) -> None:
-        """Handle the first token after a placement. `layout`: the epoch in force."""
+        """Handle the first token after a placement. `layout`: description of the layout in force."""
         self.awaits_token = False
         self.idle_move_count = 0
         worker_id = self.worker.worker_id if self.worker is not None else ""

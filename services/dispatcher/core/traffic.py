@@ -46,7 +46,7 @@ class _TrafficSums:
 
     newest: int
     last: int  # index of the first bin not included
-    spans: list[int]  # requests, the newest RECENT_S first
+    spans: list[int]  # arrived requests in each RECENT_S, the newest first
     minute_count: int = 0
     minute_tokens: int = 0
     ended_count: int = 0
@@ -70,15 +70,17 @@ class _TrafficSums:
 
 
 class TrafficCounter:
-    """Bounded: bins of two seconds over WINDOW_S, without empty ones. Delivered tokens are cumulative counters."""
+    """Counts arrivals and ended answers in bins of two seconds over WINDOW_S, without empty bins; delivered tokens as
+    running totals.
+    """
 
     def __init__(self) -> None:
         self._first_counts = [0] * WAIT_COUNTS
         self._later_count = 0
         self._later_s = 0.0
         self._open_tokens = 0
-        self._change_count = 0  # of requests that came, began, became long or ended
-        self._read = (0, 0)  # that count, and requests queued, when it was last read
+        self._change_count = 0  # arrivals, first tokens, endings, and requests that became long
+        self._read = (0, 0)  # (change count, queued requests) at the last `read`
         self._read_at_s = -math.inf
         self._bins = deque[_TimeBin]()
         self._since_s: float | None = None  # first request ever
@@ -86,7 +88,7 @@ class TrafficCounter:
         self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
-        """`made_count`: tokens that its answer has already; with none it waits for the first."""
+        """Count an arrived request. `made_count`: tokens that its answer already has; with 0 it awaits its first."""
         self._change_count += 1
         if not made_count:
             self._waiting[request_id] = at_s
@@ -99,35 +101,35 @@ class TrafficCounter:
         here.arrived_lengths[length_index(token_count)] += 1
 
     def long_arrived(self, made_count: int) -> None:
-        """A request that waits for a group to hold it does not count as ordinary traffic."""
+        """Count only the answer's tokens of a long request, which is not ordinary traffic."""
         self._open_tokens += made_count
 
     def mark_long(self, request_id: RequestId) -> None:
-        """A counted request has become long."""
+        """Remove a request that has become long from those that await their first token."""
         self._change_count += 1
         self._waiting.pop(request_id, None)
 
     def ended(self, at_s: float, token_count: int) -> None:
-        """An answer of so many tokens is complete."""
+        """Count a complete answer of `token_count` tokens."""
         here = self._bin(at_s)
         here.ended_count += 1
         here.ended_tokens += token_count
 
     def began(self, request_id: RequestId, at_s: float) -> None:
-        """A request has its first token."""
+        """Count the first token of a request, and how long the request waited for it."""
         self._change_count += 1
         if (since_s := self._waiting.pop(request_id, None)) is not None:
             self._first_counts[wait_index(at_s - since_s)] += 1
         self._open_tokens += 1
 
     def left(self, request_id: RequestId, made_count: int) -> None:
-        """A request has ended, with a number of tokens or none."""
+        """Remove an ended request whose answer has `made_count` tokens."""
         self._change_count += 1
         self._waiting.pop(request_id, None)
         self._open_tokens -= made_count
 
     def went_on(self, token_count: int, took_s: float) -> None:
-        """Answers have got more tokens; the sum of their inter-token times."""
+        """Count later tokens of answers. `took_s`: sum of their inter-token latencies."""
         self._later_count += token_count
         self._later_s += took_s
         self._open_tokens += token_count
@@ -141,11 +143,13 @@ class TrafficCounter:
         return self._bins[-1]
 
     def carries_changes(self, at_s: float, queued_count: int) -> bool:
-        """True if a request has come, begun, gone or left the queue since the last read, or that is long ago."""
+        """True if a request has arrived, begun, ended or left the queue since the last `read`, or that is
+        `_INTERVAL_S` ago.
+        """
         return self._read != (self._change_count, queued_count) or at_s - self._read_at_s >= _INTERVAL_S
 
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
-        """What has been counted until now; the rest of the record is what waits here."""
+        """The counted traffic until now, with the demand that waits: requests, their tokens, and long requests."""
         self._read, self._read_at_s = (self._change_count, queued_count), at_s
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
         sums = self._sums(int(at_s // _BIN_S), int(max(MINUTE_S, known_s) / RECENT_S))
@@ -170,7 +174,7 @@ class TrafficCounter:
         )
 
     def _sums(self, newest: int, span_count: int) -> _TrafficSums:
-        """`span_count`: of RECENT_S each; before the first request there was none."""
+        """Sums over all bins. `span_count`: number of spans of RECENT_S since the first request."""
         last = self._bins[-1].index if self._bins else -1
         closed = self._closed
         if (closed.newest, closed.last, len(closed.spans)) != (newest, last, span_count):
@@ -208,7 +212,7 @@ class TrafficCounter:
 
 
 def _told(counts: list[int]) -> tuple[int, ...]:
-    """Without trailing zeros."""
+    """The counts without trailing zeros."""
     end = len(counts)
     while end and not counts[end - 1]:
         end -= 1
@@ -238,8 +242,8 @@ def _burst_left_s(counts: Mapping[int, int], newest: int, calm_count: float) -> 
 
 
 def _calm(counts: Sequence[int]) -> int:
-    """The median of the spans in WINDOW_S, where spans before the first are assumed like the calmest tenth: otherwise a
-    burst would count as calm after half of the known time.
+    """The median of the spans' counts in WINDOW_S. Spans before the first request are assumed to be as calm as the
+    calmest tenth: otherwise a burst that lasts for half of the known time would count as calm.
     """
     ordered = sorted(counts)
     unknown = [ordered[len(ordered) // 10]] * (_SPAN_COUNT - len(ordered))

@@ -60,7 +60,7 @@ class WorkerView:
     block_count: int
     used_block_count: int
     waiting_block_count: int
-    unseen_block_count: int  # needed by requests placed since the report
+    unseen_block_count: int  # needed by requests placed since the worker's last report
     running_count: int
     waiting_count: int
     unseen_count: int
@@ -70,9 +70,9 @@ class WorkerView:
     instance_count: int = 1  # of its group
     kept_block_count: int = 0  # not available to a new request while another one runs
     prompt_token_count: int = 0  # uncomputed prompt tokens there
-    max_prompt_token_count: int = 0  # limit of the above, beyond which a new request waits; 0: no limit
-    uncomputed_token_count: int = 0  # uncomputed prompt tokens, long prompts counted in full
-    has_long_prompt: bool = False  # it computes a prompt that exceeds every single instance: batches are slow
+    max_prompt_token_count: int = 0  # a new request waits while `prompt_token_count` is this large; 0: no limit
+    uncomputed_token_count: int = 0  # like `prompt_token_count`, but with long prompts counted in full
+    has_long_prompt: bool = False  # computes a prompt that exceeds every single instance: batches are slow
 
     @property
     def shape(self) -> "WorkerShape":
@@ -96,7 +96,7 @@ class Need:
 
     @property
     def now(self) -> "Need":
-        """Blocks needed without growth."""
+        """This need without growth."""
         return Need(tokens=self.tokens, growth_tokens=0)
 
 
@@ -171,6 +171,6 @@ def claims(view: WorkerView, block_count: int, own_count: int, busiest_count: in
 
 
 def may_queue(view: WorkerView, rules: RoutingRules) -> bool:
-    """Whether the worker's own queue has a free place."""
+    """True if the worker's own queue has a free place."""
     bound = max(1, min(rules.worker_queue_count, view.max_waiting_count))
     return not view.draining and view.waiting_count + view.unseen_count < bound

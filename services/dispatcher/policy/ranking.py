@@ -1,6 +1,6 @@
 """Chooses a worker by the rules of `freeness`, incrementally over changing workers.
 
-Workers of one shape (blocks, and block size) differ for a request only in free blocks and freeness. So each shape keeps
+Workers of one shape (`WorkerShape`) differ for a request only in free blocks and freeness. So each shape keeps
 its workers sorted by freeness, with the maximum of free blocks: the worker that runs a request at once, or its absence,
 is found without scanning. A change costs a search in sorted lists, a choice one step per shape and per freer worker
 with too few blocks.
@@ -44,7 +44,7 @@ class _ShapeRanking:
 
 
 class _RankingEntry(NamedTuple):
-    """Position of a worker."""
+    """State of a worker in the ranking, with its sort key in `shape`."""
 
     view: WorkerView
     shape: _ShapeRanking
@@ -55,13 +55,13 @@ class _RankingEntry(NamedTuple):
 
 
 class Ranking:
-    """The workers that can accept any request, sorted."""
+    """The workers that can accept at least a request of one block, sorted."""
 
     def __init__(self, rules: RoutingRules) -> None:
         self._rules = rules
         self._entries: dict[WorkerKey, _RankingEntry] = {}
         self._shapes: dict[WorkerShape, _ShapeRanking] = {}
-        self._computing: dict[WorkerKey, WorkerView] = {}  # with room, but busy with prompts
+        self._computing: dict[WorkerKey, WorkerView] = {}  # workers with room, but busy with prompts
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -122,8 +122,8 @@ class Ranking:
         return None if best is None else best.worker
 
     def at_once(self, need: Need, hits: Hits = NO_HITS) -> WorkerKey | None:
-        """The worker on which it runs without waiting, or one with so much of its prefix cached that its first token is
-        earlier there, behind other prompts.
+        """The worker on which a request runs without waiting, or one with so much of its prefix cached that its first
+        token is earlier there, behind other prompts; None: neither exists.
         """
         room = need
         if not (found := self._contenders(room)):
@@ -143,7 +143,7 @@ class Ranking:
         return has_room(view, min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens)))
 
     def contenders(self, need: Need) -> list[WorkerKey]:
-        """For each shape the first worker that would run it at once; `at_once` chooses among these."""
+        """For each shape the freest worker that would run a request at once; `at_once` chooses among these."""
         return self._contenders(need) or self._contenders(need.now)
 
     def _contenders(self, need: Need) -> list[WorkerKey]:

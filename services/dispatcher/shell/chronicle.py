@@ -44,7 +44,7 @@ class Account:
 
 
 class Past(NamedTuple):
-    """Data for a trace about an ended request."""
+    """What `ballast record` gets about an ended request."""
 
     arrived_at_s: float
     prompt_token_count: int
@@ -142,7 +142,7 @@ class Chronicle:
                 _log(self._unwritten.popleft())
 
     def past_after(self, number: int) -> list[Past]:
-        """Ended requests after the first `count`, as far as they are kept."""
+        """Ended requests after the first `number`, as far as they are kept."""
         count = min(len(self._past), max(0, self.past_count - number))
         return list(islice(self._past, len(self._past) - count, None))
 
@@ -247,7 +247,7 @@ def _rounded(value_s: float | None) -> float | None:
 
 
 def _showable(error: BallastError) -> str:
-    """An error without reasons that may quote the client, as those of chat templates and grammars."""
+    """Text of an error, without a reason that may quote the client, as those of chat templates and grammars."""
     if isinstance(error, InvalidRequest) and error.field.startswith(("conversation", "sampling.grammar")):
         return f"{error.field}: refused, for the reason that the client was told"
     return str(error)

@@ -101,7 +101,7 @@ class ClientStream:
         return delivery
 
     async def take_all(self) -> Delivery:
-        """All output, once the request has ended."""
+        """Wait until the request has ended, and return all output that was not taken."""
         self._wants_all = True
         if self.ending is None:
             self.waiting_since_s = None
@@ -110,7 +110,7 @@ class ClientStream:
         return self._everything()
 
     def close(self) -> None:
-        """The call's reader has ended."""
+        """Leave the pacer's wave, as the reading call has ended."""
         self._pacer.rest(self)
 
     async def _wait(self) -> None:
@@ -131,8 +131,8 @@ class Pacer:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._next: list[ClientStream] = []  # with output, waiting for the next wave
-        self._sending: set[ClientStream] = set()  # woken by the last wave
+        self._next: list[ClientStream] = []  # streams with output, waiting for the next wave
+        self._sending: set[ClientStream] = set()  # streams of the current wave that have not sent their output yet
         self._begins: asyncio.Handle | None = None
         self._ends: asyncio.TimerHandle | None = None
 
@@ -141,7 +141,7 @@ class Pacer:
         self._schedule_begin()
 
     def rest(self, stream: ClientStream) -> None:
-        """The stream has sent its output."""
+        """Remove a stream from the current wave, which ends with its last stream."""
         if stream in self._sending:
             self._sending.remove(stream)
             if not self._sending:

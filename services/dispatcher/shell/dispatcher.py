@@ -27,7 +27,7 @@ _STORY_EVENTS: Final = 64
 
 
 class DispatcherShell:
-    """Runs the core. Active while `run` runs; everything else is synchronous and belongs to the event loop."""
+    """Executes the core's commands, in one event loop. Links to workers are open only while `run` runs."""
 
     def __init__(
         self,
@@ -142,7 +142,7 @@ class DispatcherShell:
         return stream
 
     def close(self, stream: ClientStream, why: str) -> None:
-        """Called when a client's call has ended. Cancels the request if it is still running."""
+        """Close the stream of a client's call that has ended; cancels its request if that still runs."""
         stream.close()
         if self._clients.get(stream.request_id) is stream:
             del self._clients[stream.request_id]
@@ -167,13 +167,13 @@ class DispatcherShell:
         self.ready_changed.set()
 
     def undrain(self) -> bool:
-        """Returns True if requests are accepted again."""
+        """Cancel a drain. Returns True if requests are accepted again."""
         self.feed(d.UndrainRequested(self._clock.now_s()))
         self.ready_changed.set()
         return not self.core.draining
 
     async def drained(self, timeout_s: float) -> None:
-        """Returns when no request is left; those still running after `timeout_s` are aborted."""
+        """Wait until no request is left; those still running after `timeout_s` are aborted."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.core.requests:

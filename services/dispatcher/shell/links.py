@@ -85,7 +85,7 @@ class WorkerLink:
             backoff_s = min(_MAX_BACKOFF_S, 2 * backoff_s)
 
     async def _attach(self) -> str:
-        """One stream from Hello to its end. Returns the reason for its end."""
+        """Run one stream from Hello to its end. Returns the reason for its end."""
         self._outgoing.clear()
         try:
             with asking(self._worker.worker_id):

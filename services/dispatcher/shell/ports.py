@@ -48,7 +48,7 @@ class RequestClaims(Protocol):
         ...
 
     async def cancel(self, claim: Claim) -> None:
-        """Make every dispatcher refuse later attempts."""
+        """Make every dispatcher refuse later attempts of the request."""
         ...
 
     def release(self, claim: Claim) -> None:

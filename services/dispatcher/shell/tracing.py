@@ -34,7 +34,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change of the layout."""
+    """A change of the layout; `worker_ids`: the workers whose layers changed."""
 
     at_s: float
     context: Context
@@ -52,7 +52,7 @@ class Tracer:
         self._changes: deque[Change] = deque(maxlen=_REMEMBERED)
 
     def layout(self, layout: Layout) -> None:
-        """A new layout is in force."""
+        """Record a new layout in which workers hold other layers than before."""
         before = self._held
         self._held = {m.worker_id: (m.first_layer, m.last_layer) for group in layout.groups for m in group.members}
         changed = {w for w, layers in self._held.items() if before.get(w, layers) != layers}
@@ -60,7 +60,7 @@ class Tracer:
             self._changes.append(Change(self._clock.now_s(), transition_context(layout), frozenset(changed)))
 
     def ended(self, account: Account) -> None:
-        """An accepted request has ended."""
+        """Export the spans of an ended request, unless its trace is not sampled."""
         context = Context.read(account.facts.traceparent)
         if context is not None and not context.sampled:
             return  # the sender of the traceparent has decided against recording
@@ -109,7 +109,7 @@ def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) 
 
 
 def stays_of(moments: Sequence[Moment], begin_s: float, end_s: float) -> list[Stay]:
-    """Contiguous intervals from arrival to end."""
+    """Contiguous intervals of a request on workers and in between, from its arrival to its end."""
     stays: list[Stay] = []
     name, worker_id, since_s = "backlog", "", begin_s
     for moment in moments:

@@ -18,23 +18,23 @@ from services.gateway.openai.writing import (
     usage_of,
 )
 
-TOOL_CALLS = "tool_calls"  # why an answer has ended that has called functions
+TOOL_CALLS = "tool_calls"  # finish reason of an answer with tool calls
 
 
 def call_id(request_id: str, choice: int, number: int) -> str:
-    """The same for the same call of the same answer."""
+    """The id of a tool call, derived from its request, choice and number."""
     return f"call_{request_id.partition('-')[2]}_{choice}_{number}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Head:
-    """What all parts of an answer begin with.
+    """The fields with which every response object or chunk of an answer begins.
 
     Attributes:
-        id: The request's.
-        created: Seconds since 1970.
-        model: As the client has called it.
-        service_tier: As the client has asked for; None: it has not.
+        id: The request's id.
+        created: Time of the request, in seconds since 1970.
+        model: The model's name as the client has given it.
+        service_tier: The service tier that the client has asked for; None if it has asked for none.
     """
 
     id: str
@@ -49,10 +49,21 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What an answer shall hold beside its text."""
+    """What the client wants in an answer beside its text, and how to parse the text.
+
+    Attributes:
+        logprobs: Logprobs of generated tokens.
+        usage: Where a stream contains usage; complete answers always contain it.
+        token_ids: Ids of generated tokens.
+        format: The format of thoughts and tool calls in the text.
+        prompt_logprobs: Logprobs of prompt tokens.
+        reasoning: Thoughts.
+        most_calls: Maximum number of tool calls; None: unlimited.
+        thought_end_id: The token that ends a thought; None: it is not a single token.
+    """
 
     logprobs: bool
-    usage: UsageWish  # in a stream; complete answers always have it
+    usage: UsageWish
     token_ids: bool
     format: Format = plain
     prompt_logprobs: bool = False
@@ -65,7 +76,7 @@ class Wishes:
 
 
 class ChatWriter:
-    """Writes one answer, in one piece or chunk by chunk."""
+    """Writes one answer of /v1/chat/completions, as one object or as a stream of chunks."""
 
     def __init__(self, head: Head, wishes: Wishes) -> None:
         self._head = head
@@ -73,12 +84,12 @@ class ChatWriter:
         self._usages: dict[int, Usage] = {}
         self._begun: set[int] = set()
         self._parsers: dict[int, AnswerParser] = {}
-        self._passing: set[int] = set()  # choices of which only text can follow, and no more is asked for
-        self._call_counts: dict[int, int] = {}  # of each choice
-        self._called: set[int] = set()  # choices with a complete call
+        self._passing: set[int] = set()  # choices whose further chunks contain only text
+        self._call_counts: dict[int, int] = {}  # tool calls begun, by choice
+        self._called: set[int] = set()  # choices with a complete tool call
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
-        # Most chunks are nothing but text, and there is one for each token: they are put together by hand.
+        # Most chunks contain only text, and there is one for each token: they are formatted without the JSON encoder.
         self._stream_usage = StreamUsage(wishes.usage)
         no_usage = ',"usage":null' if wishes.usage is UsageWish.AT_THE_END else ""
         self._after_text = f'}},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
@@ -95,7 +106,7 @@ class ChatWriter:
         }
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """The chunk as events; empty if there is nothing to say yet."""
+        """The events for a chunk of choice `index`; may be empty."""
         if index in self._passing and chunk.finish_reason is None:
             return self._text(index, chunk.text) if chunk.text else b""
         parts: list[bytes] = []
@@ -124,7 +135,7 @@ class ChatWriter:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """What follows the last chunk of the last choice."""
+        """The events after the last chunk of the last choice: usage if asked for, and the end of the stream."""
         if self._wishes.usage is UsageWish.NONE:
             return DONE
         usages = [usage for _, usage in sorted(self._usages.items())]
@@ -139,7 +150,7 @@ class ChatWriter:
         return sum(parser.reasoning_token_count for parser in self._parsers.values())
 
     def _deltas(self, index: int, events: Sequence[Event], chunk: GenerationChunk) -> list[bytes]:
-        """What a chunk brings. Its logprobs and token ids go with the first delta, or with an empty one."""
+        """The deltas for a chunk. Its logprobs and token ids are in the first delta, or in an empty one."""
         parts: list[bytes] = []
         for each in events:
             if self._is_plain and isinstance(each, Text):
@@ -154,7 +165,7 @@ class ChatWriter:
         return f'{self._prefix}{index},"delta":{{"content":{quote(text)}{self._after_text}'.encode()
 
     def _delta(self, index: int, event: Event) -> dict[str, object] | None:
-        number = self._call_counts.get(index, 0) - 1  # of the call that has begun
+        number = self._call_counts.get(index, 0) - 1  # number of the current call
         match event:
             case Text(text):
                 return {"content": text}
@@ -204,15 +215,15 @@ class ChatWriter:
 
 @dataclass(slots=True)
 class Answer:
-    """A complete answer, taken apart."""
+    """A complete answer, split into thoughts, text and tool calls."""
 
     reasoning: str = ""
     text: str = ""
-    calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # name, JSON text of the arguments
+    calls: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])  # (name, JSON text of the arguments)
 
 
 def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
-    """Calls that were cut off are left out: they are none."""
+    """Parse a complete answer. Incomplete tool calls are omitted."""
     answer = Answer()
     name, arguments = "", ""
     cut = generation.finish_reason is FinishReason.LENGTH
@@ -233,7 +244,7 @@ def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
 
 
 def _reasoning(text: str) -> dict[str, object]:
-    """Under both names: DeepSeek's, which most clients read, and the shorter one that others have taken up."""
+    """A thought under both names that clients read: DeepSeek's and the shorter one."""
     return {"reasoning_content": text, "reasoning": text}
 
 

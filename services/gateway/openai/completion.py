@@ -1,4 +1,4 @@
-"""Answers of /v1/completions, the older form: text goes on where the prompt ends."""
+"""Answers of /v1/completions, OpenAI's older interface, in which the text continues the prompt."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +23,7 @@ Part = TypeVar("Part", Generation, GenerationChunk)
 
 
 def _nothing_of(part: Part) -> Part:
-    """Without what was generated; its logprobs stay, since those of the prompt come with them."""
+    """The part without its generated text and tokens. Its logprobs are kept, as those of the prompt are among them."""
     usage = None if part.usage is None else replace(part.usage, completion_token_count=0)
     ended = None if part.finish_reason is None else FinishReason.LENGTH
     return replace(part, text="", token_ids=(), usage=usage, finish_reason=ended)
@@ -37,7 +37,7 @@ class CompletionWriter:
         wishes: Optional fields that the client asked for.
         echoes: Text before each choice's own: its prompt if `echo` is set, otherwise empty.
         choices_per_prompt: Number of consecutive choices that share a prompt.
-        drops: `max_tokens` is 0: leave out the one token that an engine generates at least.
+        drops: `max_tokens` is 0: leave out the generated token (an engine generates at least one).
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CompletionWriter:
         self._wishes = wishes
         self._echoes = list(echoes)
         self._choices_per_prompt = choices_per_prompt
-        self._offsets = [len(echo) for echo in echoes]  # characters of each choice so far
+        self._offsets = [len(echo) for echo in echoes]  # characters written so far, by choice
         self._usages: dict[int, Usage] = {}
         prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
@@ -78,10 +78,10 @@ class CompletionWriter:
         return {**self._head.begin(_KIND), "choices": choices, "usage": self._usage([g.usage for g in generations])}
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """The chunk as events; empty if there is nothing to say yet."""
+        """The events for a chunk of choice `index`; may be empty."""
         if self._drops:
             chunk = _nothing_of(chunk)
-        if chunk.prompt_token_count:  # in the first chunk alone
+        if chunk.prompt_token_count:  # set only in the first chunk
             self._stream_usage.begin(index, chunk)
         self._stream_usage.add(index, chunk)
         text = self._echoes[index] + chunk.text
@@ -107,14 +107,14 @@ class CompletionWriter:
         return event({**self._head.begin(_KIND), "choices": [choice], **self._stream_usage.field(index)})
 
     def end(self) -> bytes:
-        """What follows the last chunk of the last choice."""
+        """The events after the last chunk of the last choice: usage if asked for, and the end of the stream."""
         if self._wishes.usage is UsageWish.NONE:
             return DONE
         usage = self._usage([usage for _, usage in sorted(self._usages.items())])
         return event({**self._head.begin(_KIND), "choices": [], "usage": usage}) + DONE
 
     def _logprobs(self, index: int, part: Generation | GenerationChunk) -> dict[str, object]:
-        """With those of the prompt, where its text is echoed."""
+        """Logprobs of a part, preceded by those of the prompt if its text is echoed in this part."""
         prompt = part.logprobs[0].prompt if part.logprobs and self._echoes[index] else ()
         made = () if self._drops else part.logprobs
         return completion_logprobs(made, 0 if prompt else self._offsets[index], prompt)

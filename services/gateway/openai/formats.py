@@ -1,4 +1,4 @@
-"""How models write thoughts and tool calls: a small parser per format, built on `scanner`.
+"""Parsers of the formats in which models write thoughts and tool calls, built on `scanner`.
 
 Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`), Qwen3-Coder, Llama 3, Mistral
 (tokenizers v3 to v11), DeepSeek V3 and V3.1, GPT-OSS (harmony), GLM-4.5, Llama 4 (`pythonic`).
@@ -38,7 +38,7 @@ from services.gateway.openai.scanner import (
 
 
 class ToolFormat(StrEnum):
-    """How a model writes tool calls. Names are vLLM's where it supports the format."""
+    """Formats of tool calls. Names are vLLM's where it supports the format."""
 
     HERMES = "hermes"
     QWEN3_CODER = "qwen3_coder"
@@ -51,19 +51,19 @@ class ToolFormat(StrEnum):
 
 
 class ReasoningParser(StrEnum):
-    """How a model writes thoughts. Names are vLLM's where it has the parser."""
+    """Formats of thoughts. Names are vLLM's where it has the parser."""
 
     AUTO = "auto"
     NONE = "none"
     QWEN3 = "qwen3"  # <think> ... </think>
-    DEEPSEEK_R1 = "deepseek_r1"  # the same, always opened by the prompt
+    DEEPSEEK_R1 = "deepseek_r1"  # the same tags, but the prompt always contains the first one
     MISTRAL = "mistral"  # [THINK] ... [/THINK]
 
 
 @dataclass(frozen=True, slots=True)
 class Thoughts:
     """The tags around a thought. `open`: the prompt already contains the first tag. `likely`: the model may begin a
-    thought, as it was trained to and was not told otherwise.
+    thought: its template has the tags, and the request does not turn thoughts off.
     """
 
     begin: str = "<think>"
@@ -72,7 +72,7 @@ class Thoughts:
     likely: bool = False
 
     def before(self, grammar: Grammar) -> Grammar:
-        """A grammar preceded by an optional, unconstrained thought."""
+        """The grammar with an unconstrained thought before it, if the model may begin one or the prompt has."""
         if not (self.open or self.likely):
             return grammar
         return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)
@@ -80,17 +80,17 @@ class Thoughts:
 
 @functools.lru_cache(maxsize=8)
 def format_by_template(template: str) -> ToolFormat:
-    """The format of calls in a chat template; Hermes' if it is not recognised."""
+    """The format of tool calls in a chat template; HERMES if none is recognised."""
     return next((kind for mark, kind in _MARKS if mark in template), ToolFormat.HERMES)
 
 
 def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, object]) -> Thoughts | None:
-    """The tags of a model's thoughts; None: it has none.
+    """The tags of a model's thoughts; None: thoughts are not parsed.
 
     Args:
-        parser: The configured parser. `auto`: by the template, and `<think>` at the beginning of any answer.
-        template: A thought is open if the generation prompt ends with the first tag.
-        variables: Template variables of this request.
+        parser: The configured parser. AUTO: `[THINK]` if the template contains it, otherwise `<think>`.
+        template: The model's chat template. A thought is open if its generation prompt ends with the first tag.
+        variables: Template variables of this request, of which `enable_thinking` is used.
     """
     match parser:
         case ReasoningParser.NONE:
@@ -110,7 +110,7 @@ def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, 
 
 @functools.lru_cache(maxsize=8)
 def _thinking(template: str) -> tuple[bool, bool]:
-    """Whether a template knows thoughts, and whether its generation prompt begins one."""
+    """(whether a template contains the tag of thoughts, whether its generation prompt begins a thought)."""
     _, _, prompt = template.rpartition("add_generation_prompt")
     return "<think>" in template, "<think>" in prompt and "</think>" not in prompt
 
@@ -129,7 +129,7 @@ _MARKS = (
 
 
 def answer(thoughts: Thoughts | None, calls: Format) -> Format:
-    """Parse thoughts at the beginning of an answer, then the rest with `calls`."""
+    """The parser of answers that begin with thoughts, if any; `calls` parses the rest."""
 
     def parse(scanner: Scanner) -> Events:
         if thoughts is not None:
@@ -140,7 +140,7 @@ def answer(thoughts: Thoughts | None, calls: Format) -> Format:
 
 
 def plain(scanner: Scanner) -> Events:
-    """Parse everything as text."""
+    """Parser of an answer that is only text."""
     scanner.passes_text = True
     yield from until(scanner, (), Text)
 
@@ -149,11 +149,12 @@ def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Th
     """The parser of a model's answers.
 
     Args:
-        tools: Tools of the request, for formats that write values without types.
-        thoughts: None: `<think>` is text.
+        kind: The format of tool calls.
+        tools: Tools of the request, whose schemas give the types of values in formats that write values without types.
+        thoughts: The tags of thoughts; None: thoughts are text.
     """
     types = dict(map(_named_properties, tools))
-    again = thoughts and Thoughts(thoughts.begin, thoughts.end)  # also between calls
+    again = thoughts and Thoughts(thoughts.begin, thoughts.end)  # tags of further thoughts, between calls
     if kind is ToolFormat.OPENAI:
         return _harmony
     if kind is ToolFormat.LLAMA3_JSON:
@@ -174,14 +175,14 @@ def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Th
 
 
 def array_of_calls(scanner: Scanner) -> Events:
-    """Parse an answer constrained to a JSON array of calls."""
+    """Parser of an answer that a grammar constrains to a JSON array of calls."""
     yield from space(scanner)
     if (yield from literal(scanner, "[")):
         yield from _objects(scanner, "]")
 
 
 def arguments_of(name: str) -> Format:
-    """Parse an answer constrained to the arguments of one function."""
+    """The parser of an answer that a grammar constrains to the arguments of one function."""
 
     def parse(scanner: Scanner) -> Events:
         yield from space(scanner)
@@ -196,7 +197,7 @@ def arguments_of(name: str) -> Format:
 
 
 def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
-    """Parse any thoughts that follow and drop the whitespace around them. Without a thought, consumes nothing."""
+    """Parse the thoughts that follow, and drop the whitespace around them. Without a thought, nothing is consumed."""
     is_open = tags.open
     while True:
         start = scanner.at
@@ -214,7 +215,9 @@ def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
 
 
 def _tagged(begin: str, body: Body, thoughts: Thoughts | None) -> Format:
-    """Parse text with calls after a tag. If no call follows a tag, it is text."""
+    """The parser of text in which calls follow the tag `begin`; `body` parses a call. A tag without a call is text.
+    `thoughts`: tags of thoughts after a call.
+    """
 
     def parse(scanner: Scanner) -> Events:
         while (yield from until(scanner, (begin,), Text)) is not None:
@@ -232,7 +235,7 @@ def _tagged(begin: str, body: Body, thoughts: Thoughts | None) -> Format:
 
 
 def _hermes(scanner: Scanner) -> Test:
-    """`{"name": ..., "arguments": {...}}</tool_call>`; the last tag may be missing."""
+    """Parse `{"name": ..., "arguments": {...}}</tool_call>`; the last tag may be missing."""
     yield from space(scanner)
     if not (yield from _object(scanner)):
         return False
@@ -242,7 +245,7 @@ def _hermes(scanner: Scanner) -> Test:
 
 
 def _object(scanner: Scanner, *, bare: bool = True) -> Test:
-    """Parse `{"name": ..., "arguments": ...}`, or with `parameters`. False: no match, and no event was produced.
+    """Parse `{"name": ..., "arguments": ...}` (or `parameters`). False: it does not match, and no event was emitted.
 
     `bare`: a call may omit its arguments.
     """
@@ -303,7 +306,7 @@ def _broken(begun: bool) -> Test:
 
 
 def _as_object(text: str) -> str | None:
-    """Arguments given as an object, as JSON text of one, or as null: as an object; otherwise None."""
+    """The arguments of a call as JSON text, from JSON of an object, of a string with such text, or null; else None."""
     if text.startswith("{"):
         return text
     try:
@@ -316,7 +319,9 @@ def _as_object(text: str) -> str | None:
 
 
 def _objects(scanner: Scanner, end: str, *, bare: bool = True) -> Test:
-    """Parse calls as objects separated by commas or semicolons up to `end` (empty: the end of the answer)."""
+    """Parse calls that are objects, separated by commas or semicolons, up to `end` (empty: the end of the answer).
+    False: there is none.
+    """
     found = False
     while True:
         yield from space(scanner, " \t\r\n,;")
@@ -330,7 +335,7 @@ def _objects(scanner: Scanner, end: str, *, bare: bool = True) -> Test:
 
 
 def _llama3_json(scanner: Scanner) -> Events:
-    """An answer that begins with a brace, or with the corresponding tag, consists of calls only."""
+    """Parser of an answer that is only calls if it begins with a brace or `<|python_tag|>`, and only text otherwise."""
     start = scanner.at
     yield from space(scanner)
     tagged = yield from literal(scanner, "<|python_tag|>")
@@ -350,7 +355,7 @@ def _is_head(text: str) -> bool:
 
 
 def _mistral(scanner: Scanner) -> Test:
-    """An array of objects; or `name[ARGS]{...}`, also with `[CALL_ID]...` in between or without `[ARGS]`."""
+    """Parse an array of objects, or `name[ARGS]{...}`; `[CALL_ID]...` may precede `[ARGS]`, which may be missing."""
     yield from space(scanner)
     if (yield from literal(scanner, "[")):
         return (yield from _objects(scanner, "]"))
@@ -371,7 +376,7 @@ def _mistral(scanner: Scanner) -> Test:
 
 
 def _deepseek(scanner: Scanner) -> Test:
-    """Calls between tags: V3 writes `function<sep>name`, a line break and a fenced object, V3.1 `name<sep>{...}`."""
+    """Parse calls between tags: `function<sep>name`, a line break, a fenced object (V3); or `name<sep>{...}` (V3.1)."""
     found = False
     while True:
         yield from space(scanner)
@@ -395,7 +400,7 @@ def _deepseek(scanner: Scanner) -> Test:
 
 
 def _qwen3_coder(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
-    """`<function=name>`, then each parameter as bare text between `<parameter=key>` and its end tag."""
+    """Parse `<function=name>`, then parameters, each as bare text between `<parameter=key>` and its end tag."""
     yield from space(scanner)
     if not (yield from literal(scanner, "<function=")):
         return False
@@ -426,7 +431,7 @@ def _qwen3_coder(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Te
 
 
 def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
-    """`name`, then pairs of `<arg_key>` and `<arg_value>` with end tags, as bare text."""
+    """Parse `name`, then pairs of `<arg_key>` and `<arg_value>` that contain bare text."""
     name, tag = yield from collect(scanner, ("<arg_key>", "</tool_call>"))
     name = name.strip()
     if tag is None or not name or name.startswith("{"):
@@ -448,7 +453,9 @@ def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
 
 
 def _harmony(scanner: Scanner) -> Events:
-    """GPT-OSS: messages in channels. analysis: a thought; commentary to a function: a call; otherwise text."""
+    """Parser of GPT-OSS's answers: messages in channels. The channel `analysis` is a thought, a message to a function a
+    call, all others text.
+    """
     tags = ("<|channel|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>")
     while (tag := (yield from until(scanner, tags, Text))) is not None:
         if tag == "<|start|>":
@@ -475,7 +482,9 @@ def _harmony(scanner: Scanner) -> Events:
 
 
 def _pythonic(scanner: Scanner) -> Events:
-    """An answer that is a Python list of calls with keyword arguments: `[f(a=1), g()]`. Produced in one piece."""
+    """Parser of an answer that is a Python list of calls with keyword arguments, `[f(a=1), g()]`, or else text. Calls
+    are emitted at the end of the answer.
+    """
     start = scanner.at
     yield from space(scanner)
     if scanner.rest.startswith("["):
@@ -496,7 +505,7 @@ def _pythonic(scanner: Scanner) -> Events:
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """The calls of a Python list; empty: the text is something else."""
+    """(name, JSON text of the arguments) of each call in a Python list; empty if the text is something else."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -528,11 +537,11 @@ def _quoted(text: str) -> str:
 
 
 def _bare_value(scanner: Scanner, end: str, schema: object, *, most: int) -> Test:
-    """Parse text up to the end tag as a JSON value, without up to `most` trailing line breaks. False: the end tag is
+    """Emit the text up to the end tag, less up to `most` trailing line breaks, as a JSON value. False: the end tag is
     missing.
 
-    The value is a string if the schema says so, and is then streamed; otherwise it is parsed as JSON, or is a string if
-    that fails.
+    The value is a string if its schema says so, and is then streamed; otherwise it is JSON, or a string if it is not
+    valid JSON.
     """
     kind: object = cast(Mapping[str, Any], schema).get("type") if isinstance(schema, Mapping) else None
     if kind == "string":

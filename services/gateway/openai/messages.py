@@ -12,11 +12,11 @@ from services.gateway.openai.requests import Message
 _TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
 
 _THOUGHT_PARTS = ("thinking", "redacted_thinking", "reasoning")
-_ROLES = {"developer": "system", "function": "tool"}  # newer and older names -> names known to templates
+_ROLES = {"developer": "system", "function": "tool"}  # OpenAI's newer and older names -> names in templates
 
 
 def messages_for_template(messages: Sequence[Message]) -> list[Message]:
-    """Raises Failure for content that text models do not support."""
+    """Convert messages. Raises Failure for malformed ones, and for content that is not text."""
     if not messages:
         raise invalid("messages", "must not be empty")
     return [_message(index, message) for index, message in enumerate(messages)]
@@ -24,7 +24,7 @@ def messages_for_template(messages: Sequence[Message]) -> list[Message]:
 
 def _message(index: int, message: Message) -> Message:
     role, content = message.get("role"), message.get("content")
-    if type(content) is str and len(message) == 2 and type(role) is str:  # most messages, of which there are many
+    if type(content) is str and len(message) == 2 and type(role) is str:  # fast path for most messages
         return {"role": _ROLES.get(role, role), "content": content}
     field = f"messages[{index}]"
     if not isinstance(role, str):
@@ -41,7 +41,7 @@ def _message(index: int, message: Message) -> Message:
         thoughts, content = _apart(cast(list[object], content))
         thought = thought or thoughts
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
-    if role == "assistant" and isinstance(thought, str):  # under the names used by templates
+    if role == "assistant" and isinstance(thought, str):  # templates use different names
         result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
@@ -49,7 +49,7 @@ def _message(index: int, message: Message) -> Message:
 
 
 def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
-    """Thoughts among an assistant's parts, as clients of Mistral and Anthropic keep them, and the other parts."""
+    """(thoughts, other parts) of an assistant's content. Clients of Mistral and Anthropic keep thoughts as parts."""
     found = [cast(Mapping[str, Any], part) for part in parts if isinstance(part, Mapping)]
     thoughts = [part for part in found if part.get("type") in _THOUGHT_PARTS]
     texts = [part.get("thinking") or part.get("text") or "" for part in thoughts]
@@ -58,7 +58,7 @@ def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
 
 
 def text_of(field: str, content: object) -> str:
-    """Text of a message's content, which is a string or a list of parts."""
+    """The text of a message's content, a string or a list of parts. Raises Failure for a part that is not text."""
     if isinstance(content, str):
         return content
     return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(_list(field, content)))
@@ -79,7 +79,7 @@ def _part(field: str, part: object) -> str:
 
 
 def _call(field: str, call: object) -> Message:
-    """Convert a call: templates serialise arguments themselves, so they get the object instead of its JSON text."""
+    """Convert a tool call: its arguments become an object, as templates serialise them themselves."""
     if not isinstance(call, Mapping):
         raise invalid(field, "must be an object")
     given = cast(Mapping[str, Any], call)

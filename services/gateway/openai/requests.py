@@ -1,9 +1,9 @@
-"""Requests as clients send them. A field that would change the answer is followed, or refused by name (`UNSUPPORTED`).
+"""Requests as clients send them. Fields that affect the answer are followed, or refused by name (`UNSUPPORTED`).
 Fields that are unknown everywhere are ignored.
 
-Beyond OpenAI's own fields these have vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids, bad_words,
-allowed_token_ids, ignore_eos, skip_special_tokens, include_stop_str_in_output, return_token_ids, chat_template_kwargs;
-and `priority`, one of interactive, default and batch.
+Beyond OpenAI's fields, requests may have vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
+bad_words, allowed_token_ids, ignore_eos, skip_special_tokens, include_stop_str_in_output, return_token_ids,
+chat_template_kwargs; and `priority`, one of interactive, default and batch.
 """
 
 import json
@@ -19,7 +19,7 @@ _SERVICE_TIERS = Literal["auto", "default", "flex", "scale", "priority"]
 
 
 class UsageWish(Enum):
-    """Where a stream shall say how many tokens there were."""
+    """Where a stream contains its usage (token counts)."""
 
     NONE = 0
     AT_THE_END = 1
@@ -36,7 +36,7 @@ class StreamOptions(_FieldShape):
 
 
 class GenerationRequest(_FieldShape):
-    """What requests for text have in common."""
+    """The fields that all requests for text have in common."""
 
     model: str | None = None
     max_tokens: int | None = None
@@ -74,7 +74,7 @@ class GenerationRequest(_FieldShape):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
 
-    # Any: refused whatever they are.
+    # Any: these fields are refused, whatever their value.
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
@@ -94,7 +94,7 @@ class GenerationRequest(_FieldShape):
 
     @property
     def usage_wish(self) -> UsageWish:
-        """As in vLLM: usage in each chunk, unless include_usage says that there shall be none."""
+        """Where a stream contains its usage. As in vLLM, include_usage: false overrides continuous_usage_stats."""
         if (options := self.stream_options) is None:
             return UsageWish.NONE
         if options.continuous_usage_stats and options.include_usage is not False:
@@ -103,7 +103,7 @@ class GenerationRequest(_FieldShape):
 
     @property
     def structured(self) -> dict[str, Any] | None:
-        """`structured_outputs`, also where it is written as vLLM's older guided_* fields."""
+        """`structured_outputs`, or vLLM's older guided_* fields in its form. Raises Failure if both are given."""
         names = {"json": self.guided_json, "regex": self.guided_regex, "choice": self.guided_choice}
         guided = {name: value for name, value in {**names, "grammar": self.guided_grammar}.items() if value is not None}
         if self.structured_outputs and guided:
@@ -111,7 +111,7 @@ class GenerationRequest(_FieldShape):
         return self.structured_outputs or guided or None
 
 
-# Fields of OpenAI's and vLLM's routes that change the answer and are not followed, with what to use.
+# Fields of OpenAI's and vLLM's APIs that affect the answer and are refused -> what to use instead.
 UNSUPPORTED = {
     "truncate_prompt_tokens": "shorten the prompt, with the help of /tokenize",
     "use_beam_search": "use n with a temperature",
@@ -135,9 +135,9 @@ UNSUPPORTED = {
     "web_search_options": "use tools",
     "suffix": "is not supported",
 }
-# Values that say the same as leaving the field out.
-_DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}  # the latter without functions
-# Fields of these routes that change no answer: accepted, and nothing comes of them.
+# Values of these fields that mean the same as leaving the field out (of function_call, without functions).
+_DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}
+# Fields of these APIs that do not affect the answer: accepted and ignored.
 IGNORED = frozenset(
     {
         *("user", "metadata", "store", "safety_identifier", "prediction", "prompt_cache_key", "prompt_cache_options"),
@@ -148,11 +148,11 @@ IGNORED = frozenset(
 
 
 def refuse_unsupported(request: BaseModel) -> None:
-    """Raises Failure for a field that would be ignored, with an answer other than the one that was asked for."""
+    """Raise Failure if a field of `UNSUPPORTED` has a value other than its default."""
     for name in sorted(UNSUPPORTED.keys() & request.model_fields_set):
         value: object = getattr(request, name)
         if name == "add_special_tokens" and isinstance(request, CompletionRequest):
-            value = value is False  # there the default is true
+            value = value is False  # its default is true in completions
         if value is None or value is False or value in ("", [], {}, *_DEFAULTS.get(name, ())):
             continue
         if not (name == "echo" and isinstance(request, CompletionRequest)):
@@ -162,14 +162,14 @@ def refuse_unsupported(request: BaseModel) -> None:
 
 
 class CompletionRequest(GenerationRequest):
-    prompt: str | list[int] | list[str] | list[list[int]]  # long ones first: each number that is no text is an error
+    prompt: str | list[int] | list[str] | list[list[int]]  # list[int] first: pydantic tries types in this order
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
     best_of: int | None = None
 
 
-# Any: what a message holds beyond its role is looked at part by part, or by the chat template.
+# Any: `messages` checks a message part by part; the chat template uses the rest.
 Message = dict[str, Any]
 
 
@@ -220,7 +220,7 @@ R = TypeVar("R", bound=BaseModel)
 
 
 def parse(shape: type[R], body: bytes) -> R:
-    """Raises Failure, naming the field at fault."""
+    """Parse the body of a request. Raises Failure, which names the invalid field."""
     try:
         return shape.model_validate_json(body)
     except ValidationError:
@@ -228,7 +228,9 @@ def parse(shape: type[R], body: bytes) -> R:
 
 
 def _parse_slowly(shape: type[R], body: bytes) -> R:
-    """Takes a little more (encodings, depth, halves of surrogate pairs), and knows what is wrong."""
+    """Parse a body that pydantic's own JSON parser refuses. It accepts a little more (encodings, depth, unpaired
+    surrogates); otherwise its errors name the field.
+    """
     try:
         value: object = json.loads(body)
     except (ValueError, RecursionError) as error:

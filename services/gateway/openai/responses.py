@@ -1,4 +1,4 @@
-"""/v1/responses, as far as chats support it: nothing is stored, so later requests cannot refer to an answer."""
+"""/v1/responses, as far as chats support it. Nothing is stored, so requests cannot refer to earlier answers."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -63,7 +63,7 @@ class ResponsesRequest(BaseModel):
     conversation: str | Item | None = None
     background: bool | None = None
     prompt: Item | None = None
-    # Any: always refused.
+    # Any: these fields are refused, whatever their value.
     context_management: Any = None
     image: Any = None
     moderation: Any = None
@@ -74,7 +74,7 @@ class ResponsesRequest(BaseModel):
         """The equivalent chat request.
 
         Raises:
-            Failure: the request uses something that a chat does not support.
+            Failure: the request is invalid, or uses something that is not supported.
         """
         for name in _NEEDS_STORE:
             if getattr(self, name):
@@ -106,7 +106,7 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    thought = ""  # of the assistant, preceding its next message
+    thought = ""  # the assistant's thought before its next message
     for index, item in enumerate(given):
         match item.get("type", "message"):
             case "message":
@@ -142,14 +142,14 @@ def _tool(index: int, tool: Mapping[str, Any]) -> Item:
 
 
 class ResponsesWriter:
-    """Writes one answer, complete or as events."""
+    """Writes one answer of /v1/responses, as one object or as a stream of events."""
 
     def __init__(self, head: Head, wishes: Wishes, request: ResponsesRequest) -> None:
         self._head = head
         self._request = request
         self._parser = wishes.parser()
         self._items: list[Item] = []
-        self._texts: list[str] = []  # of the current item
+        self._texts: list[str] = []  # text of the current item so far
         self._call_count = 0
         self._sequence_number = 0
         self._usage: Usage | None = None
@@ -162,7 +162,7 @@ class ResponsesWriter:
         return self._response()
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """Events for a chunk; may be empty."""
+        """The events for a chunk; may be empty."""
         events: list[bytes] = []
         if self._sequence_number == 0:
             events = [self._event(f"response.{kind}", response=self._response()) for kind in ("created", "in_progress")]
@@ -174,7 +174,7 @@ class ResponsesWriter:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Nothing: the last chunk's events end the stream."""
+        """Nothing, as the last chunk's events end the stream."""
         return b""
 
     def _write(self, text: str, finish_reason: FinishReason | None, token_ids: Sequence[int]) -> list[bytes]:
@@ -234,7 +234,7 @@ class ResponsesWriter:
         return [self._event("response.output_item.added", output_index=self._at, item=item)]
 
     def _close(self, *, complete: bool = True) -> list[bytes]:
-        """End the current item, if any."""
+        """End the open item, if any, and return its events. `complete`: False for an incomplete tool call."""
         if not self._is_open():
             return []
         item, text, place = self._items[-1], "".join(self._texts), self._part_place

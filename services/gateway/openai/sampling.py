@@ -1,4 +1,4 @@
-"""OpenAI's parameters -> ours."""
+"""Converts OpenAI's (and vLLM's) sampling parameters and priorities to Ballast's."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -35,13 +35,15 @@ def sampling_of(
     prompt_logprobs: int | None = None,
     adapter: str = "",
 ) -> SamplingParams:
-    """`defaults`: for what the request does not give. Raises InvalidRequest or Failure for what is out of range."""
+    """The sampling parameters of a request. `defaults`: values for parameters that it omits. Raises InvalidRequest or
+    Failure for an invalid value.
+    """
     values = vars(request)
     given: dict[str, Any] = dict(defaults)  # Any: all types
     if "top_k" in given:
         given["top_k"] = int(given["top_k"])
     given |= {name: values[name] for name in _SAME_NAME if values[name] is not None}
-    if given.get("top_k") == -1:  # vLLM's word for off
+    if given.get("top_k") == -1:  # vLLM's value for no limit
         given["top_k"] = 0
     stop = (request.stop,) if isinstance(request.stop, str) else tuple(request.stop or ())
     return SamplingParams(
@@ -60,7 +62,9 @@ def sampling_of(
 
 
 def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """With a seed given each choice gets the next one: they differ, and come again with the same seed."""
+    """The parameters of each choice. If there is a seed, each further choice has the next one, so that choices differ
+    but are reproducible.
+    """
     seed = sampling.seed
     if seed is None:
         return [sampling] * count
@@ -68,7 +72,7 @@ def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams
 
 
 def priority_of(request: GenerationRequest) -> PriorityClass:
-    if isinstance(request.priority, int):  # vLLM's: the lower the sooner
+    if isinstance(request.priority, int):  # vLLM's priority: lower is more urgent
         by_sign = (PriorityClass.INTERACTIVE, PriorityClass.DEFAULT, PriorityClass.BATCH)
         return by_sign[1 + (request.priority > 0) - (request.priority < 0)]
     if request.priority is not None:

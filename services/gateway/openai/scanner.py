@@ -1,7 +1,7 @@
 """Incremental parsing of an answer's text into events.
 
-A format is a generator over a `Scanner`: it yields events, and `None` if it needs more text. It does not depend on how
-the text was split into pieces, so any split of an answer produces the same events (except for where deltas are split).
+A format is a generator over a `Scanner`: it yields events, and `None` if it needs more text. Its events do not depend
+on how the text was split into pieces, except for where deltas are split.
 """
 
 import json
@@ -25,7 +25,7 @@ class Reasoning:
 
 @dataclass(frozen=True, slots=True)
 class CallBegin:
-    """A call of the named function begins."""
+    """The beginning of a call of the named function."""
 
     name: str
 
@@ -39,7 +39,7 @@ class Arguments:
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The call has ended. `complete`: its arguments are complete; False: the answer ended within them."""
+    """The end of a call. `complete`: False if the answer ended within its arguments."""
 
     complete: bool
 
@@ -48,7 +48,7 @@ Event = Text | Reasoning | CallBegin | Arguments | CallEnd
 
 
 class Scanner:
-    """The known text of an answer, and the position up to which it is parsed."""
+    """The text of an answer so far, and the position `at` up to which it is parsed."""
 
     __slots__ = ("at", "cut", "ended", "passes_text", "starved", "text")
 
@@ -57,7 +57,7 @@ class Scanner:
         self.at = 0
         self.ended = False
         self.cut = False  # the answer ended at its token limit
-        self.passes_text = False  # only text can follow
+        self.passes_text = False  # whether all that follows is text
         self.starved = False  # more text was needed after the end of the answer
 
     @property
@@ -80,10 +80,10 @@ Format = Callable[[Scanner], Events]
 
 
 class AnswerParser:
-    """Parses one choice. Call `feed` with the pieces of text, then `finish`.
+    """Parses the text of one choice: `feed` takes its pieces, `finish` ends it.
 
     Args:
-        parse: The format.
+        parse: The format of the text.
         most_calls: Maximum number of calls; further ones are dropped. None: unlimited.
         thought_end_id: The token that ends a thought; None: it is not a single token.
     """
@@ -99,21 +99,21 @@ class AnswerParser:
         self._thought_chars = 0
         self._thought_count = 0
         self._is_thinking = False
-        self._thought_ends: list[int] = []  # token counts up to and including each end of a thought
+        self._thought_ends: list[int] = []  # number of tokens up to and including each `thought_end_id`
 
     @property
     def reasoning_token_count(self) -> int:
-        """Tokens of thoughts so far. If no single token ends them, estimated from the thoughts' share of the text."""
+        """Tokens of thoughts so far. If no single token ends a thought, estimated from the thoughts' share of text."""
         if not self._thought_chars:
             return 0
-        if self._thought_end_id is not None:  # the token may also occur in text
+        if self._thought_end_id is not None:  # not the last such token, as it may also occur in text
             ended = len(self._thought_ends) >= self._thought_count
             return self._thought_ends[self._thought_count - 1] if ended else self._token_count
         return round(self._token_count * min(1.0, self._thought_chars / len(self._scanner.text)))
 
     @property
     def passes_text(self) -> bool:
-        """True if only text can follow, so that it need not be fed."""
+        """True if all that follows is text, so that it need not be parsed."""
         return self._scanner.passes_text
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
@@ -125,13 +125,13 @@ class AnswerParser:
         return self._run()
 
     def whole(self, text: str, token_ids: Sequence[int], *, cut: bool) -> list[Event]:
-        """All events of a complete answer."""
+        """All events of a complete answer, instead of `feed` and `finish`. `cut`: as for `finish`."""
         self._scanner.ended, self._scanner.cut = True, cut
         return self.feed(text, token_ids)
 
     def finish(self, *, cut: bool = False) -> list[Event]:
-        """Events of the remaining text. `cut`: the answer ended at its token limit, so a call not
-        yet begun is dropped.
+        """End the answer, and return the remaining events. `cut`: the answer ended at its token limit, so that an
+        unrecognised beginning of a call is dropped instead of becoming text.
         """
         self._scanner.ended, self._scanner.cut = True, cut
         return self._run()
@@ -158,7 +158,7 @@ class AnswerParser:
 
 
 def _add(events: list[Event], event: Event) -> None:
-    """Add an event, merged with a preceding one of its kind: text of a chunk becomes one delta."""
+    """Append an event, or merge it with the last one if both are text of the same kind: a chunk has one delta."""
     last = events[-1] if events else None
     if isinstance(event, (Text, Reasoning, Arguments)) and type(last) is type(event):
         assert isinstance(last, (Text, Reasoning, Arguments)), "of the same type"
@@ -168,7 +168,7 @@ def _add(events: list[Event], event: Event) -> None:
 
 
 def more(scanner: Scanner) -> Test:
-    """Wait for more text. False: the answer has ended."""
+    """Wait for more text; False if the answer has ended."""
     length = len(scanner.text)
     while len(scanner.text) == length:
         if scanner.ended:
@@ -179,7 +179,7 @@ def more(scanner: Scanner) -> Test:
 
 
 def until(scanner: Scanner, tags: Sequence[str], make: Callable[[str], Event]) -> Found:
-    """Emit text up to the first of the tags, which is consumed and returned; None: the answer ended."""
+    """Emit text up to the first of the tags, which is consumed and returned; None if the answer ended before."""
     while True:
         rest = scanner.rest
         places = [(rest.find(tag), -len(tag), tag) for tag in tags if tag in rest]
@@ -197,7 +197,7 @@ def until(scanner: Scanner, tags: Sequence[str], make: Callable[[str], Event]) -
 
 
 def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most: int) -> Found:
-    """`until` a tag, without up to `most` trailing line breaks."""
+    """Like `until` for one tag, but drop up to `most` line breaks before it."""
     held = ""
     reading = until(scanner, (tag,), Text)
     while True:
@@ -218,7 +218,7 @@ def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most
 
 
 def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, None, tuple[str, str | None]]:
-    """Consume text up to and including the first of the tags: (text, tag)."""
+    """Consume text up to and including the first of the tags; return (text, tag), where tag is None if none came."""
     parts: list[str] = []
     reading = until(scanner, tags, Text)
     while True:
@@ -233,7 +233,7 @@ def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, No
 
 
 def _begun(text: str, tag: str) -> int:
-    """Number of characters at the end of `text` that may be the beginning of the tag."""
+    """Number of characters at the end of `text` that may be the beginning of `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
 
@@ -246,7 +246,7 @@ def space(scanner: Scanner, characters: str = " \t\r\n") -> Events:
 
 
 def literal(scanner: Scanner, text: str) -> Test:
-    """Consume `text` if it follows."""
+    """Consume `text` if it follows; False if it does not."""
     while not scanner.rest.startswith(text):
         if not text.startswith(scanner.rest) or not (yield from more(scanner)):
             return False
@@ -255,7 +255,7 @@ def literal(scanner: Scanner, text: str) -> Test:
 
 
 def string(scanner: Scanner) -> Found:
-    """A decoded JSON string; None: no string follows, or it is incomplete."""
+    """Consume a JSON string and return it decoded; None if no string follows, or it is incomplete."""
     start = scanner.at
     if not (yield from value(scanner, None)):
         return None
@@ -267,8 +267,8 @@ def string(scanner: Scanner) -> Found:
 
 
 def value(scanner: Scanner, make: Callable[[str], Event] | None) -> Test:
-    """Consume a JSON value, delimited by its brackets and quotes; True: it is complete. With `make` it is emitted as it
-    arrives, unchanged except for raw line breaks and tabs within strings, which JSON forbids and which are escaped.
+    """Consume a JSON value, which ends at its last bracket or quote; True if it is complete. With `make` it is emitted
+    as it arrives, unchanged except that raw line breaks and tabs within strings, which JSON forbids, are escaped.
     Without `make` it is consumed only when complete.
     """
     depth, inside, escaped, begun = 0, False, False, False
@@ -303,7 +303,7 @@ def value(scanner: Scanner, make: Callable[[str], Event] | None) -> Test:
             if not (inside or depth):
                 end = place + 1
                 break
-        if make is None:  # all or nothing: rescan from the beginning
+        if make is None:  # nothing is consumed before the end, so rescan from the beginning
             if end is None and (yield from more(scanner)):
                 depth, inside, escaped, begun = 0, False, False, False
                 continue

@@ -14,7 +14,7 @@ Schema = Mapping[str, Any]
 
 # Formats that llguidance enforces.
 _FORMATS = {"date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}
-# Keys that it does not support. Schemas that are not strict are followed without them.
+# Keys that llguidance does not support. They are removed from schemas that are not strict.
 _LOOSE = {
     "uniqueItems", "contains", "minContains", "maxContains", "propertyNames", "not", "if", "then", "else",
     "dependentRequired", "dependentSchemas", "unevaluatedItems", "unevaluatedProperties",
@@ -25,10 +25,10 @@ _BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions",
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Constraint on an answer.
+    """The constraint on an answer.
 
     Attributes:
-        grammar: None: unconstrained.
+        grammar: The constraint; None: the answer is unconstrained.
         left_out: Keys of a non-strict schema that are not enforced.
     """
 
@@ -37,7 +37,9 @@ class Form:
 
 
 def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None) -> Form:
-    """`response_format` is OpenAI's; `structured_outputs` is vLLM's: json, regex, choice, grammar or json_object."""
+    """The constraint of a request. `response_format`: OpenAI's field. `structured`: vLLM's `structured_outputs` (json,
+    regex, choice, grammar or json_object). Raises Failure if both are given, or one is invalid.
+    """
     if structured:
         if response_format and response_format.get("type") != "text":
             raise invalid("structured_outputs", "and response_format cannot both be given")
@@ -47,7 +49,7 @@ def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, 
             return Form()
         case "json_object":
             assert response_format is not None, "has a type"
-            given: object = response_format.get("schema")  # as in llama.cpp and others
+            given: object = response_format.get("schema")  # llama.cpp and others accept a schema here
             return Form(json_schema(cast(Schema, given) if isinstance(given, Mapping) else {"type": "object"}))
         case "json_schema":
             assert response_format is not None, "has a type"
@@ -69,7 +71,7 @@ def json_schema(schema: Schema | bool) -> Grammar:
 
 
 def loosened(schema: Schema | bool) -> tuple[Schema | bool, set[str]]:
-    """The schema without unsupported keys, and these keys."""
+    """The schema without keys that llguidance does not support, and these keys."""
     left_out: set[str] = set()
 
     def drop(given: Schema) -> Schema:
@@ -92,8 +94,8 @@ def rooted(schema: Schema, root: str) -> Schema:
 
 
 def _without_remarks(schema: object) -> object:
-    """Drop unknown formats, which are annotations (JSON Schema 2020-12, 7.2.1): pydantic writes them for Path,
-    SecretStr, bytes.
+    """Drop keys whose value is null, and unknown formats, which are mere annotations (JSON Schema 2020-12, 7.2.1) and
+    which pydantic writes for Path, SecretStr and bytes.
     """
 
     def drop(given: Schema) -> Schema:
@@ -105,7 +107,9 @@ def _without_remarks(schema: object) -> object:
 
 
 def _mapped(schema: object, change: Callable[[Schema], Schema]) -> object:
-    """Apply `change` to each schema within a schema, but not to plain values. Some keys contain schemas by name."""
+    """Apply `change` to a schema and each schema within it, but not to plain values (`_VALUES`). The keys of `_BY_NAME`
+    contain schemas by name.
+    """
     if isinstance(schema, list):
         return [_mapped(each, change) for each in cast(list[object], schema)]
     if not isinstance(schema, Mapping):
@@ -142,5 +146,5 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def _literal(text: str) -> str:
-    """A literal as a regular expression: thousands of them are one lexeme, but too many alternatives for a grammar."""
+    """A literal as a regular expression. All choices form one expression, as a grammar may not have thousands."""
     return _SPECIAL.sub(r"\\\g<0>", text)

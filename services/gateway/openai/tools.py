@@ -1,4 +1,4 @@
-"""Tools of a request: what the template gets, and how the answer is constrained."""
+"""Tools of a request: the template variable, the constraint on the answer, and its parser."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,9 +18,9 @@ from services.gateway.openai.formats import (
 from services.gateway.openai.scanner import Format
 from services.gateway.openai.structure import json_schema, rooted
 
-_MAX_CALLS = 16  # in an answer constrained to calls
+_MAX_CALLS = 16  # limit in an answer that a grammar constrains to calls
 
-_KINDS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # each may say that a value is an object
+_KINDS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # keys by which a schema may require an object
 
 # Any: foreign JSON.
 Tool = Mapping[str, Any]
@@ -28,13 +28,13 @@ Tool = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """Use of tools by one request.
+    """How one request uses tools.
 
     Attributes:
-        tools: Tools for the template; empty: none.
-        grammar: Constraint on the answer; None: the model decides.
+        tools: Tools for the template.
+        grammar: Constraint to calls; None: the model decides whether to call.
         kind: Format of calls if the model decides.
-        named: The only function that may be called: the answer consists of its arguments.
+        named: The function that must be called, of whose arguments the answer consists; None: any function.
         most_calls: Maximum calls per answer; None: unlimited.
     """
 
@@ -45,7 +45,7 @@ class ToolUse:
     most_calls: int | None = None
 
     def format(self, thoughts: Thoughts | None) -> Format:
-        """Parser of the answer."""
+        """The parser of the answer."""
         if self.named is not None:
             return answer(thoughts, arguments_of(self.named))
         if self.grammar is not None:
@@ -56,7 +56,7 @@ class ToolUse:
 def tool_use_of(
     tools: Sequence[Tool] | None, choice: object, *, parallel: bool, template: str, kind: ToolFormat | None
 ) -> ToolUse | None:
-    """The use of tools; None: the request has none.
+    """How a request uses tools; None if it has none, or must not use them.
 
     Args:
         tools: The request's tools.
@@ -103,7 +103,7 @@ def _name(index: int, tool: Tool) -> str:
 
 
 def _parameters(index: int, tool: Tool) -> Mapping[str, Any]:
-    """Their schema; arguments are an object even if it does not say so."""
+    """The schema of a function's arguments, which are an object even if its schema does not require one."""
     given: object = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
     if not isinstance(given, Mapping):
         raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema, which is an object")
@@ -121,7 +121,7 @@ def _chosen(choice: object) -> str:
 
 
 def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set[str], object]:
-    """Names of the tools that may be used, and the mode among them."""
+    """(names of the tools that may be used, mode) of an `allowed_tools` choice."""
     given: object = choice.get("allowed_tools") or choice
     told = cast(Mapping[str, Any], given if isinstance(given, Mapping) else {})
     named: object = told.get("tools")
@@ -135,7 +135,7 @@ def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set
 
 
 def _calls(functions: Mapping[str, Mapping[str, Any]], most: int) -> Grammar:
-    """Grammar of an array of calls. Schemas are in `$defs`, as their references are relative to their own root."""
+    """The grammar of an array of 1 to `most` calls. Schemas of arguments are in `$defs`, with adapted references."""
     places = {name: f"#/$defs/{index}" for index, name in enumerate(functions)}
     calls = [
         {

@@ -1,4 +1,4 @@
-"""Parts that answers of all kinds have: usage, logprobs, server-sent events."""
+"""Parts that answers of several kinds have in common: usage, logprobs, server-sent events."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from ballast.client import GenerationChunk, Logprobs, TokenLogprob, Usage
 from services.gateway.openai.requests import UsageWish
 
 DONE = b"data: [DONE]\n\n"
-_LEAST_LOGPROB = -9999.0  # what OpenAI says for a token that is impossible: JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # OpenAI's value for an impossible token, as JSON has no infinity
 
 __all__ = ["DONE", "chat_logprobs", "completion_logprobs", "dumps", "event", "quote", "usage_of"]
 
@@ -19,14 +19,16 @@ def dumps(value: object) -> str:
 
 
 def event(value: object) -> bytes:
-    """One server-sent event."""
+    """A server-sent event whose data is `value` as JSON."""
     return b"data: " + dumps(value).encode() + b"\n\n"
 
 
 def usage_of(
     prompts: Sequence[Usage], usages: Iterable[Usage], reasoning_token_count: int | None = None
 ) -> dict[str, object]:
-    """`prompts`: one for each different prompt, since choices share theirs."""
+    """The usage of an answer. `prompts`: one Usage for each prompt, which several choices may share; `usages`: one for
+    each choice.
+    """
     prompt = sum(usage.prompt_token_count for usage in prompts)
     completion = sum(usage.completion_token_count for usage in usages)
     found: dict[str, object] = {
@@ -41,7 +43,7 @@ def usage_of(
 
 
 class StreamUsage:
-    """What chunks of a stream say of usage: nothing, null, or how much of their choice there is so far."""
+    """The field `usage` in chunks of a stream: absent, null, or the token counts of the choice so far."""
 
     def __init__(self, wish: UsageWish) -> None:
         self.wish = wish
@@ -49,16 +51,16 @@ class StreamUsage:
         self._completions: dict[int, int] = {}
 
     def begin(self, index: int, first: GenerationChunk) -> None:
-        """Before the first event of a choice."""
+        """Note the first chunk of a choice."""
         self._prompts[index] = first.prompt_token_count
 
     def add(self, index: int, chunk: GenerationChunk) -> None:
-        """A chunk of a choice has come."""
+        """Count the tokens of a chunk of a choice."""
         if self.wish is UsageWish.IN_EACH_CHUNK:
             self._completions[index] = self._completions.get(index, 0) + len(chunk.token_ids)
 
     def field(self, index: int) -> dict[str, object]:
-        """As part of the next event of a choice."""
+        """The field for the next event of a choice, as a mapping."""
         if self.wish is UsageWish.NONE:
             return {}
         if self.wish is UsageWish.AT_THE_END:
@@ -81,8 +83,8 @@ def chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, object]:
 def completion_logprobs(
     logprobs: Sequence[Logprobs], first_offset: int, prompt: Sequence[Logprobs] = ()
 ) -> dict[str, object]:
-    """The older form. `first_offset`: characters of text before the first of these tokens. `prompt`: comes first; of
-    its first token there is nothing to say.
+    """Logprobs in the format of /v1/completions. `first_offset`: number of characters before the first of these tokens.
+    `prompt`: logprobs of the prompt's tokens, which come first; those of the very first are null.
     """
     positions = [*prompt, *logprobs]
     offsets: list[int] = []
@@ -101,7 +103,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(logprobs: Sequence[Logprobs]) -> list[dict[str, object] | None]:
-    """Those of a prompt, as vLLM writes them: by token id, with ranks as far as they are known."""
+    """Logprobs of a prompt's tokens in vLLM's format: by token id, with ranks where they are known."""
     prompt = logprobs[0].prompt if logprobs else ()
     found: list[dict[str, object] | None] = []
     for position in prompt[1:]:

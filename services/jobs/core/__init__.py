@@ -1,1 +1,1 @@
-"""Decisions of the jobs service: no clock, no I/O."""
+"""Decisions of the jobs service, as pure functions and state machines: no clock, no I/O."""

@@ -1,4 +1,4 @@
-"""A batch and its states, with OpenAI's names."""
+"""A batch and its states, which have OpenAI's names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -32,7 +32,7 @@ _NEXT: Final[Mapping[BatchState, frozenset[BatchState]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """An error in an input file. `line` counts from 1; None: the whole file."""
+    """An error in an input file. `line`: its number, from 1; None: the error concerns the whole file."""
 
     code: str
     message: str
@@ -45,11 +45,13 @@ class JobBatch:
     """One batch.
 
     Attributes:
-        owner: Name of the token that created it; "" without tokens.
-        url: Path to which all of its lines are sent.
-        outcome: State that follows FINALIZING.
-        at_s: Time of entry into each state.
-        total, completed, failed: Numbers of lines; the last two count lines with a result.
+        owner: Name of the token with which the batch was created; "" without tokens.
+        url: Path to which all lines are sent.
+        outcome: The state after FINALIZING.
+        at_s: Time at which the batch entered each state.
+        total: Number of lines; 0 until they are validated.
+        completed: Number of lines with a successful answer.
+        failed: Number of lines with another result.
     """
 
     id: str
@@ -79,17 +81,17 @@ class JobBatch:
         return self.state is BatchState.IN_PROGRESS
 
     def checked(self, total: int, now_s: float) -> "JobBatch":
-        """The batch in progress, after all `total` lines were validated."""
+        """The batch IN_PROGRESS, after its `total` lines were validated."""
         return replace(self._change_state(BatchState.IN_PROGRESS, now_s), total=total)
 
     def refused(self, problems: tuple[Problem, ...], now_s: float) -> "JobBatch":
         return replace(self._change_state(BatchState.FAILED, now_s), problems=problems)
 
     def cancel(self, now_s: float) -> "JobBatch":
-        """The batch being cancelled; unchanged if it already is.
+        """The batch CANCELLING; unchanged if it is being cancelled already.
 
         Raises:
-            NotPossible: it has ended, or is about to.
+            NotPossible: the batch has ended, or is FINALIZING.
         """
         if self.state is BatchState.CANCELLING or (
             self.state is BatchState.FINALIZING and self.outcome is BatchState.CANCELLED
@@ -101,8 +103,8 @@ class JobBatch:
         return replace(self, completed=self.completed + completed, failed=self.failed + failed)
 
     def due(self, now_s: float, *, calls: int) -> "JobBatch":
-        """The batch in the state that follows from time and progress: unchanged, or FINALIZING. `calls`: its open
-        calls.
+        """The batch FINALIZING if all lines have results, its window is over, or it is cancelled and has no open calls;
+        otherwise unchanged. `calls`: number of its open calls.
         """
         if self.state is BatchState.CANCELLING:
             return self if calls else self._finalize(BatchState.CANCELLED, now_s)
@@ -113,7 +115,7 @@ class JobBatch:
         return self._finalize(BatchState.EXPIRED, now_s) if now_s >= self.expires_s else self
 
     def finished(self, output_file_id: str | None, error_file_id: str | None, now_s: float) -> "JobBatch":
-        """The ended batch, after its files were stored."""
+        """The batch in its final state `outcome`, after its output files were stored."""
         ended = self._change_state(self.outcome, now_s)
         return replace(ended, output_file_id=output_file_id, error_file_id=error_file_id)
 

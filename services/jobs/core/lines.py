@@ -8,7 +8,7 @@ from typing import Final, NoReturn, cast
 from services.jobs.core.batch import BatchState, Problem
 
 URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
-_MAX_PROBLEMS: Final = 20  # per file
+_MAX_PROBLEMS: Final = 20  # limit per file
 _MAX_CUSTOM_ID: Final = 512
 _UNRUN: Final = {
     BatchState.EXPIRED: ("batch_expired", "the batch's window was over before this line had an answer"),
@@ -18,7 +18,7 @@ _UNRUN: Final = {
 
 @dataclass(frozen=True, slots=True)
 class JobLine:
-    """Position of a line in its file, in bytes. `number` counts from 1, empty lines included."""
+    """A line of an input file. `number`: from 1, empty lines included; `offset` and `length`: its place in bytes."""
 
     number: int
     custom_id: str
@@ -27,7 +27,7 @@ class JobLine:
 
 
 class Checker:
-    """Validates the lines of a file one by one; `lines` are the valid ones, `problems` the first errors."""
+    """Validates the lines of a file one by one. `lines`: the valid ones so far; `problems`: the first errors."""
 
     def __init__(self, url: str, *, max_lines: int, max_line_bytes: int) -> None:
         self.lines: list[JobLine] = []
@@ -92,7 +92,7 @@ class _Wrong(Exception):
 
 
 def parse(raw: bytes) -> dict[str, object]:
-    """The JSON object of a line."""
+    """Parse a line as a JSON object. Raises _Wrong if it is none."""
     try:
         given: object = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -107,14 +107,14 @@ def parse(raw: bytes) -> dict[str, object]:
 
 
 def request_of(raw: bytes) -> bytes:
-    """The request body: the line's own, with class batch."""
+    """The body of the request for a line: the line's `body`, with the priority class batch."""
     body = dict(cast(Mapping[str, object], parse(raw)["body"]))
     body.pop("service_tier", None)
     return json.dumps({**body, "priority": "batch"}).encode()
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: object) -> str:
-    """Result of a line that was answered, whatever the answer."""
+    """The result of a line for which a gateway has answered, with any status, as a line of JSON."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _dumps({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
 
@@ -125,7 +125,7 @@ def unanswered(line_id: str, custom_id: str, code: str, message: str) -> str:
 
 
 def unrun(line_id: str, custom_id: str, outcome: BatchState) -> str:
-    """Result of a line without an answer when its batch ends."""
+    """The result of a line that had no answer when its batch ended."""
     return unanswered(line_id, custom_id, *_UNRUN[outcome])
 
 
@@ -139,7 +139,7 @@ def _shown(value: object) -> str:
 
 
 def _is_text(text: str) -> bool:
-    """False for lone surrogates, which JSON can express but UTF-8 cannot."""
+    """False if the text contains unpaired surrogates, which JSON can express but UTF-8 cannot."""
     return not any("\ud800" <= letter <= "\udfff" for letter in text)
 
 

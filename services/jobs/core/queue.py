@@ -1,5 +1,5 @@
-"""Selects the next line to send: owners share the concurrency evenly, batches of an owner alternate, lines are sent in
-order.
+"""Selects the next line to send: owners share the concurrency evenly, batches of an owner alternate, and lines of a
+batch are sent in order.
 """
 
 import heapq
@@ -11,7 +11,7 @@ from services.jobs.core.lines import JobLine
 
 @dataclass(frozen=True, slots=True)
 class Pick:
-    """A line to send. `failed_count`: failed tries that count."""
+    """A line to send. `failed_count`: number of failed tries that count towards their limit."""
 
     batch_id: str
     line: JobLine
@@ -20,7 +20,16 @@ class Pick:
 
 @dataclass(slots=True)
 class _Open:
-    """State of a batch in progress. `last_number`: last line read from the store."""
+    """The queue's state of a batch in progress.
+
+    Attributes:
+        ready: Lines that may be sent now.
+        later: Heap of (time, line number, line): lines that may be sent again from that time on.
+        last_number: Number of the last line read from the store.
+        is_read: All lines were read from the store.
+        in_flight: Number of lines being answered.
+        served_at: Number of the queue's pick that was the batch's last one.
+    """
 
     owner: str
     ready: deque[Pick] = field(default_factory=deque[Pick])
@@ -28,17 +37,17 @@ class _Open:
     last_number: int = 0
     is_read: bool = False
     in_flight: int = 0
-    served_at: int = 0  # value of a counter of picks
+    served_at: int = 0
 
 
 class Queue:
-    """Lines that may be sent. Lines of a batch are read in portions: `wants` says which to read."""
+    """The lines of all batches that may be sent. They are read from the store in portions, as `wants` asks for."""
 
     def __init__(self, low: int) -> None:
-        """`low`: number of buffered lines below which a batch wants more."""
+        """`low`: `wants` names a batch that has fewer lines than this ready."""
         self._low = low
         self._open: dict[str, _Open] = {}
-        self._in_flight: dict[str, int] = {}  # by owner
+        self._in_flight: dict[str, int] = {}  # number of lines being answered, by owner
         self._served: dict[str, int] = {}
         self._count = 0
 
@@ -46,13 +55,13 @@ class Queue:
         self._open.setdefault(batch_id, _Open(owner))
 
     def close(self, batch_id: str) -> None:
-        """Remove a batch."""
+        """Remove a batch and release its slots."""
         closed = self._open.pop(batch_id, None)
         if closed is not None:
             self._give_back(closed.owner, closed.in_flight)
 
     def wants(self) -> list[tuple[str, int]]:
-        """(batch, last line already read) for batches whose next lines should be read."""
+        """(batch, number of its last line read) of each batch whose next lines should be read."""
         return [
             (batch_id, one.last_number)
             for batch_id, one in self._open.items()
@@ -60,7 +69,7 @@ class Queue:
         ]
 
     def add(self, batch_id: str, lines: list[JobLine]) -> None:
-        """Add a batch's next lines without results; an empty list marks the end."""
+        """Add the next lines without a result of a batch; an empty list means that there are no more."""
         one = self._open.get(batch_id)
         if one is None:
             return
@@ -70,7 +79,9 @@ class Queue:
             one.ready.extend(Pick(batch_id, line) for line in lines)
 
     def pick(self, now_s: float) -> Pick | None:
-        """The next line of the owner with the fewest lines in flight, from its least recently served batch."""
+        """Take the next line of the owner with the fewest lines in flight, from its least recently served batch; None
+        if no line may be sent now.
+        """
         found: tuple[tuple[int, int, int], _Open] | None = None
         for one in self._open.values():
             while one.later and one.later[0][0] <= now_s:
@@ -89,21 +100,21 @@ class Queue:
         return one.ready.popleft()
 
     def ended(self, pick: Pick) -> None:
-        """Release the slot of a line that is no longer in flight."""
+        """Release the slot of a line that `pick` has returned."""
         one = self._open.get(pick.batch_id)
         if one is not None:
             one.in_flight -= 1
             self._give_back(one.owner, 1)
 
     def again(self, pick: Pick, at_s: float) -> None:
-        """Send the line again at `at_s`."""
+        """Release the slot of a line, which may be picked again from `at_s` on."""
         one = self._open.get(pick.batch_id)
         if one is not None:
             self.ended(pick)
             heapq.heappush(one.later, (at_s, pick.line.number, pick))
 
     def next_s(self) -> float | None:
-        """Earliest time at which a delayed line may be sent."""
+        """The earliest time from which a delayed line may be picked; None if there is none."""
         return min((one.later[0][0] for one in self._open.values() if one.later), default=None)
 
     def in_flight(self, batch_id: str) -> int:

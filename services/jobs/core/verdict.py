@@ -1,10 +1,10 @@
-"""Decides whether an answer is the line's result or the line is sent again."""
+"""Decides whether an answer to a line is its result, or the line is sent again."""
 
 from dataclasses import dataclass
 from typing import Final
 
 _BUSY: Final = frozenset({429, 503})
-_IN_VAIN: Final = frozenset({408, 409, 425, 499})  # failures of the transport, not of the request
+_IN_VAIN: Final = frozenset({408, 409, 425, 499})  # client errors that a retry may avoid
 _MOST_TRIES: Final = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NO_RIGHTS_PAUSE_S: Final = 10.0
@@ -19,7 +19,7 @@ class KeepResult:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """Send again after `after_s`. `counts`: whether it counts towards the line's maximum number of tries."""
+    """The line is sent again after `after_s`. `counts`: the failed try counts towards the limit on tries."""
 
     after_s: float
     counts: bool
@@ -30,14 +30,14 @@ Verdict = KeepResult | Again
 
 
 def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Verdict:
-    """Verdict on an HTTP status. `failed_count`: previous tries that count."""
+    """The verdict on a gateway's answer with this HTTP status. `failed_count`: earlier failed tries that count."""
     if 200 <= status < 300:
         return KeepResult(is_success=True)
     if status in _BUSY:
         return Again(min(retry_after_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S), counts=False, why="busy")
-    if status in (401, 403):  # this service's own token was refused
+    if status in (401, 403):  # the cluster's token, with which lines are sent, was refused
         return Again(_NO_RIGHTS_PAUSE_S, counts=False, why="no_rights")
-    if status == 504:  # the operator's deadline, not the client's
+    if status == 504:  # a deadline set by the operator, as batches set none
         return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
     if status >= 500 or status in _IN_VAIN:
         return _once_more(failed_count, "error") or KeepResult(is_success=False)
@@ -45,17 +45,17 @@ def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Ve
 
 
 def of_no_connection() -> Again:
-    """Verdict if no gateway could be reached."""
+    """The verdict if no gateway could be reached."""
     return Again(_FIRST_PAUSE_S, counts=False, why="no_gateway")
 
 
 def of_timeout() -> Again:
-    """Verdict if the call timed out on this side."""
+    """The verdict if this service ended the call after its time limit for lines."""
     return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
 
 
 def of_broken_call(failed_count: int) -> Again | None:
-    """Verdict if the connection was lost during the call. None: that was the last try."""
+    """The verdict if the connection was lost during the call. None: this was the last try."""
     return _once_more(failed_count, "broken")
 
 

@@ -17,13 +17,13 @@ _NOTHING = Traffic()
 class Backlogs:
     lease_s: float  # a dispatcher without a new entry for longer counts as lost: its requests are no demand
     forget_s: float  # how long the last entry of a silent dispatcher counts as its traffic
-    _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # with the time of the change
+    _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # entry, time of its last change
         default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
     )
     _read_at_s: float | None = None
 
     def read(self, at_s: float, words: tuple[BacklogWord, ...]) -> bool:
-        """Returns True if more tokens wait than before."""
+        """Adopt the entries that were read. Returns True if more tokens wait than before."""
         known, self._read_at_s = self._words, at_s
         news = [w for w in words if w.dispatcher_id not in known or known[w.dispatcher_id][0].serial != w.serial]
         if not news and len(words) == len(known):
@@ -56,7 +56,7 @@ class Backlogs:
         return self._read_at_s is not None and at_s - self._read_at_s <= self.lease_s
 
     def silent(self, at_s: float) -> tuple[DispatcherId, ...]:
-        """Dispatchers whose last entry is dropped."""
+        """Dispatchers whose entry has not changed for `forget_s`, so that it should be deleted."""
         silent = [name for name, (_, since_s) in self._words.items() if at_s - since_s > self.forget_s]
         return tuple(sorted(silent)) if silent else ()
 

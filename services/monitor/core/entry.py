@@ -34,7 +34,7 @@ class WorkerEntry:
 
     @property
     def up(self) -> InstanceUp:
-        """The event that announces it to watchers."""
+        """The event that announces the instance to watchers."""
         return InstanceUp(self.instance, self.draining, self.place, self.load is not None and self.load.parked)
 
     def take(self, at_s: float, load: LoadReport, place: Place | None, pace: Pace | None) -> None:
@@ -44,6 +44,6 @@ class WorkerEntry:
         self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))
 
     def learn(self, seen: WholeMemory) -> None:
-        """Record the memory with all layers: whenever its parameters have the largest size seen so far."""
+        """Record memory sizes as those with all layers, if the parameters are the largest seen so far."""
         if self.whole is None or seen.parameter_bytes >= self.whole.parameter_bytes:
             self.whole, self.as_group = seen, None

@@ -20,16 +20,16 @@ Entries = Mapping[WorkerId, WorkerEntry]
 
 @dataclass(slots=True)
 class Groups:
-    """Follows the layout. Without one nothing serves, as dispatchers know no group."""
+    """The serving groups of the layout; none without a layout, as dispatchers know no group then."""
 
     layout: Layout | None = None
-    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> its group, and since when
+    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> (members, since when they serve)
         default_factory=dict[WorkerId, tuple[tuple[Member, ...], float]]
     )
-    _serving: list[Group] = field(default_factory=list[Group])  # those that take requests, by their leaders
+    _serving: list[Group] = field(default_factory=list[Group])  # groups that take new requests, sorted by leader
 
     def adopt(self, at_s: float, layout: Layout | None) -> None:
-        """None: the state server has lost it; the previous one stays in force, as for the dispatchers."""
+        """Adopt a layout. None: the state server has lost it; the previous one stays in force, as for dispatchers."""
         if layout is None or layout is self.layout or layout == self.layout:
             return
         before, self.layout = self._formed, layout
@@ -66,7 +66,7 @@ class Groups:
             if leader is None or leader.load is None:
                 complete = False
                 continue
-            if len(members) == 1:  # of thousands only those that have reported since are added up anew
+            if len(members) == 1:  # cached until the instance's next report, as there may be thousands
                 if (known := leader.as_group) is None:
                     known = leader.as_group = _group_load(group, leader, entries)
                 found.append(known)
@@ -76,7 +76,7 @@ class Groups:
         return tuple(found), complete
 
     def led(self, entries: Entries, among: Set[WorkerId]) -> list[tuple[WorkerId, LoadReport]]:
-        """Reports of those among these workers that lead serving groups, by id."""
+        """(id, last report) of each worker in `among` that leads a serving group, sorted by id."""
         leaders = [
             (group.members[0].worker_id, _living(group.members[0], entries))
             for group in self._serving

@@ -1,16 +1,17 @@
-"""Membership of the cluster: who is there, in which life, how loaded (pure; `handle` is the only door).
+"""Membership of the cluster: which instances are alive, in which incarnation, and their load. Pure; only `handle`
+changes it.
 
-Who counts as lost, and when:
-- silence: nothing heard for `lease_s`. The planner, which is told that this is all, asks the instance itself.
-- goodbye: the worker closed its stream on purpose. Lost at once.
-- a broken stream alone proves nothing (it may be the network): the address is probed, and only a refused connection,
-  which says that the process is gone, makes the instance lost before its lease runs out.
-- an engine whose step does not end: the process lives and reports, and serves nobody. Lost while that lasts; it comes
-  back by itself with the first report after the step.
-- a newer life of the same worker replaces the older one. An older life is refused (I5).
+An instance counts as lost:
+- after `lease_s` without a message. The planner is told that there is no other evidence, and asks the instance itself.
+- at once when its worker closes the stream on purpose.
+- when its stream is broken and its address refuses connections, which shows that the process is gone. A broken stream
+  alone proves nothing, as the network may be at fault.
+- while a step of its engine does not end: the process reports, but serves nothing. It is up again with the first
+  report after the step.
+- when a newer incarnation of the same worker is known. Older incarnations are refused (I5).
 
-A monitor that has just become active knows nobody. For `warmup_s` it sends no SnapshotEnd, so that nobody is taken
-for lost only because he has not yet found the new monitor, and raises no alarm about memory.
+A monitor that has just become active knows no instance. For `warmup_s` it sends no SnapshotEnd, so that no instance
+counts as lost only because it has not found the new monitor yet, and it raises no pressure signals.
 """
 
 import math
@@ -32,12 +33,12 @@ from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressu
 
 TICK_S = 0.1  # between two evaluations: a tenth of the horizon
 _TYPICAL = Chunk(1000, 128)  # batch by which machines are compared
-# Speeds beyond this factor are another kind, as stages and learnt costs differ by less; and beyond that one
-# implausible.
+# Slowdown factors: from the first one on an instance is another kind of machine, as stages and learnt costs differ by
+# less; beyond the second one the factor is implausible.
 _UNLIKE, _MISTAKEN = 1.25, 30.0
-_REPORTS_PER_S = 150.0  # maximum in total, as far as the lease allows: each costs a millisecond on both sides
+_REPORTS_PER_S = 150.0  # maximum of all instances, as far as the lease allows: each costs a millisecond on both sides
 _REPORTS_PER_LEASE = 4
-LONG_S = 1.0  # between two events for a request that waits for a larger group
+LONG_S = 1.0  # between two `LongRequest` signals
 # A request that fills this fraction of its instance, and may continue, asks for a group this factor larger.
 _OUTGROWN, _GROWS = 0.9, 1.5
 LEAST_LOOK_S = 0.02  # minimum between two evaluations of total demand
@@ -51,7 +52,7 @@ def sample_count(trend_window_s: float) -> int:
 def pressure_rules(
     *, overload_threshold_fraction: float, relief_threshold_fraction: float, dwell_s: float
 ) -> PressureRules:
-    """The rules of these settings."""
+    """The pressure rules for these settings."""
     return PressureRules(
         overload_threshold_fraction=overload_threshold_fraction,
         relief_threshold_fraction=relief_threshold_fraction,
@@ -84,7 +85,7 @@ class MonitorCore:
     pressure: Pressure = field(init=False)
     _backlogs: Backlogs = field(init=False)
     _wholes: dict[tuple[WorkerId, Incarnation], m.WholeMemory] = (
-        field(  # of the previous monitor, for instances not heard yet
+        field(  # from the previous monitor's registry, for instances not heard yet
             default_factory=dict[tuple[WorkerId, Incarnation], m.WholeMemory]
         )
     )
@@ -95,7 +96,8 @@ class MonitorCore:
     _ticked_at_s: float | None = None
     _evaluated_at_s: float = -math.inf  # last evaluation of total demand
     _long_at_s: float = -math.inf  # last long-request event
-    _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])  # whose longest request asks for a larger group
+    # Instances with a request that will need a larger group.
+    _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])
     _registry_at_s: float = 0.0
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
 
@@ -105,7 +107,7 @@ class MonitorCore:
 
     @property
     def least_report_interval_s(self) -> float:
-        """Minimum report interval requested from every worker."""
+        """Minimum interval in seconds between two reports of a worker, as told to all workers."""
         return min(len(self.entries) / _REPORTS_PER_S, self.rules.lease_s / _REPORTS_PER_LEASE)
 
     @property
@@ -198,7 +200,7 @@ class MonitorCore:
         return [m.Publish(m.InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
 
     def _check_jump(self, event: m.LoadReported, before: LoadReport | None) -> list[m.Command]:
-        """Evaluate at once: a burst fills the memory within a few ticks."""
+        """Evaluate demand at once if the load has jumped: a burst fills the memory within a few ticks."""
         jumped = before is not None and event.load.has_jumped(before)
         return self._evaluate_soon(event.at_s, event.cause_id) if jumped else []
 
@@ -294,7 +296,7 @@ class MonitorCore:
         return [m.Publish(m.Raised(signal, groups), cause_id) for signal in signals]
 
     def _long_request(self, at_s: float) -> LongRequest | None:
-        """A waiting request has precedence over one that still has room."""
+        """A request that needs a larger group, or None. Waiting requests precede those that still have room."""
         if (long := self._backlogs.long(at_s)).count:
             return LongRequest(long.need_tokens, long.prompt_tokens)
         for leader_id, load in self.groups.led(self.entries, self._outgrown) if self._outgrown else ():
@@ -320,7 +322,7 @@ class MonitorCore:
         return sorted(whole, key=itemgetter(0, 1))[len(whole) // 2][2] if whole else None
 
     def slowness(self) -> dict[WorkerId, float]:
-        """Slowdown factors per layer, relative to the pace, of instances unlike it."""
+        """Time per layer relative to that of `pace`, of each instance that is clearly slower or faster."""
         middling = self.pace()
         if middling is None:
             return {}
@@ -337,7 +339,7 @@ class MonitorCore:
         return self.groups.demands(at_s, self.entries, window_s=rules.trend_window_s, horizon_s=rules.horizon_s)
 
     def _backlog_bytes(self, at_s: float) -> int:
-        """Block and token sizes are equal on all instances of a cluster."""
+        """KV bytes that the dispatchers' backlogs need. Block and token sizes are those of all instances."""
         backlog = self._backlogs.total(at_s)
         loaded = next(((e, e.load) for e in self.entries.values() if e.load is not None), None)
         if loaded is None or not backlog.request_count:
@@ -346,7 +348,7 @@ class MonitorCore:
         return backlog_bytes(backlog, load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _discount_own_pause(self, at_s: float) -> None:
-        """After this process was stopped, the instances' silence is not counted."""
+        """Do not count the instances' silence while this process itself was stopped."""
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         if last_s is None or at_s - last_s <= self.rules.lease_s / 2:
             return

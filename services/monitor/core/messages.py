@@ -148,7 +148,7 @@ class SnapshotEnd:
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """Memory is or will be short, or is plentiful again. Sent once, to current watchers."""
+    """A signal about memory, with the demand of each group. Sent once, to current watchers."""
 
     signal: Signal
     groups: tuple[GroupDemand, ...]
@@ -204,7 +204,7 @@ class LoadRegistry:
 
 @dataclass(frozen=True, slots=True)
 class DismissWatchers:
-    """No longer active: watchers must find the active monitor."""
+    """End all watches: this monitor is not active any more, and watchers must find the one that is."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ class GroupLoad:
     leader_id: WorkerId
     member_ids: tuple[WorkerId, ...]
     used_bytes: int  # held by running requests
-    spare_bytes: int = 0  # part of the total: held by the leader's draining group, and not needed
+    spare_bytes: int = 0  # part of used and waiting bytes: held by the leader's draining group, and not needed
     waiting_bytes: int  # needed by prompts in the leader's waiting line, head of line included
     capacity_bytes: int
     undropped_bytes: int  # the members' KV if each held all layers
@@ -37,7 +37,7 @@ class BacklogDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupDemand:
-    """One group, for watchers and status tools."""
+    """Demand and capacity of one group, for watchers and status tools."""
 
     leader_id: WorkerId
     demand_bytes: int  # at present, plus the growth of running requests until the horizon
@@ -48,11 +48,11 @@ class GroupDemand:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterDemand:
-    """The whole cluster at one moment."""
+    """Demand and capacity of the whole cluster at one moment."""
 
     at_s: float
     wanted_bytes: int  # held by running requests, and needed by waiting ones everywhere
-    engaged_bytes: int  # without the backlogs
+    engaged_bytes: int  # `wanted_bytes` without the dispatchers' backlogs
     used_bytes: int
     capacity_bytes: int
     undropped_bytes: int
@@ -82,7 +82,7 @@ def waiting_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
 
 
 def backlog_bytes(backlog: BacklogDemand, block_tokens: int, kv_bytes_per_token: int) -> int:
-    """Expected need: including the next token, and half a block on average."""
+    """KV bytes that waiting requests are expected to need: their tokens, the next one, and half a block each."""
     tokens = backlog.token_count + backlog.request_count * (1 + block_tokens // 2)
     return tokens * kv_bytes_per_token
 

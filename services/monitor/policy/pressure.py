@@ -1,22 +1,20 @@
 """When to ask for memory and when to give it back.
 
-Forecast: what is wanted now, plus its trend over the horizon where it grows. What is wanted contains everything that
-waits, so a burst counts in full at the moment it arrives and does not have to become a trend first.
+Forecast: the bytes wanted now, plus their trend over the horizon if it rises. Wanted bytes include all waiting
+requests, so a burst counts in full when it arrives, before it becomes a trend.
 
-- Overload: the forecast is above the threshold, and the workers' memory is nearly taken already, or will be in the time
-  that a drop takes (armed): dropping earlier wins nothing and a pipeline costs something, and what waits in a backlog
-  while workers have memory to spare waits for something else, which no memory buys. Demand above the threshold needs no
-  trend. Chance makes small clusters look short for a moment again and again: the planner, which compares what would
-  come of a drop, looks a second time where that is not clear.
-- Relief: parameters are dropped, and what is wanted, with its trend, and usage have been below some part of the
-  un-dropped memory for a while: layers begin to come back, and groups wait by themselves for what more that wants.
-  Where the next burst came soon after the last relief, the next one waits for as long as it would have taken to be
-  spared that drop: staying dropped costs a little all the time, giving back in vain costs a burst its memory.
-- Between any two of these lies at least the dwell time, and a change of the merged groups, whoever made it, starts it
-  anew: a load that oscillates over any threshold causes one transition per dwell time at most. A relief that has not
-  changed the groups yet is no transition: an overload takes it back at once, for a restore that is given up
-  costs nobody anything. While KV is copied there is less memory than before and after; that lasts a
-  moment, so demand is an overload then if it exceeds what there will be.
+- Overload: the forecast exceeds the threshold, and the workers' own memory is nearly taken. Before that a drop gains
+  nothing, and a pipeline is slower: requests that wait in a backlog while workers have free memory wait for something
+  else. In small clusters chance raises overloads again and again; the planner compares what a drop would bring, and
+  evaluates a second time where that is unclear.
+- Relief: parameters are dropped, and wanted bytes (with their trend) and usage have been below a fraction of the
+  un-dropped memory for a while. The planner may then restore layers. If a burst came soon after the last relief, the
+  next relief waits for as long as would have avoided that drop: staying dropped has a small constant cost, but a
+  restore in vain leaves the burst without memory.
+- Between two signals lies at least the dwell time, and each change of the merged groups restarts it: an oscillating
+  load causes at most one transition per dwell time. Exception: after a relief that has not changed the groups yet, an
+  overload is raised at once, as aborting a restore costs nothing. During a restore there is temporarily less memory
+  than before and after it: demand is compared with what there will be.
 """
 
 import math
@@ -29,16 +27,16 @@ from ballast.common.ids import WorkerId
 from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.trend import slope_per_s
 
-TREND_WINDOW_S = 2.0  # of samples for a trend: twenty samples reduce noise
+TREND_WINDOW_S = 2.0  # age of the oldest sample in a trend: twenty samples reduce noise
 # Quantile of the slopes in the window: growth confirmed by three out of four.
 _SURE_QUANTILE = 0.25
-# Maximum interval of bursts that is waited for.
+# Maximum interval between bursts for which a relief waits.
 _LONGEST_WAIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PressureRules:
-    """The first three are settings."""
+    """Thresholds and times of the signals. The first three fields are settings."""
 
     overload_threshold_fraction: float  # of the capacity: forecast demand above it is an overload
     relief_threshold_fraction: float  # of the un-dropped memory: usage below it is a relief
@@ -46,8 +44,8 @@ class PressureRules:
     sample_count: int  # bound of the history
     horizon_s: float = 1.0  # about the duration of a drop, with the evaluation before
     trend_window_s: float = TREND_WINDOW_S
-    # Below the threshold: this fraction of the memory must be used, or waited for in the workers. An early drop gains
-    # nothing, and a pipeline is slower.
+    # Subtracted from the threshold: the fraction of the memory that must be used, or waited for on workers, before an
+    # overload. An early drop gains nothing, and a pipeline is slower.
     arming_below_fraction: float = 0.05
     # Fraction of the forecast demand freed in excess where the planner cannot compare: with only some groups merged,
     # new requests all go there, and wait for computation.
@@ -73,7 +71,7 @@ class Overload:
 
 @dataclass(frozen=True, slots=True)
 class Relief:
-    """The dropped parameters can come back."""
+    """Dropped parameters can be restored."""
 
     used_bytes: int
     undropped_capacity_bytes: int
@@ -84,10 +82,10 @@ _NOWHERE = WorkerId("")
 
 @dataclass(frozen=True, slots=True)
 class LongRequest:
-    """A request waits for a group that holds it, or is about to outgrow its instance; not a shortage for others."""
+    """A request waits for a group that holds it, or is about to outgrow its instance; no shortage for others."""
 
     need_tokens: int
-    prompt_tokens: int = 0  # of them, tokens to be computed
+    prompt_tokens: int = 0  # part of `need_tokens` that is still to be computed
     leader_id: WorkerId = _NOWHERE  # of its present group; empty: none yet
 
 
@@ -96,7 +94,7 @@ Signal = Overload | Relief | LongRequest
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """At the horizon."""
+    """Predicted demand and capacity at the horizon."""
 
     demand_bytes: float
     capacity_bytes: float
@@ -109,13 +107,13 @@ class Forecast:
 
 @dataclass(slots=True)
 class Pressure:
-    """`observe` takes samples in order of time."""
+    """Derives signals from samples of the cluster's demand, which `observe` takes in order of time."""
 
     rules: PressureRules
     history: deque[ClusterDemand] = field(init=False)
     forecast: Forecast | None = None  # of the newest sample
-    quiet_until_s: float = -math.inf  # no event before
-    _changeable_from_s: float = -math.inf  # the same, without the last relief
+    quiet_until_s: float = -math.inf  # no signal is raised before this time
+    _changeable_from_s: float = -math.inf  # like `quiet_until_s`, but not extended by a relief
     _relieving: bool = False  # a relief was raised, and groups have not changed since
     _low_since_s: float | None = None
     _given_back_s: float | None = None  # start of low demand before the last restore, unless a drop followed
@@ -191,7 +189,7 @@ class Pressure:
         )
 
     def _settled_bytes(self, sample: ClusterDemand) -> int:
-        """The capacity, or that after a restore in progress."""
+        """The capacity; during a restore, the capacity after it."""
         comes_back = self._relieving or not sample.merged
         return max(sample.capacity_bytes, sample.undropped_bytes) if comes_back else sample.capacity_bytes
 
@@ -201,8 +199,8 @@ class Pressure:
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 
     def _note(self, sample: ClusterDemand, forecast: Forecast) -> None:
-        """Record since when conditions hold. A sudden rise may be a burst, which overload detects; only a trend delays
-        a relief.
+        """Record since when demand has been low. A sudden rise may be a burst, which overload detects; only a trend
+        delays a relief.
         """
         at_s, rules = sample.at_s, self.rules
         grown_bytes = max(0.0, forecast.growth_bytes_per_s * rules.horizon_s)

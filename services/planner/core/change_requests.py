@@ -35,7 +35,8 @@ from services.planner.policy.split import is_unlike, kinds_of
 
 # A drop predicted to be better by this factor starts at the first evaluation, others if a second one agrees.
 _CLEAR = 1.5
-_BLIND_S, _BLIND_NEED = 10.0, 0.25  # fraction of the memory
+# Without data for a comparison an overload drops by need after this time, if it needs this fraction of the KV memory.
+_BLIND_S, _BLIND_NEED = 10.0, 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Planning:
 class DropRequest:
     by: str  # overload or operator
     cause_id: str
-    request_id: str = ""  # of the waiting caller
+    request_id: str = ""  # of an operator's request; empty: the planner's own
     required_bytes: int | None = None
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # a second evaluation of an overload
@@ -120,7 +121,9 @@ def decide(
     epoch: Epoch,
     planning: Planning | None = None,
 ) -> Approved | Rejected:
-    """`planning`: policy for overloads; operators' requests are executed as requested."""
+    """The target layout of a drop or restore, or why there is none. `planning`: policy for overloads; operators'
+    requests are executed as requested.
+    """
     planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
     try:
         if isinstance(change, DropRequest):
@@ -268,14 +271,14 @@ def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: C
 
 
 def _must_act_blind(change: DropRequest, snapshot: Snapshot, needed_bytes: int) -> bool:
-    """After a long and large shortfall, dropping is better than waiting for missing data."""
+    """True if the shortfall is so long and large that a drop is better than waiting for missing data."""
     model = snapshot.model
     capacity_bytes = sum(columns_of(snapshot.groups).blocks) * model.block_bytes * model.layer_count
     return change.blind_s >= _BLIND_S and needed_bytes > _BLIND_NEED * capacity_bytes
 
 
 def _unknown(load: ClusterLoad, model: ModelInfo | None) -> str:
-    """Data missing for a comparison; empty: complete."""
+    """Text that names the data missing for a comparison; empty: none."""
     if load.pace is None or not load.pace.is_believable:
         return "how fast instances are"
     traffic, longest = load.traffic, model.max_model_len if model is not None else 0

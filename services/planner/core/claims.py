@@ -21,7 +21,7 @@ class WorkerClaim:
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
     layout: Layout  # with the newest reported epoch
-    partial: Partial  # hold only some layers, and no longer belong to a group
+    partial: Partial  # incarnations that hold only some layers and belong to no group any more
 
 
 def newer(layout: Layout, claims: Mapping[WorkerId, WorkerClaim]) -> dict[WorkerId, WorkerClaim]:

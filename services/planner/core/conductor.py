@@ -64,12 +64,12 @@ _LOOK_AGAIN_S, _LOOK_AGAIN_S_EACH, _LOOK_FOR_S = 0.1, 1e-4, 2.6
 class ConductorRules:
     policy: OverloadPolicy = OverloadPolicy.DROP  # unless `drop`, overloads are only counted
     pipeline_degree: int = 2  # instances of a static pipeline
-    restores: bool = True  # when demand has fallen
+    restores: bool = True  # whether layers are restored when demand has fallen
     sizing: SizingRules = field(default_factory=SizingRules)
     planning: Planning = field(default_factory=Planning)
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
     request_timeout_s: float = 5.0  # after which a pending request is rejected
-    retry_s: float = 2.0  # after a failed transition that the planner itself began
+    retry_s: float = 2.0  # wait after a failed transition that the planner itself began
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class LayoutContext:
     layout: Layout
     model: ModelInfo | None
     epoch: Epoch  # of the transition
-    stranded: tuple[Member, ...]  # hold some layers only, in no group
+    stranded: tuple[Member, ...]  # instances in no group that hold only some layers
     kept_out: KeptOut
 
 
@@ -101,7 +101,7 @@ class Conductor:
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
     to_write: Journal | None = None  # not yet known to be stored
     newest: Journal | None = None  # known to be, or to have been, stored
-    failed: tuple[WorkerId, ...] = ()  # of the last transition, to be handled by the core
+    failed: tuple[WorkerId, ...] = ()  # members that failed in the last transition, to be handled by the core
     prediction_log: PredictionLog = field(default_factory=PredictionLog)  # predictions and outcomes of decisions
     sizing: Sizing = field(init=False)
     _change: DesiredChange | None = None
@@ -110,12 +110,12 @@ class Conductor:
     _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
     _began_by_planner: bool = False  # the transition may be aborted for other requests while it is prepared
     _requests: OrderedDict[str, _OperatorRequest] = field(default_factory=OrderedDict[str, _OperatorRequest])
-    _own_at_s: float = 0.0  # no transition of the planner's own before
+    _own_at_s: float = 0.0  # earliest time of the next transition of the planner's own
     _again_at_s: float = math.inf  # when an overload is evaluated again
-    _again_bytes: int = 0  # its shortfall
-    _again_until_s: float = -math.inf  # until when it is evaluated again
+    _again_bytes: int = 0  # shortfall of that overload
+    _again_until_s: float = -math.inf  # until when that overload is evaluated again
     _blind_s: tuple[float, float] | None = None  # first and last rejection of an overload for missing data
-    _held_until_s: float = 0.0  # no automatic restore before
+    _held_until_s: float = 0.0  # earliest time of an automatic restore
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
     def __post_init__(self) -> None:
@@ -157,7 +157,7 @@ class Conductor:
         return max(0.0, self._held_until_s - at_s)
 
     def records(self) -> list[TransitionRecord]:
-        """Newest first."""
+        """Records of transitions, the newest first."""
         return ([self.record] if self.record is not None else []) + list(reversed(self.history))
 
     # ------------------------------------------------------------ change requests
@@ -177,8 +177,8 @@ class Conductor:
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
 
     def long_request(self, event: p.LongRequestRaised) -> list[p.Command]:
-        """Repeated each second, so an impossible change is evaluated again. Aborts a restore that is only prepared, as
-        it may take the memory.
+        """Request a group for a long request, or abort a restore that is only prepared, as it may take the memory. The
+        event is repeated each second, so an impossible change is evaluated again.
         """
         if self.rules.policy is not OverloadPolicy.DROP or self._has_change:
             return []
@@ -192,7 +192,7 @@ class Conductor:
 
     @property
     def _must_end(self) -> bool:
-        """A draining member waits for this restore, which is not aborted for demand."""
+        """True for a restore that a draining member waits for: it is not aborted for demand."""
         return self.record is not None and self.record.by == "drain"
 
     @property
@@ -288,13 +288,13 @@ class Conductor:
         return not self.busy and self._change is not None and self._load is not None
 
     def begin(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """The layout is at rest: plan the pending request and begin its transition, if possible."""
+        """Plan the pending request and begin its transition, if possible. The layout must be at rest."""
         change, load = self._change, self._load
         if change is None or load is None:
             return []
         sizes = isinstance(change, SizeRequest) or (self.rules.sizing.parks and not change.request_id)
         if sizes and (moved := self._size(context, load, at_s)):
-            return moved  # the other requests once it is the layout
+            return moved  # the pending request waits until the new layout is stored
         if isinstance(change, SizeRequest):
             return self._looked(at_s)
         if isinstance(change, DropRequest):
@@ -322,13 +322,13 @@ class Conductor:
         return told + self.start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
-        """For how long overloads could not be compared, the last of them recently."""
+        """Seconds for which overloads could not be compared; 0 if the last of these is not recent."""
         if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
             return 0.0
         return at_s - self._blind_s[0]
 
     def _size(self, context: LayoutContext, load: p.ClusterLoad, at_s: float) -> list[p.Command]:
-        """Park or wake instances if the evaluation says so; prepares no transition meanwhile."""
+        """Park or wake instances if the evaluation says so. Empty: nothing changes."""
         load, targets = load.without(context.kept_out.of_another_protocol()), self.rules.planning.targets
         may_shrink = isinstance(self._change, SizeRequest)
         away, compared = self.sizing.look(context.layout, context.model, load, targets, at_s, may_shrink=may_shrink)
@@ -345,7 +345,9 @@ class Conductor:
         return []
 
     def _defer(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[p.Command]:
-        """Reported once per overload, however often it is evaluated."""
+        """Reject a change; schedule another evaluation if it is not worthwhile only for now. An overload is reported
+        once, however often it is evaluated.
+        """
         told = self._deny(p.ChangeRefusal.NOT_POSSIBLE, rejected)
         if not rejected.for_now:
             return told
@@ -355,7 +357,7 @@ class Conductor:
         return [] if isinstance(change, DropRequest) and change.again else told
 
     def begin_completion(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """Stranded instances load their missing layers."""
+        """Begin a restore in which stranded instances load their missing layers."""
         if self.busy or not context.stranded or at_s < self._own_at_s:
             return []
         self._own_at_s = at_s + self.rules.retry_s
@@ -364,7 +366,7 @@ class Conductor:
         return self.start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
     def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """Instances that serve alone become static pipelines, as far as they suffice for complete ones."""
+        """Begin a drop that merges instances which serve alone into static pipelines, as many as are complete."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
         degree = self.rules.pipeline_degree
@@ -527,7 +529,7 @@ class Conductor:
         return commands
 
     def age_s(self, group_id: GroupId, at_s: float) -> float:
-        """Since the group was made (seconds); infinity if unknown."""
+        """Seconds since a group was merged; infinity if unknown."""
         return at_s - self._dropped_at_s.get(group_id, -math.inf)
 
     def _remember_drops(self, record: TransitionRecord, at_s: float) -> None:

@@ -20,7 +20,7 @@ from services.planner.core.messages import InstanceProbed, Probed, ProbeInstance
 from services.planner.policy.replicate import Placeable
 
 _INTERVAL_S = 1.0  # between an answer and the next probe of the same instance
-_PROBES_PER_S = 100.0  # in total
+_PROBES_PER_S = 100.0  # of all instances together
 _WORDS = {Probed.SILENT: "does not answer the planner", Probed.GONE: "nobody listens at its address"}
 
 

@@ -20,7 +20,7 @@ _COUNTS = -math.inf  # "since": counts as inconsistent already
 class Inconsistent:
     disagree_s: float  # duration after which a contradiction counts
     _since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
-    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # last one compared with all
+    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # last compared with all reports
     grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # of that layout, by members
 
     def __bool__(self) -> bool:
@@ -56,7 +56,9 @@ class Inconsistent:
         return True
 
     def transition_ended(self, at_s: float, before_s: float) -> None:
-        """Contradictions that counted before the transition persist; the duration of others is measured anew."""
+        """Keep the duration of contradictions that began before `before_s` and did not count yet; that of the others is
+        measured anew.
+        """
         odd = self._since_s.items()
         self._since_s = {w: since_s if _COUNTS < since_s < before_s else at_s for w, since_s in odd}
 
@@ -72,7 +74,7 @@ class Inconsistent:
         return found
 
     def overdue(self, at_s: float) -> list[WorkerId]:
-        """Incarnations that count as inconsistent from now on."""
+        """Workers that count as inconsistent from now on."""
         found = [w for w, since_s in self._since_s.items() if since_s > _COUNTS and at_s >= since_s + self.disagree_s]
         self._since_s.update(dict.fromkeys(found, _COUNTS))
         return found

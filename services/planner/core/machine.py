@@ -46,8 +46,8 @@ class PlannerRules:
     coalesce_s: float = 0.1  # joins within this time share an epoch, as in the start of a cluster
     verify_interval_s: float = 1.0  # between two reads of the stored layout: only a second leader changes it
     retry_s: float = 0.5  # after the state server gave no answer
-    max_drains: int = 1000  # whose answers are remembered
-    disagree_s: float = 2.0  # what an instance says of itself for so long counts, whatever the layout says
+    max_drains: int = 1000  # drains whose answers are remembered
+    disagree_s: float = 2.0  # an instance's report that contradicts the layout for so long counts, not the layout
     transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
@@ -315,7 +315,7 @@ class PlannerCore:
         return commands
 
     def _report_lost(self, event: p.Event) -> list[p.Command]:
-        """Report lost members to the current transition."""
+        """Report lost members to the current transition, and abort a restore if there are any."""
         coordinator = self.conductor.coordinator
         if coordinator is None:
             return []
@@ -360,7 +360,7 @@ class PlannerCore:
         return keep_pipelines(self.layout.groups, self.membership.placeable(), self._stranded(), self._layer_count())
 
     def _stranded(self) -> Partial:
-        """Including members of a failed transition that live: what they hold is unknown."""
+        """Incarnations that may lack layers: the stored ones, members of a failed transition, and inconsistent ones."""
         failed = set(self.conductor.failed)
         if not failed and not self.inconsistent:
             return self.partial
@@ -411,7 +411,7 @@ class PlannerCore:
         return self._begin_transition(at_s, cause_id)
 
     def _stand_in(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Replace a lost follower, if an instance can take its place. Empty: go on without its group."""
+        """Replace a lost follower, if an instance can take its place. Empty: none is lost, or its group ends."""
         if self.store.stored_epoch != self.layout.epoch:
             return []
         busy, changing = self.conductor.busy, self.conductor.changing

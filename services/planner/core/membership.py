@@ -23,13 +23,13 @@ class Known:
     model: ModelInfo | None  # None: from a layout without models
     confirmed: bool  # by the monitor, over the current connection
     place: Place | None = None  # as last reported; None: alone, with all layers
-    protocol: int | None = None  # for other workers; None: from a layout
+    protocol: int | None = None  # number of the protocol between workers; None: from a layout
     fresh: bool = True  # it has reported since the layout assigned its group
     away: bool | None = None  # to be parked; None: undecided
     parked: bool = False  # as reported
 
     def stand(self) -> None:
-        """Its standing, from the intended and the reported state."""
+        """Update the standing from the intended and the reported state."""
         if self.away:
             standing = Standing.PARKED if self.parked else Standing.LEAVING
         else:
@@ -91,7 +91,7 @@ class Membership:
             known.confirmed = False
 
     def end_snapshot(self) -> list[WorkerId]:
-        """The instances not confirmed by the snapshot."""
+        """End the snapshot. Returns the instances that it has not confirmed."""
         self.complete = True
         self._gone.clear()
         return sorted(w for w, known in self.known.items() if not known.confirmed)
@@ -134,7 +134,7 @@ class Membership:
         return True
 
     def regrouped(self, before: Layout, after: Layout) -> None:
-        """After a change of groups, places reported by members of new groups are outdated."""
+        """Mark the places reported by members of new groups as outdated. `before`, `after`: the layouts."""
         kept = set(before.groups)
         for member in (m for group in after.groups if group not in kept for m in group.members):
             known = self.known.get(member.worker_id)

@@ -26,7 +26,7 @@ class ClusterLoad:
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
     pace: Pace | None = None  # of a typical instance, with the most layers that any holds; None: unknown
-    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors of instances unlike it
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors on `pace`, if unlike it
     fresh_traffic: Traffic | None = None  # without silent dispatchers; None: there are none, and `traffic` is complete
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
@@ -111,7 +111,7 @@ class InstanceUp:
     draining: bool
     data_address: str = ""  # host:port of its data plane
     place: Place | None = None  # in the layout, as reported; None: alone, with all layers
-    protocol: int = PROTOCOL  # for other workers
+    protocol: int = PROTOCOL  # number of the protocol between workers
     parked: bool = False  # as reported
 
 
@@ -189,7 +189,7 @@ class LongRequestRaised:
     at_s: float
     cause_id: str
     need_tokens: int
-    prompt_tokens: int  # of them, tokens to be computed
+    prompt_tokens: int  # part of `need_tokens` that is still to be computed
     leader_id: WorkerId  # of its current group; empty: none yet
 
 
@@ -270,12 +270,12 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class LoadLayout:
-    """Answered by LayoutLoaded or LoadFailed."""
+    """Read the stored layout. Answered by LayoutLoaded or LoadFailed."""
 
 
 @dataclass(frozen=True, slots=True)
 class WriteLayout:
-    """Answered by WriteSettled. Refused unless `expected_epoch` is stored and `token` is the lease's."""
+    """Store a layout; refused unless `expected_epoch` is stored and `token` is the lease's; answers WriteSettled."""
 
     layout: Layout
     model: ModelInfo | None
@@ -287,7 +287,7 @@ class WriteLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Answered by WriteSettled. A repeated write of the same content is WRITTEN again.
+    """Store a journal. Answered by WriteSettled; a repeated write of the same content is WRITTEN again.
 
     PREPARING and COMMITTING are refused unless `expected_epoch` is stored; with COMMITTING the target becomes the
     layout in the same write.
@@ -296,7 +296,7 @@ class WriteJournal:
     journal: Journal
     expected_epoch: Epoch | None
     model: ModelInfo | None
-    partial: Partial  # if committed
+    partial: Partial  # that of the stored layout after a commit
     token: int
     cause_id: str
 
@@ -373,7 +373,7 @@ class TransitionMoved:
 
 @dataclass(frozen=True, slots=True)
 class NothingDone:
-    """A request of the monitor was not, or not completely, fulfilled."""
+    """A change that no operator requested was rejected, or frees less than is needed."""
 
     what: str
     why: str
@@ -383,7 +383,7 @@ class NothingDone:
 
 @dataclass(frozen=True, slots=True)
 class Sized:
-    """Some instances should leave, or serve again."""
+    """Instances were chosen to be parked, or to serve again."""
 
     worker_ids: tuple[WorkerId, ...]
     lines: tuple[str, ...]  # of the comparison
@@ -474,7 +474,7 @@ class IgnoreStale:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """TimerFired at that time; replaces the previous timer."""
+    """Send TimerFired at that time; replaces the previous timer."""
 
     at_s: float
 

@@ -43,7 +43,7 @@ class TransitionRecord:
 
     @property
     def prepare_s(self) -> float:
-        """From the plan to the decision or the end (seconds)."""
+        """Seconds from the plan to the decision or the end."""
         until_s = self.reached_at_s.get(Stage.COMMITTING, self.ended_at_s)
         return 0.0 if until_s is None else until_s - self.began_at_s
 
@@ -55,7 +55,7 @@ class TransitionRecord:
 
     @property
     def waves(self) -> int:
-        """Number of rounds of the exchange."""
+        """Number of waves of the KV exchange."""
         return max((status.waves for status in self.statuses.values()), default=0)
 
     @property

@@ -19,7 +19,7 @@ from services.planner.core.survey import NoSurvey, running_of, survey
 from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
 from services.planner.policy.reserve import Jumps, Learnt, Reserve, pair_gain, wanted_memory
 
-_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two evaluations
+_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two evaluations, with and without parking
 _REACTS_S = 1.0  # time until dispatchers know, in addition to the time to wake and the interval of evaluations
 _REGRET_S = 60.0  # an instance needed again within this time should not have left
 _MOST_DWELL_S = 600.0
@@ -32,7 +32,7 @@ _OVERDUE = 3.0  # multiple of the time to wake after which a waking instance is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRules:
-    parks: bool = False  # idle instances
+    parks: bool = False  # whether idle instances are parked
     advises: bool = False  # without parking: compute the wanted number for an external scaler
     drops: bool = False  # parameters are dropped under memory pressure, which bridges the time to wake
     least_instances: int = 1  # minimum number serving
@@ -66,7 +66,8 @@ class Sizing:
         *,
         may_shrink: bool = True,
     ) -> tuple[Mapping[WorkerId, bool], Comparison | None]:
-        """Changes of standings to make. Empty: none, or too little is known.
+        """Evaluate how many instances should serve. Returns the workers to park (True) or to bring back (False), and
+        the comparison; None: too little is known.
 
         Args:
             may_shrink: No drop or restore is pending.
@@ -85,7 +86,8 @@ class Sizing:
             self._calm_since_s = None
             self.wanted_count = on_count + added
             return (self._back(members, load, added, at_s) if added and self.rules.parks else {}), compared
-        is_unknown = not self._jumps.known and 2 * (on_count - 1) < len(members)  # what may come: at least half stay
+        # While jumps of demand are unknown, at least half of the instances stay.
+        is_unknown = not self._jumps.known and 2 * (on_count - 1) < len(members)
         if not self._is_calm(reserve, at_s) or is_unknown:
             self.wanted_count = on_count
             return {}, compared
@@ -97,7 +99,7 @@ class Sizing:
         return {leaver: True}, compared
 
     def wanted(self, layout: Layout) -> Wanted:
-        """Number of instances that should serve; the current number while unknown."""
+        """How many instances should serve (the current number while unknown), and which serve now."""
         members = [m for group in layout.groups for m in group.members]
         away = (Standing.LEAVING, Standing.PARKED)
         return Wanted(
@@ -117,7 +119,7 @@ class Sizing:
         self._dwell_s = max(self._dwell_s, min(_MOST_DWELL_S, before.dwell_s))
 
     def later(self, at_s: float) -> None:
-        """Called when an evaluation has ended without a result."""
+        """Schedule the next evaluation."""
         if self.look_at_s < math.inf:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
@@ -210,12 +212,12 @@ def _held(report: LoadReport | None) -> int:
 
 
 def _by_number(name: str) -> tuple[int, str]:
-    """Numeric order of names: w-10 after w-2."""
+    """Sort key that orders numbered names by their numbers: w-10 after w-2."""
     return len(name), name
 
 
 def _as_serving(layout: Layout, standing: Standing) -> Layout | None:
-    """Instances of that standing as if they served; None: there are none."""
+    """A layout of the instances of that standing, as if they served; None: there are none."""
     groups = tuple(
         Group(g.group_id, (replace(g.leader, standing=Standing.SERVING),))
         for g in layout.groups

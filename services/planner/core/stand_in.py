@@ -16,7 +16,7 @@ from services.planner.core.messages import ClusterLoad, LoadsRead
 from services.planner.core.survey import NoSurvey, replaced, shape_of
 from services.planner.policy.replicate import Partial, Placeable
 
-_WAITS_S = 1.0  # for loads, and for the end of a transition
+_WAITS_S = 1.0  # maximum wait of a loss for loads, and for the end of a transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LostFollower:
 
 
 def lost_followers(groups: Iterable[Group], instances: Iterable[Placeable], partial: Partial) -> Iterator[LostFollower]:
-    """Of pipelines of which all other members are there, and none of these drains."""
+    """The lost follower of each pipeline whose other members are all alive and not draining."""
     there = {instance.worker_id: instance for instance in instances}
     left = {worker_id for worker_id, _ in partial}
 
@@ -49,8 +49,8 @@ def plan_stand_in(
     epoch: Epoch,
     without: Container[WorkerId],
 ) -> Approved | None:
-    """With the least used instance that serves alone and, as that stage, holds all KV of the group. None: there is
-    none. `without`: may not enter a group.
+    """A transition in which an instance takes the place of a lost follower: the least used one that serves alone and
+    can hold the group's KV as that stage. None: there is none. `without`: workers that may not enter a group.
     """
     try:
         shape = shape_of(model, load.workers)
@@ -77,17 +77,17 @@ def plan_stand_in(
 
 
 class StandIns:
-    """Takes lost followers one by one, and reads loads for each."""
+    """Lost followers, handled one at a time with loads read for each."""
 
     def __init__(self) -> None:
-        self._seen: set[tuple[WorkerId, Incarnation]] = set()  # losses that have been looked at, while in the layout
+        self._seen: set[tuple[WorkerId, Incarnation]] = set()  # handled losses that are still in the layout
         self._lost: LostFollower | None = None
-        self._until_s = 0.0  # for which it waits
+        self._until_s = 0.0  # end of the current loss's wait
         self._load: ClusterLoad | None = None
-        self._asked = False  # for loads
+        self._asked = False  # loads were requested for the current loss
 
     def due_at_s(self, lost: Iterable[LostFollower], at_s: float, *, busy: bool) -> float | None:
-        """When to `take` the next of them; None: there is none. `busy`: a transition is under way."""
+        """Time at which to `take` the next loss; None: there is none. `busy`: a transition is under way."""
         found = {(one.member.worker_id, one.member.incarnation): one for one in lost}
         self._seen &= found.keys()
         new = [one for key, one in found.items() if key not in self._seen]
@@ -99,12 +99,12 @@ class StandIns:
         return at_s if self._load is not None and not busy else self._until_s
 
     def asks(self) -> bool:
-        """True once for each loss: loads are to be read."""
+        """Returns True once for each loss: its loads must be read now."""
         asks, self._asked = not self._asked, True
         return asks
 
     def loads_read(self, event: LoadsRead) -> bool:
-        """True if a loss was waiting for them."""
+        """Keep the loads for the current loss. Returns True if a loss was waiting for them."""
         waited = self._asked and self._lost is not None
         if waited and self._load is None:
             self._load = event.load if not event.failure else None
@@ -112,7 +112,7 @@ class StandIns:
         return waited
 
     def take(self) -> tuple[LostFollower, ClusterLoad] | None:
-        """The loss that is due, with the loads; None: they were not read. It is not looked at again."""
+        """Mark the current loss as handled. Returns it with its loads; None: these were not read."""
         lost, load, self._lost = self._lost, self._load, None
         if lost is not None:
             self._seen.add((lost.member.worker_id, lost.member.incarnation))

@@ -22,11 +22,11 @@ _MOST_WAITING = 1000
 @dataclass(slots=True)
 class Standings:
     membership: Membership
-    order_at_s: float = math.inf  # of the next order
+    order_at_s: float = math.inf  # time of the next orders
     _waiting: OrderedDict[str, p.StandingRequested] = field(default_factory=OrderedDict[str, p.StandingRequested])
 
     def requested(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> list[p.Command]:
-        """An operator's request. Fulfilled when the layout contains the change."""
+        """Handle an operator's request to park or wake an instance; `settle` answers it once the layout contains it."""
         earlier = self._waiting.get(event.request_id)
         if earlier is not None and (earlier.worker_id, earlier.away) != (event.worker_id, event.away):
             why = f"request id {event.request_id!r} was given for another change"
@@ -62,7 +62,7 @@ class Standings:
         return ""
 
     def put(self, worker_id: WorkerId, *, away: bool) -> bool:
-        """Returns True if that changes anything."""
+        """Set whether an instance should be parked. Returns True if that changes anything."""
         known = self.membership.known.get(worker_id)
         if known is None or known.away is away:
             return False
@@ -94,7 +94,7 @@ class Standings:
         return commands
 
     def due(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
-        """Orders to send now. `layout`: as stored."""
+        """Orders to send now to leaving and waking instances. `layout`: the stored one."""
         members = [m for g in layout.groups for m in g.members if m.standing in (Standing.LEAVING, Standing.WAKING)]
         if not members:
             self.order_at_s = math.inf
@@ -107,7 +107,7 @@ class Standings:
         return [p.OrderStanding(member, member.standing is Standing.LEAVING, cause_id) for member in members]
 
     def give_up(self) -> list[p.Command]:
-        """Drop all requests: another planner leads."""
+        """Drop and refuse all requests, as another planner leads."""
         waiting, self._waiting = self._waiting, OrderedDict[str, p.StandingRequested]()
         self.order_at_s = math.inf
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]

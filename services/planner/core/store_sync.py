@@ -14,13 +14,13 @@ from services.planner.core import messages as p
 @dataclass(slots=True)
 class StoreSync:
     verify_interval_s: float
-    retry_s: float  # if not answered
+    retry_s: float  # wait before the next attempt if the state server does not answer
     token: int | None = None  # of the lease; None: standby
     writing: p.Write | None = None
     reading: bool = False
     is_read: bool = False  # the stored state is known well enough for writing
-    read_at_s: float = 0.0  # of the next read
-    journal_at_s: float = 0.0  # of the next attempt
+    read_at_s: float = 0.0  # time of the next read
+    journal_at_s: float = 0.0  # earliest time of the next journal write
     stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
     used_epoch: int = 0  # the highest that may have been written
     has_seen_last: bool = True  # this planner knows every epoch that was written
@@ -41,7 +41,7 @@ class StoreSync:
         self.used_epoch = max(self.used_epoch, epoch)
 
     def lead(self, token: int | None, at_s: float) -> None:
-        """The lease has changed: read the stored state again."""
+        """Adopt a changed lease, and schedule a read of the stored state."""
         self.token, self.has_seen_last = token, self.has_seen_last and token is not None
         self._abandon_write()
         self.is_read, self.read_at_s = False, at_s
@@ -66,7 +66,7 @@ class StoreSync:
             self.has_seen_last = True  # a standby may miss what the leader writes
 
     def settled(self, event: p.WriteSettled) -> bool:
-        """Returns False if the result is outdated: its lease has ended."""
+        """Handle the result of a write. Returns False if it is outdated: its lease has ended."""
         if self.writing is None or event.write != self.writing:
             return False
         is_journal = isinstance(event.write, p.WriteJournal)
@@ -87,7 +87,7 @@ class StoreSync:
         return True
 
     def stored(self, epoch: Epoch, at_s: float) -> None:
-        """A layout of this planner was stored."""
+        """Record that a layout of this planner was stored."""
         self.stored_epoch, self.read_at_s, self.has_seen_last = epoch, at_s + self.verify_interval_s, True
 
     def _abandon_write(self) -> None:

@@ -36,9 +36,7 @@ class NoSurvey(Exception):
 
 
 def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
-    """Raises:
-    NoSurvey: instances do not report the sizes of their layers.
-    """
+    """Sizes of the model's layers and blocks. Raises NoSurvey if instances do not report them."""
     if model is None or not loads:
         raise NoSurvey("no instance is there")
     if not model.layer_parameter_bytes or not model.block_bytes:
@@ -58,7 +56,7 @@ def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
 
 class Survey(NamedTuple):
     snapshot: Snapshot
-    led: list[LoadReport]  # of the leaders of its groups
+    led: list[LoadReport]  # reports of the leaders of the snapshot's groups
 
 
 def survey(
@@ -127,7 +125,7 @@ def survey(
 
 
 def running_of(led: Sequence[LoadReport]) -> Running:
-    """From the reports of the leaders of a snapshot's groups."""
+    """Limits and waiting requests, from the reports of the leaders of a snapshot's groups."""
     return Running(
         max_running_count=max(1, min([one.max_running_count for one in led])),
         waiting_count=sum([one.waiting_count for one in led]),
@@ -199,7 +197,7 @@ def _part(shape: ModelShape, first: int, last: int) -> _LayerRange:
 
 
 def demand_bytes(snapshot: Snapshot) -> int:
-    """KV demand beyond the present capacity."""
+    """KV demand beyond the present capacity, in bytes."""
     model, columns = snapshot.model, columns_of(snapshot.groups)
     wanted = (sum(columns.used) + sum(columns.waiting)) * _MARGIN
     missing = wanted - sum(columns.blocks)
@@ -266,7 +264,7 @@ def dissolved(base: Layout, groups: Sequence[GroupId], epoch: Epoch, why: str) -
 
 
 def replaced(base: Layout, group: Group, gone: Member, by: Member, epoch: Epoch, why: str) -> Layout:
-    """The layout in which `by`, which serves alone, is that stage of the group."""
+    """The layout in which `by`, which serves alone, takes the place of `gone` in the group."""
     stage = _stage(by, gone.first_layer, gone.last_layer)
     made = Group(group.group_id, tuple(stage if m.worker_id == gone.worker_id else m for m in group.members))
     return _layout(base, {m.worker_id for m in (*group.members, by)}, [made], epoch, why)
@@ -278,7 +276,9 @@ def completed(base: Layout, members: Sequence[Member], epoch: Epoch, why: str) -
 
 
 def sources_of(plan: RestorePlan, worker_id: WorkerId) -> Sources:
-    """Members of its own group first, as links to them exist."""
+    """Sources of each layer that a worker loads in a restore: holders in its own group first, as links to them exist;
+    then other holders; then its host copy or disk.
+    """
     found: list[tuple[int, WorkerId | None]] = []
     for dissolution in plan.dissolutions:
         for pull in dissolution.pulls:

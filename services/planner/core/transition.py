@@ -117,7 +117,7 @@ class Ended:
     lost: tuple[WorkerId, ...]  # lost after the commit: the next plan excludes them
 
 
-# Written with the fencing token; with COMMITTING the target becomes the layout in the same write.
+# A journal is written with the fencing token; with COMMITTING the target becomes the layout in the same write.
 Command = Journal | SendPrepare | SendCommit | SendAbort | Poll | Ended
 
 
@@ -140,11 +140,11 @@ class Coordinator:
         self._lost: dict[WorkerId, str] = {}
         self.given_up: set[WorkerId] = set()  # lost members that may be alive; what they hold is unknown
         self._began_s = at_s
-        self._entered_s = at_s  # of the stage
+        self._entered_s = at_s  # start of the stage
         self._progress_s = at_s  # of a member's last progress
         self._first_loss_s = math.inf
         self._sent_s = at_s
-        self._hurried = ""  # reason
+        self._hurried = ""  # why draining groups are ended early; empty: they are not
         self._writing: Journal | None = None
         self.statuses: dict[WorkerId, Status] = {}
 
@@ -216,7 +216,7 @@ class Coordinator:
         return self._send() + self._advance()
 
     def _refused(self, event: JournalRefused) -> list[Command]:
-        """Before the decision only: later writes depend only on the lease."""
+        """Handle a refused journal. Only writes up to the decision are refused; later ones depend only on the lease."""
         if self._writing is None or event.stage is not self._writing.stage:
             return []
         self._writing = None
@@ -346,7 +346,7 @@ class Coordinator:
         return self._advance()
 
     def _abort(self, why: str) -> list[Command]:
-        """Before the decision only; a journal being written as committed counts as decided."""
+        """Abort the transition, unless it is decided; a journal being written as committed counts as decided."""
         writing = self._writing.stage if self._writing is not None else None
         if self.stage is not Stage.PREPARING or writing in (Stage.COMMITTING, Stage.ABORTING):
             return []

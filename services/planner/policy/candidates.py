@@ -228,8 +228,8 @@ class Candidates:
         self._most_stages = min(MOST_STAGES, self.model.layer_count)
 
     def all(self) -> list[Candidate]:
-        """Yields: no change; some pairs and fours of single instances; all single instances in groups of two, of three
-        and in one; pipelines merged with each other and with single instances.
+        """All candidates: no change; some pairs and fours of single instances; all single instances in groups of two,
+        of three and in one; pipelines merged with each other and with single instances.
         """
         found = {NOTHING.name: NOTHING}
         for candidate in (*self._of_lone_ones(), *self._of_pipelines()):
@@ -397,7 +397,7 @@ def stall_s(model: ModelShape, used_block_count: int, size: int, instance_count:
 
 
 def _even_sizes(there: int, size: int) -> list[int]:
-    """All in groups of `size`, with the remainder distributed among these."""
+    """Sizes of the groups of all `there` instances: `size` each, with the remainder distributed among these."""
     groups = max(1, there // size)
     each, larger = divmod(there, groups)
     return [each + 1] * larger + [each] * (groups - larger)

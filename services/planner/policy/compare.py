@@ -41,11 +41,11 @@ _UNSURE = 1.1  # minimum advantage over a smaller change
 _LEAST_S, _MOST_S = 30.0, 120.0  # horizon: two request durations, within these bounds
 _OUTLIVED = 2.0  # times the mean answer: requests that have run for longer are of another kind
 _BEARABLE = 1.5  # factor by which others' waits or token times may grow for one long request
-# Bursts are sudden, and no prediction has them. The present demand, plus the largest jump of the last minutes, must fit
-# into this fraction of the serving instances' memory. Jumps above this multiple of the demand are ignored, most
-# strictly before an instance leaves. Where parameters can be dropped, the jump must fit after dropping, and this
-# fraction of it without; where not, an instance leaves only if no demand of the last minute would have called it back.
-# The highest arrival count of that minute may recur, up to so many times the mean.
+# No prediction contains sudden bursts. So the present demand, plus the largest jump of the last minutes, must fit into
+# `_FULL` of the serving instances' memory. A jump counts up to `_FEARED` times the demand; before an instance leaves up
+# to `_FEARED_AFTER` times. Where parameters can be dropped, the jump must fit after a drop, and `_BRIDGED` of it
+# without one; elsewhere an instance leaves only if the peak demand of the last minute would fit, too. The highest
+# arrival count of that minute may recur, up to `_JUMP` times the mean.
 _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
 _PRICED = 2.0  # an instance has a cost, a drop has none: this multiple of the targets suffices for one instance less
 _MOST_GAIN = 50.0  # bound of a reported gain's logarithm
@@ -64,7 +64,7 @@ class ComparisonTargets:
 
     @property
     def lost_s(self) -> float:
-        """Waits between this and twice this are increasingly lost."""
+        """Wait from which on requests count as lost: increasingly, up to twice this wait."""
         return LOST * self.ttft_s
 
 
@@ -74,7 +74,7 @@ class Evaluation:
 
     candidate: Candidate
     prediction: Prediction  # for the middle future
-    loss: float  # a lower bound if it was not going to be chosen
+    loss: float  # a lower bound for candidates that could not be chosen
 
     @property
     def name(self) -> str:
@@ -109,7 +109,7 @@ class Comparison:
 def compare(
     snapshot: Snapshot, running: Running, traffic: Traffic, pace: Pace, targets: ComparisonTargets | None = None
 ) -> Comparison:
-    """For an overload. The snapshot is consistent and has at least one group."""
+    """Compare all candidates for an overload. The snapshot must have at least one group."""
     evaluator = _Evaluator(snapshot, running, traffic, pace, targets or ComparisonTargets())
     candidates = evaluator.candidates.all()
     kinds = [evaluator.candidates.kinds(candidate) for candidate in candidates]
@@ -132,7 +132,7 @@ def compare_long(
     need: LongNeed,
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """For a long request's group: it is chosen unless the others' loss rises by more than `_BEARABLE`."""
+    """Compare a long request's group with no change: it is chosen if others' latencies grow by at most `_BEARABLE`."""
     evaluator = _Evaluator(snapshot, running, traffic, pace, targets or ComparisonTargets())
     stay = evaluator.evaluate(NOTHING, evaluator.candidates.kinds(NOTHING))
     merged = evaluator.evaluate(Candidate(made.name), kinds_with_long(snapshot, made, need, running))
@@ -148,8 +148,9 @@ def compare_restore(
     restored: Mapping[GroupId, Sequence[int]],
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """For a relief: whether to dissolve these pipelines. Chosen if the result is good enough during and after the
-    restore, or better than before, and if draining is short, as remaining requests are recomputed.
+    """Compare dissolving these pipelines with keeping them, for a relief. They are dissolved if the result is good
+    enough during and after the restore, or better than before, and if draining is short, as remaining requests are
+    recomputed.
 
     Args:
         restored: Blocks of each member of a pipeline, once it holds all layers.
@@ -176,9 +177,9 @@ def compare_sizes(
     may_shrink: bool,
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """For parking: whether some reserve should serve, or one instance less. An instance has a cost: of all sizes about
-    as good as the best the smallest is chosen. One leaves only if the rest is good enough, even at the highest arrival
-    count of the last minute.
+    """Compare numbers of serving instances, for parking: some of the reserve more, or one less. Of all sizes about as
+    good as the best the smallest is chosen. An instance leaves only if the rest is good enough, even at the highest
+    arrival count of the last minute.
     """
     given = targets or ComparisonTargets()
     evaluator = _SizeEvaluator(snapshot, running, traffic, pace, given, reserve)
@@ -248,7 +249,7 @@ class _Evaluator:
 
 
 class _SizeEvaluator(_Evaluator):
-    """For sizes: free memory for unpredicted bursts counts like shorter waits."""
+    """Evaluates numbers of serving instances: too little free memory for sudden bursts adds to the loss."""
 
     def __init__(
         self,
@@ -341,12 +342,14 @@ def loss_of(one: Prediction, targets: ComparisonTargets) -> float:
 
 
 def _wait_loss(p99_s: float, lost_share: float, targets: ComparisonTargets) -> float:
-    """If all are lost, twice the loss of the case in which one in a hundred just is."""
+    """Loss by waiting: log of P99 TTFT over its target, up to `LOST`, and as much again if all requests are lost."""
     return math.log(min(max(p99_s / targets.ttft_s, 1.0), LOST)) + lost_share * math.log(LOST)
 
 
 def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Future]:
-    """The higher of the rates over ten seconds and a minute, plus statistical fluctuation."""
+    """A future for each of `LASTS_S`, at the higher of the arrival rates over ten seconds and a minute, plus
+    statistical fluctuation.
+    """
     block_tokens = snapshot.model.block_tokens
     fast_per_s = traffic.recent_count / min(RECENT_S, max(1.0, traffic.known_s))
     slow_per_s = traffic.minute_count / min(MINUTE_S, max(RECENT_S, traffic.known_s))

@@ -6,7 +6,7 @@ from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import ModelShape
 
-MOST_GROUPS = 32  # described; the layout has all of them
+MOST_GROUPS = 32  # groups described; the layout has all of them
 
 
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:
@@ -41,7 +41,7 @@ def group_line(group: GroupPlan, model: ModelShape) -> str:
 
 
 def _uneven(group: GroupPlan) -> str:
-    """The member with most layers, if that exceeds its share: it has more memory, or is faster."""
+    """Text about the member with most layers, if these exceed its share: it has more memory, or is faster."""
     counts = {member.worker_id: member.last_layer - member.first_layer for member in group.members}
     all_layers, (most, name) = sum(counts.values()), max((count, name) for name, count in counts.items())
     if most <= -(-all_layers // len(counts)):

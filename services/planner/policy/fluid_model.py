@@ -32,7 +32,7 @@ PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
 _MOST_SHARING = 2.0  # the first waiting prompt gets half of every batch, however many there are
 _PRECISION_S = 0.005  # of a wait
 _HALVINGS = 40  # maximum: waits beyond 10^12 s, from reported costs, are less precise
-_COHORTS = 8  # of the requests waiting at the beginning, by waiting time
+_COHORTS = 8  # parts of the requests waiting at the beginning, by waiting time
 _NEARLY = 0.1  # fraction of a request that may be missing, as flows have no last one
 
 
@@ -80,24 +80,24 @@ class Future:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FluidMachine:
-    """One instance."""
+    """Speed and limits of an instance."""
 
     pace: Pace
     layer_count: int
     max_running_count: int
 
     def cost_of(self, stages: int, slowness: float = 1.0) -> CostModel:
-        """Of all layers in a pipeline of that depth, with bubbles counted as work."""
+        """Batch costs of all layers in a pipeline of that depth, with bubbles counted as work."""
         return self.pace.cost.scaled(self.layer_count / self.pace.layer_count / (1 - bubbles(stages)) * slowness)
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
     ttft_p99_s: float
-    ahead_p99_s: float  # without the time waited before
+    ahead_p99_s: float  # P99 TTFT without the time waited before the prediction
     tpot_s: float  # mean over the tokens, including waits of preempted requests
     lost_share: float = 0.0  # fraction of the requests whose wait is lost
-    lost_ahead_share: float = 0.0  # without the time waited before
+    lost_ahead_share: float = 0.0  # the same without the time waited before the prediction
 
     def told(self) -> str:
         return f"P99 TTFT {self.ttft_p99_s:.2f} s, TPOT {1e3 * self.tpot_s:.0f} ms"
@@ -116,8 +116,8 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
 
     Args:
         cost: Of all layers, bubbles included: `FluidMachine.cost_of`.
-        decodes: Per microbatch.
-        context: Tokens whose KV these read.
+        decodes: Decoding sequences per microbatch.
+        context: Tokens whose KV the decodes read.
         chunk: Prompt tokens per microbatch, after `prefix` tokens.
     """
     tokens = sequences = decodes
@@ -148,7 +148,7 @@ def prompt_s(
 
     Args:
         cost: As in `token_s`, likewise `decodes` and `context`: the rest of its batches.
-        batch_tokens: Maximum of a batch.
+        batch_tokens: Maximum tokens of a batch.
         sharing: Slowdown by other prompts.
     """
     chunks = math.ceil(length / max(1.0, batch_tokens - decodes))
@@ -195,24 +195,24 @@ class _Flow:
         self.capacity = kind.capacity_tokens
         self.admitted = kind.capacity_tokens * (1 - _RESERVE)
         self.kept, self.kept_s = kind.kept_tokens, kind.kept_s
-        self.left_over = kind.group_count * future.spread / 2  # tokens that no group can divide
+        self.left_over = kind.group_count * future.spread / 2  # room in mean requests that is lost at groups' ends
         self.places = kind.max_running_count or float(self.instances * machine.max_running_count)
         self.used: float = kind.used_tokens
         self.uncomputed: float = kind.uncomputed_tokens
-        # Admitted, without a token.
+        # Admitted requests without a token.
         self.prefills: float = min(kind.running_count, kind.uncomputed_tokens / future.prompt_tokens)
         self.running: float = kind.running_count - self.prefills
-        self.old: float = self.running  # of the running requests those from the beginning
-        self.busy: float = 0.0  # of the last step, with prompts
+        self.old: float = self.running  # running requests that ran at the beginning
+        self.busy: float = 0.0  # fraction of the last step in which batches had prompts
         self.free: float = 0.0  # requests that could still be admitted in this step
-        # Of requests with a first token, and averages at that time: other prompts, and decodes.
+        # Requests with a first token, and sums over them of `busy`, decodes and context at that time.
         self.seen: float = 0.0
         self.seen_busy: float = 0.0
         self.seen_decodes: float = 0.0
         self.seen_context: float = 0.0
 
     def room(self, until_s: float, mean_tokens: float) -> float:
-        """Requests that it can admit in a step of that duration."""
+        """Number of requests that can be admitted in the step that ends at `until_s`."""
         self.free = 0.0
         if until_s <= self.stall_s:
             return 0.0
@@ -238,7 +238,9 @@ class _Flow:
     def advance(
         self, prefix: float, prompt: float, answer: float, remaining: float, dt: float
     ) -> tuple[float, float, float, float]:
-        """Returns requests with a first token, tokens generated, and requests and tokens preempted."""
+        """Advance by `dt` seconds. Returns the numbers of requests with a first token, of generated tokens, and of
+        preempted requests and their tokens.
+        """
         cost, batches, running, prefills = self.cost, self.instances, self.running, self.prefills
         used, uncomputed = self.used, self.uncomputed
         self.busy = share = 0.0
@@ -302,7 +304,7 @@ class _Flow:
 def look_ahead(
     machine: FluidMachine, kinds: Sequence[GroupKind], future: Future, horizon_s: float, lost_after_s: float = math.inf
 ) -> Prediction:
-    """`lost_after_s`: waits of twice this are lost, and partly those between."""
+    """Predict the latencies of a layout. `lost_after_s`: longer waits are partly lost, those of twice this entirely."""
     dt = horizon_s / STEPS
     prompt, answer = future.prompt_tokens, max(1.0, future.answer_tokens)
     remaining = future.remaining_tokens

@@ -32,7 +32,7 @@ class LeanMove:
 
 
 def place(amount: int, instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> int | None:
-    """The instance for a new request; a leaving one stays then. None: another one has to be started or woken."""
+    """The instance for a new request; a leaving one only if no other has room. None: one has to be started or woken."""
     kept = int(reserve * capacity)
     staying = [one for one in instances if not one.leaving]
     with_room = [one for one in staying if one.used + amount + kept <= capacity or not one.amounts]
@@ -68,7 +68,7 @@ def relieve(instances: Sequence[HeldRequest], capacity: int, reserve: float = RE
 def _spread(
     source: HeldRequest, amounts: Sequence[int], instances: Sequence[HeldRequest], capacity: int, reserve: float
 ) -> list[LeanMove] | None:
-    """Each to the fullest instance that keeps the reserve; None: one does not fit."""
+    """Moves of each amount to the fullest instance that keeps the reserve; None: one does not fit."""
     rooms = {
         one.number: capacity - one.used - int(reserve * capacity)
         for one in instances
@@ -86,7 +86,7 @@ def _spread(
 
 
 def check(before: Sequence[HeldRequest], moves: Sequence[LeanMove], capacity: int) -> list[str]:
-    """Raise if moves overfill an instance, take from and give to one, or give to a leaving one."""
+    """Descriptions of what is wrong: an instance overfilled, one that gives and takes, or a leaving one that takes."""
     used = {one.number: one.used for one in before}
     for move in moves:
         used[move.source] -= move.amount

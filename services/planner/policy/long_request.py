@@ -18,8 +18,8 @@ class LongNeed:
     """Needs of one long request."""
 
     need_tokens: int
-    prompt_tokens: int  # of them, tokens to be computed
-    group_id: GroupId | None = None  # where it runs, with `held_tokens` of KV
+    prompt_tokens: int  # part of `need_tokens` that is still to be computed
+    group_id: GroupId | None = None  # the group in which it runs, with `held_tokens` of KV; None: it waits
     held_tokens: int = 0
 
 
@@ -45,15 +45,15 @@ class LongGroup:
 
 
 def held_by(snapshot: Snapshot, need: LongNeed) -> GroupId | None:
-    """An existing group large enough for a request that does not run yet."""
+    """An existing group large enough for a request that does not run yet; None: there is none, or it runs."""
     wanted = -(-need.need_tokens // snapshot.model.block_tokens)
     found = [group.group_id for group in snapshot.groups if group.block_count >= wanted]
     return min(found) if found and need.group_id is None else None
 
 
 def group_for(snapshot: Snapshot, need: LongNeed) -> LongGroup | None:
-    """Of the merges that hold it the one with the fewest stages, of the least loaded groups: existing pipelines
-    extended, or lone instances. None: there is none.
+    """The merge with the fewest stages that holds the request, of the least loaded groups: existing pipelines extended,
+    or lone instances. None: there is none.
     """
     model = snapshot.model
     extra_blocks = -(-(need.need_tokens - need.held_tokens) // model.block_tokens)
@@ -100,8 +100,8 @@ def _made(merge: Sequence[GroupState], splitter: Splitter) -> LongGroup | None:
 
 
 def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[GroupKind]:
-    """Capacity for other requests once the group has the request: without that group, which dispatchers avoid during
-    its prefill.
+    """Groups that serve other requests beside the long one: all but its own, which dispatchers avoid during its
+    prefill; if there are no others, its own.
     """
     model, tokens = snapshot.model, snapshot.model.block_tokens
     rest = [group for group in snapshot.groups if group.group_id not in made.ids]

@@ -1,15 +1,16 @@
-"""MELL's packing of requests onto instances (figure 10 of the paper), as it is printed and repaired.
+"""MELL's packing of requests onto instances (figure 10 of the paper), as printed and in a repaired version.
 
-Instances are bins of one capacity, requests are items of growing size. An item is large, medium, small or tiny: more
-than a half, a third, a quarter of a bin, or at most that; a bin's kind is that of its largest item. Requests below an
-eighth of a bin travel together in bags of an eighth to a quarter, which the paper asks for in a sentence. Bins come
-when they are needed and go when they are empty.
+Instances are bins of one capacity, requests are items of growing size. An item is large (more than half of a bin),
+medium (more than a third), small (more than a quarter) or tiny; a bin's kind is that of its largest item. Requests of
+at most an eighth of a bin share bags of an eighth to a quarter, which the paper demands in one sentence. Bins are
+opened when needed and closed when empty.
 
-What is printed does not keep theorem 1: tiny requests that came before large ones are never drawn to them, so that
-property 5 fails without bound, and an item that outgrows its bin within its class has no rule. `Book(repaired=True)`
-ends each operation with moves that restore the properties, as many as are left of ten; the missing rule is in both.
+The printed algorithm violates theorem 1: tiny requests that came before large ones are never moved to them, so that
+property 5 fails without bound, and it has no rule for an item that outgrows its bin within its class.
+`Book(repaired=True)` ends each operation with moves that restore the properties, within the limit of ten moves; the
+missing rule is in both versions.
 
-Sizes are whole numbers (bytes or tokens): sums are exact. No clock, no I/O.
+Sizes are whole numbers (bytes or tokens), so sums are exact. No clock, no I/O.
 """
 
 from collections.abc import Callable, Hashable, Iterable
@@ -18,10 +19,10 @@ from enum import IntEnum
 
 from ballast.common.errors import InvariantViolation
 
-MOST_MOVES = 10  # items, per operation: theorem 3
-_FULL = 0.75  # of a bin: what properties 3 and 5 ask for
+MOST_MOVES = 10  # items moved per operation: theorem 3
+_FULL = 0.75  # fraction of a bin that properties 3 and 5 demand
 
-Key = Hashable  # of a request
+Key = Hashable  # identifies a request
 
 
 class MellSize(IntEnum):
@@ -31,7 +32,7 @@ class MellSize(IntEnum):
     LARGE = 3
 
 
-_WHOLE = {MellSize.MEDIUM: 2, MellSize.SMALL: 3}  # items of its kind in a bin: properties 1 and 2
+_WHOLE = {MellSize.MEDIUM: 2, MellSize.SMALL: 3}  # items of a bin's kind in a complete bin: properties 1 and 2
 
 
 def size_of(amount: int, capacity: int) -> MellSize:
@@ -81,7 +82,7 @@ class MellMove:
 
 @dataclass(frozen=True, slots=True)
 class Exceptions:
-    """Bins that violate a property of theorem 1, which permits a constant number of each."""
+    """Numbers of bins that violate a property of theorem 1, which permits a constant number of each."""
 
     medium: int  # 1: a medium bin has two medium items
     small: int  # 2: a small one has three small ones
@@ -100,8 +101,8 @@ class Book:
         self._items: dict[Key, Item] = {}
         self._open_bag: Item | None = None
         self._opened_count = 0
-        self._came_from: dict[Key, int] = {}  # requests moved since `take_moves` -> their bin before
-        self._moved: set[Item] = set()  # by this operation
+        self._came_from: dict[Key, int] = {}  # request moved since `take_moves` -> its bin before
+        self._moved: set[Item] = set()  # items moved by this operation
 
     # ------------------------------------------------------------ operations
 
@@ -149,7 +150,7 @@ class Book:
         self._end()
 
     def take_moves(self) -> list[MellMove]:
-        """Requests whose bin has changed since the last call."""
+        """The moves of requests whose bin has changed since the last call."""
         moves = [
             MellMove(request, source, here.number)
             for request, source in self._came_from.items()
@@ -181,7 +182,7 @@ class Book:
         return next((one for one in reversed(self._of_kind(*kinds)) if one is not but), None)
 
     def _by_priority(self, *kinds: MellSize) -> list[MellBin]:
-        """Fewer requests first, then more room."""
+        """Bins of these kinds: those with fewer items first, then those with more room."""
         return sorted(self._of_kind(*kinds), key=lambda one: (len(one.items), one.used, one.number))
 
     def _room(self, one: MellBin) -> int:
@@ -195,7 +196,7 @@ class Book:
         return sum([self._size(item) is size for item in one.items])
 
     def _company(self, one: MellBin) -> int:
-        """Medium and small items of a bin."""
+        """Number of medium and small items of a bin."""
         return self._count(one, MellSize.MEDIUM) + self._count(one, MellSize.SMALL)
 
     def _has_other(self, one: MellBin, item: Item, size: MellSize) -> bool:
@@ -257,7 +258,7 @@ class Book:
         return 4 * (bag.amount + amount) <= self.capacity and self._room(self._bin_of(bag)) >= amount
 
     def _keep_bag(self, bag: Item) -> None:
-        """A bag below an eighth that is not the open one is merged into it, or becomes the open one."""
+        """Merge a bag of at most an eighth into the open bag, or make it the open one if there is none."""
         if bag is self._open_bag or 8 * bag.amount > self.capacity:
             return
         if self._open_bag is None or not self._fits_bag(self._open_bag, bag.amount):
@@ -276,7 +277,7 @@ class Book:
         return 4 * bag.amount > self.capacity or 8 * max(bag.requests.values()) > self.capacity
 
     def _split(self, bag: Item) -> None:
-        """A request above an eighth leaves its bag, as does the largest one of a bag above a quarter."""
+        """Take the largest request out of a bag that exceeds a quarter of a bin, or with a request above an eighth."""
         if not self._is_outgrown(bag):
             return
         largest = max(bag.requests, key=bag.requests.__getitem__)
@@ -325,7 +326,7 @@ class Book:
         self._put(item, self._open())
 
     def _move_tiny_out(self, one: MellBin) -> None:
-        """Move tiny items out, as far as the bin is overfull."""
+        """Move tiny items out until the bin is not overfull."""
         while one.used > self.capacity:
             tiny = min(
                 [item for item in one.items if self._size(item) is MellSize.TINY],
@@ -338,7 +339,7 @@ class Book:
             self._place(tiny, one)
 
     def _accompany(self, one: MellBin) -> None:
-        """Put a medium or small item beside a large one, from the bin with priority; that bin is refilled."""
+        """Put a medium or small item into a large bin that has none, from the bin with priority, which is refilled."""
         if self._company(one):
             return
         for other in self._by_priority(MellSize.MEDIUM, MellSize.SMALL):
@@ -350,12 +351,12 @@ class Book:
                 return
 
     def _largest(self, one: MellBin, room: int, sizes: tuple[MellSize, ...]) -> Item | None:
-        """The largest item of these sizes that fits."""
+        """The largest item of these sizes in a bin that fits into `room`."""
         found = [item for item in one.items if self._size(item) in sizes and item.amount <= room]
         return max(found, key=lambda item: item.amount, default=None)
 
     def _refill_with(self, one: MellBin, size: MellSize) -> None:
-        """Refill with an item of that size from the latest bin of its kind."""
+        """Refill a bin with an item of that size from the latest bin of that kind."""
         latest = self._latest(size, but=one)
         if not one.items or latest is None or latest.number < one.number:
             return
@@ -412,7 +413,7 @@ class Book:
             self.bins = [one for one in self.bins if one.items]
 
     def _join(self) -> bool:
-        """Properties 1 and 2: of two incomplete bins the later one gives."""
+        """Move an item from the last to the first of several incomplete bins: properties 1 and 2. True if one moved."""
         for size, whole in _WHOLE.items():
             short = [one for one in self._of_kind(size) if self._count(one, size) < whole]
             if len(short) < 2:
@@ -426,7 +427,7 @@ class Book:
         return False
 
     def _pair_up(self) -> bool:
-        """Property 4."""
+        """Move a medium or small item into a large bin that has none: property 4. True if one moved."""
         for one in self._of_kind(MellSize.LARGE):
             if self._company(one):
                 continue
@@ -439,7 +440,7 @@ class Book:
         return False
 
     def _fill_hollow(self) -> bool:
-        """Property 5."""
+        """Move a tiny item into a large or medium bin that is not full: property 5. True if one moved."""
         latest = self._latest(MellSize.TINY)
         if latest is None:
             return False
@@ -452,7 +453,9 @@ class Book:
         return False
 
     def _fill_tiny(self) -> bool:
-        """Property 3."""
+        """Move a tiny item from the last to the first of several tiny bins that are not full: property 3. True if one
+        moved.
+        """
         short = [one for one in self._of_kind(MellSize.TINY) if one.used < _FULL * self.capacity]
         if len(short) < 2:
             return False
@@ -464,7 +467,7 @@ class Book:
     # ------------------------------------------------------------ theorem 1
 
     def check(self) -> Exceptions:
-        """How far the properties hold.
+        """The numbers of bins that violate each property.
 
         Raises:
             InvariantViolation: a bin is overfull or empty, or a request is in no bin or in two.
@@ -503,7 +506,7 @@ def sends_kv(tokens: int, kv_bytes_per_token: float, link_bytes_per_s: float, to
     """True if moving a request's KV is faster than recomputing its tokens.
 
     Args:
-        link_bytes_per_s: Available bandwidth between the two.
+        link_bytes_per_s: Available bandwidth between the two instances.
         token_s: Prefill time per token of the target in a full batch.
     """
     return tokens * kv_bytes_per_token / link_bytes_per_s <= tokens * token_s

@@ -41,8 +41,8 @@ class _MergedCut(NamedTuple):
 
 
 class GroupPlanner:
-    """`equal_singles`: all groups are single instances with equal memory and equal layers. The split then depends only
-    on which members have equal amounts of KV, and is cached.
+    """Plans merged groups. `equal_singles`: all groups are single instances with equal memory and equal layers. The
+    split then depends only on which members have equal amounts of KV, and is cached.
     """
 
     def __init__(self, splitter: Splitter, *, equal_singles: bool, toward_memory: float | None = None) -> None:
@@ -52,7 +52,7 @@ class GroupPlanner:
         self._cuts: dict[tuple[bool, ...], _MergedCut] = {}
 
     def plan(self, merged: Sequence[GroupState]) -> GroupPlan:
-        """See `group_plan`."""
+        """The plan of one pipeline of all members: see `group_plan`."""
         if not self._equal_singles:
             return group_plan(merged, self._splitter, self._toward_memory)
         ordered = sorted(merged, key=_by_load)

@@ -21,23 +21,23 @@ from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport
 
-_MORE_TARGETS = 3  # for a group that gives everything away, per round
-_FREEST = 32  # targets from which nearly full groups choose
+_MORE_TARGETS = 3  # further targets per round of a group that gives all its requests away
+_FREEST = 32  # number of the freest targets from which nearly full groups choose
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRules:
-    balances: bool  # otherwise only draining and leaving groups give, and if `relieves`, nearly full ones
+    balances: bool  # False: only draining and leaving groups give and, if `relieves`, nearly full ones
     relieves: bool = False
-    below_tokens: float = 32.0  # less freeness: source
-    above_tokens: float = 96.0  # more freeness: target
+    below_tokens: float = 32.0  # groups with less freeness are sources
+    above_tokens: float = 96.0  # groups with more freeness are targets
 
 
 @dataclass(frozen=True, slots=True)
 class Move:
     source: Group
     target: Group
-    block_budget: int  # of sequences, in all layers
+    block_budget: int  # maximum KV blocks of the moved sequences
     longest_first: bool = False
 
 
@@ -49,7 +49,7 @@ class _MigrationCandidate:
 
     @property
     def free_blocks(self) -> int:
-        """Negative if the waiting line needs more than there is."""
+        """Blocks neither used nor needed by the waiting line; negative if that needs more than there are."""
         load = self.load
         return load.block_count - load.used_block_count - load.waiting_block_count
 
@@ -71,15 +71,17 @@ class _MigrationCandidate:
 
 
 def is_round_due(layout: Layout, rules: MigrationRules, *, looks: bool) -> bool:
-    """True if a round may have migrations: there are several groups, and one may have to give. `looks`: it is time to
-    look whether one is nearly full.
+    """True if a round may have migrations: there are several groups, and one may have to give. `looks`: nearly full
+    groups are looked for in this round.
     """
     drains = any(_must_empty(member) for group in layout.groups for member in group.members)
     return len(layout.groups) > 1 and (rules.balances or drains or (rules.relieves and looks))
 
 
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
-    """Pairs of groups: each in at most one, except those that give everything away."""
+    """Moves between pairs of groups. Each group is in at most one, except those that give all their requests away and
+    those that take from nearly full ones.
+    """
     candidates = [
         _MigrationCandidate(
             group, loads[group.leader.worker_id], any(not m.takes_new or _drains(m, loads) for m in group.members)
@@ -97,7 +99,7 @@ def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: Migr
 def _relieved(
     candidates: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate], rules: MigrationRules
 ) -> list[Move]:
-    """Nearly full groups, in turn with those that are at most half as full."""
+    """Moves from each nearly full group to one that is at most half as full, of the freest ones in turn."""
     moves: list[Move] = []
     full = [c for c in candidates if c.load.running_count > 1 and not c.drains and c.freeness < rules.above_tokens]
     for number, source in enumerate(full):
@@ -134,7 +136,7 @@ def _takes(candidate: _MigrationCandidate, rules: MigrationRules) -> bool:
 
 
 def _paired(sources: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate]) -> list[Move]:
-    """One target per source; groups that give everything away get further free targets."""
+    """Moves from each source to one target; groups that give all their requests away get further free targets."""
     free = [target for target in targets if target not in sources]
     pairs = list(zip(sources, free, strict=False))
     emptied = [source for source in sources if source.drains]

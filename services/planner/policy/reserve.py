@@ -40,7 +40,7 @@ class Reserve:
 
 
 def more(reserve: Reserve) -> list[Candidate]:
-    """`count` of the reserve, or all of it, serve."""
+    """Candidates with 1, 2, 4 ... instances of the reserve serving, and with all of them."""
     counts = {min(1 << doublings, reserve.count) for doublings in range(reserve.count.bit_length() + 1)} - {0}
     return [Candidate(f"{count} more", added=count) for count in sorted(counts)]
 
@@ -92,7 +92,7 @@ class Jumps:
 
     @property
     def known(self) -> bool:
-        """Whether it has looked for long enough to say what may come."""
+        """True if demand was observed for long enough to know its jumps."""
         return len(self._largest) > _LEARNS
 
     @property
@@ -129,8 +129,8 @@ class Jumps:
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[GroupKind]:
-    """Kinds with `count` more instances of the reserve, leaving ones first; or (-1) with one less. A leaving instance
-    has no room and completes its requests; a waking one has room, and starts later.
+    """Group kinds with `added` more instances of the reserve, leaving ones first; or (-1) with one less. A leaving
+    instance has no room and completes its requests; a waking one has room, and starts later.
 
     Args:
         places: Maximum running requests of an instance.
@@ -158,7 +158,9 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
 
 
 def _one_less(found: Sequence[GroupKind], home: float, places: int) -> list[GroupKind]:
-    """One instance less of the lone kind with most instances; its running requests move to the next kind."""
+    """One instance less of the lone kind with most instances. If it was the only one, its requests move to the next
+    kind.
+    """
     alone = sorted((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
     largest = alone[-1]
     if largest.group_count > 1:

@@ -7,7 +7,7 @@ from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 
 SOURCE_CHOICES = 8  # holders considered for each layer
-RESTORE_USAGE_LIMIT = 0.85  # maximum fraction of the remaining KV in use: demand may return
+RESTORE_USAGE_LIMIT = 0.85  # maximum fraction of the remaining KV in use, as demand may return
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,8 @@ def plan_restore(
     """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of the remaining capacity.
 
     Two conditions: a group's own demand against the KV of its members as full replicas (its requests stay with them),
-    and total demand against total capacity, as a remaining pipeline relieves the others. `only`: named by an operator.
+    and total demand against total capacity, as a remaining pipeline relieves the others. `only`: the pipelines to
+    consider; None: all.
     `longest_tokens`: of the longest request of each group, which must fit a single member.
     """
     model = snapshot.model
@@ -81,7 +82,9 @@ def plan_restore(
 
 
 def _too_long(longest_tokens: int, alone_tokens: int) -> str | None:
-    """As its leader checks it: a batch in flight may add a token, and the next one needs room for one more."""
+    """Why a pipeline's longest request does not fit a single member; None if it does. Checked as by its leader: a batch
+    in flight may add a token, and the next one needs room for one more.
+    """
     if longest_tokens + 2 <= alone_tokens or alone_tokens < 1:
         return None
     return f"a request of {longest_tokens} tokens runs there, and a member alone holds {alone_tokens}"
@@ -92,7 +95,7 @@ def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
 
 
 class _SourceChoice:
-    """Capacity with the groups chosen so far dissolved."""
+    """Total demand, and total capacity with the groups chosen so far dissolved."""
 
     def __init__(self, snapshot: Snapshot, usage_limit: float) -> None:
         self.usage_limit = usage_limit
@@ -129,7 +132,9 @@ class _Sources:
         self._turn = 0
 
     def assign(self, groups: Sequence[GroupState]) -> Mapping[GroupId, list[Pull]]:
-        """Layers with the fewest holders choose first; each takes the holder chosen least so far."""
+        """The pulls of all missing layers by group. Layers with the fewest holders choose first; each takes the holder
+        chosen least so far.
+        """
         wanted = [
             (len(self.holders[layer]), layer, member.worker_id, group.group_id)
             for group in groups

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from services.planner.policy.snapshot import InstanceState, ModelShape
 
 STATE_LIMIT = 256
-TOWARD_MEMORY = (0.0, 0.5, 1.0)  # tried for unlike members
+TOWARD_MEMORY = (0.0, 0.5, 1.0)  # values of `toward_memory` tried for unlike members
 _ROUNDING = 1e-9
 
 
@@ -78,7 +78,7 @@ class Aftermath(NamedTuple):
     block_count: int  # KV blocks after the exchange
 
 
-Kinds = tuple[tuple[MemberKind, int], ...]  # with the number of members of each, in order
+Kinds = tuple[tuple[MemberKind, int], ...]  # each kind with its number of members, in order
 Reach = list[list[int]]  # by kind and first layer: the largest last layer of a stage
 
 
@@ -222,11 +222,13 @@ class _Search:
         completes: Callable[[float, int], bool],
         tolerance: SplitTolerance,
     ) -> None:
-        """Args:
-        times: Possible stage times, ascending.
-        blocks: Possible KV blocks of the smallest stage, ascending.
-        completes: True if the members, in some order, can cover all layers within these bounds.
-        tolerance: Of a balanced split.
+        """Prepare a search.
+
+        Args:
+            times: Possible stage times, ascending.
+            blocks: Possible KV blocks of the smallest stage, ascending.
+            completes: Returns True if the members, in some order, can cover all layers within a stage time and blocks.
+            tolerance: By how much stages of a balanced split may differ.
         """
         self._times, self._blocks, self._completes = times, blocks, completes
         self._tolerance = tolerance
@@ -264,7 +266,7 @@ def is_unlike(kinds: Kinds) -> bool:
 
 
 def _memory(one: MemberKind | InstanceState) -> tuple[int, int, float]:
-    """And its slowdown."""
+    """Budget, extent size and slowdown of a member."""
     return one.budget_bytes, one.extent_bytes, one.slowness
 
 
@@ -335,7 +337,7 @@ def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int
 
 
 def _deal_out(ordered: Sequence[SplitMember], layer_count: int, most: Sequence[int]) -> list[SplitStage]:
-    """Members that all hold equal layers: those with most KV take as many as allowed."""
+    """Stages of members that all hold every layer: those with most KV take as many layers as allowed."""
     counts: list[int] = []
     left = layer_count
     loads = [candidate.kv_bytes_per_layer for candidate in ordered]

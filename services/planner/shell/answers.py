@@ -20,13 +20,15 @@ T = TypeVar("T")
 
 
 class Answers(Generic[T]):
-    """Several may wait for one id: a repeated request is the same request."""
+    """Waiting callers by request id. Several may wait for one id: a repeated request is the same request."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[asyncio.Future[T]]] = {}
 
     async def wait(self, request_id: str, ask: Callable[[], None], timeout_s: float, late: str) -> T:
-        """Args:
+        """Send a request and wait for its answer.
+
+        Args:
             ask: Sends the request to the core, which may answer before this returns.
             late: Message of the timeout.
 

@@ -23,7 +23,7 @@ _LOOKED_AT_PER_S = 1000.0
 
 
 def look_interval_s(group_count: int) -> float:
-    """Between two looks whether a group is nearly full: they read the reports of all."""
+    """Interval of searches for nearly full groups, each of which reads the reports of all groups."""
     return max(1.0, group_count / _LOOKED_AT_PER_S)
 
 
@@ -38,7 +38,7 @@ class Balancing:
         load: Callable[[], Awaitable[ClusterLoad]],
         next_cause: Callable[[str], str],
     ) -> None:
-        """`at_rest`: as of the planner's core."""
+        """`at_rest`: returns the core's layout; None while it changes or another planner leads."""
         self._members = members
         self._rules = rules
         self._counting = counting

@@ -35,7 +35,7 @@ class PartnerNaming:
         self._heard: dict[WorkerId, Epoch] = {}  # the highest epoch that each member has reported
 
     def soon(self) -> None:
-        """An instance has joined, or has used up its links."""
+        """Send the partners at once, as the layout has changed or a transition has ended."""
         self._due.set()
 
     async def run(self) -> None:

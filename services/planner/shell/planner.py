@@ -35,7 +35,9 @@ _DRAIN_CALL_TIMEOUT_S = 3.0
 
 
 class PlannerShell:
-    """`feed` is synchronous, so nothing interleaves with a decision; slow operations run in the shell's own tasks."""
+    """Executes the core's commands. `feed` is synchronous, so nothing interleaves with a decision; slow operations run
+    in the shell's own tasks.
+    """
 
     def __init__(
         self,
@@ -56,7 +58,7 @@ class PlannerShell:
         self._members = members
         self._counting = counting
         self._webhook = webhook
-        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # one of a kind at a time
+        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # calls in flight: one of a kind per worker
         self._ordering = set[WorkerId]()  # instances with an order in flight
         self._changes = Answers[p.AnswerChange]()
         self._drains = Answers[Epoch]()
@@ -121,9 +123,7 @@ class PlannerShell:
     # ------------------------------------------------------------ called by the servicer
 
     def watch(self) -> LayoutWatcher:
-        """Raises:
-        Overloaded: the limit of watchers is reached.
-        """
+        """Add a watcher of layouts. Raises Overloaded if there are too many."""
         return self._watchers.add(self.core.layout)
 
     def unwatch(self, watcher: LayoutWatcher) -> None:
@@ -139,8 +139,8 @@ class PlannerShell:
         return await self._drains.wait(request_id, lambda: self.feed(event), timeout_s, late)
 
     async def change(self, event: p.ChangeRequest | p.StandingRequested, timeout_s: float) -> p.AnswerChange:
-        """An operator's drop or restore, which returns once the plan is journaled; or parking or waking of an instance,
-        which returns once it is in the layout.
+        """Request an operator's drop or restore, and return once its plan is journaled; or park or wake an instance,
+        and return once that is in the layout.
         """
         late = (
             f"no plan was stored within {timeout_s:.1f} s (is the state server away?);"
@@ -149,7 +149,7 @@ class PlannerShell:
         return await self._changes.wait(event.request_id, lambda: self.feed(event), timeout_s, late)
 
     async def load(self) -> p.ClusterLoad:
-        """Raises BallastError: the monitor does not answer."""
+        """The cluster's load. Raises BallastError if the monitor does not answer."""
         return await self._monitor.load(_LOADS_TIMEOUT_S)
 
     # ------------------------------------------------------------ commands
@@ -224,7 +224,7 @@ class PlannerShell:
         return self.core.kept_out.of_another_protocol()
 
     async def _load_of_equals(self) -> p.ClusterLoad:
-        """Reports of the groups between which requests can be moved."""
+        """The load without workers of another protocol, with which requests cannot be exchanged."""
         return (await self.load()).without(self._apart())
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
@@ -311,7 +311,7 @@ class PlannerShell:
             self.feed(p.MemberAnswered(time.monotonic(), command.cause_id, command.journal.epoch, said))
 
     def _order_standing(self, command: p.OrderStanding) -> None:
-        """The next order replaces one without an answer."""
+        """Send an order, unless one to this worker is in flight."""
         if command.member.worker_id not in self._ordering:
             self._ordering.add(command.member.worker_id)
             self._tasks.start(self._send_standing(command), f"order {command.member.worker_id}")

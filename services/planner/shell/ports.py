@@ -24,7 +24,7 @@ class LayoutStore(Protocol):
     async def write_journal(self, command: p.WriteJournal) -> p.WriteOutcome: ...
 
     async def write_reach(self, reach: Reach, token: int) -> None:
-        """For dispatchers. Raises Unavailable: no answer; a former leader writes nothing."""
+        """Publish the reach for dispatchers; a former leader writes nothing. Raises Unavailable without an answer."""
         ...
 
     async def write_learnt(self, learnt: Learnt, token: int) -> None:
@@ -46,11 +46,11 @@ class MembersPort(Protocol):
         ...
 
     async def call(self, command: p.CallMember, timeout_s: float) -> MemberSaid | None:
-        """None: no usable answer."""
+        """Call a member of a transition. Returns None without a usable answer."""
         ...
 
     async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> p.Probed:
-        """True if that incarnation is at its address."""
+        """Check whether that incarnation is at its address."""
         ...
 
     async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
@@ -64,51 +64,51 @@ class MembersPort(Protocol):
     async def name_partners(
         self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
     ) -> Epoch:
-        """Returns the highest epoch that it knows. Raises BallastError: no answer."""
+        """Send a worker its likely partners. Returns the highest epoch it knows. Raises BallastError: no answer."""
         ...
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
-        """Order both sides. Raises BallastError: one is unreachable, or refuses."""
+        """Order a migration from both groups. Raises BallastError: one is unreachable, or refuses."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Counting(Protocol):
-    """Counted for metrics as it happens."""
+    """Counts what happens, for metrics."""
 
     def layout(self, layout: Layout) -> None:
-        """A layout took effect."""
+        """Count a layout that took effect."""
         ...
 
     def kept_out(self, count: int) -> None:
-        """Instances that are put into no group now."""
+        """Set the number of instances that are currently kept out of groups."""
         ...
 
     def wanted(self, count: int) -> None:
-        """Instances that should serve; 0: another planner leads."""
+        """Set the number of instances that should serve; 0: another planner leads."""
         ...
 
     def write(self, outcome: p.WriteOutcome) -> None: ...
 
     def rejected(self) -> None:
-        """An instance was rejected, as it serves another model."""
+        """Count an instance rejected because it serves another model."""
         ...
 
     def stale(self) -> None:
-        """An event of an old incarnation."""
+        """Count an event of an old incarnation."""
         ...
 
     def ended(self, record: TransitionRecord) -> None: ...
 
     def migrations_ordered(self) -> None:
-        """From one instance to another."""
+        """Count a migration ordered from one group to another."""
         ...
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
-        """No plan met the request."""
+        """Count a request that no plan met, or not completely."""
         ...
 
     def predicted(self, predicted: Predicted) -> None:
-        """The outcome of a predicted decision is known."""
+        """Count a prediction whose outcome is known."""
         ...

@@ -17,7 +17,7 @@ SOON_S = 0.5
 
 
 def reach_now(model: ModelInfo | None, load: ClusterLoad) -> Reach | None:
-    """Over all instances that report and do not leave, including temporarily stranded ones. None:
+    """The longest context over all instances that report and do not leave, including temporarily stranded ones. None:
     too little is known.
     """
     there = [one.memory for one in load.workers.values() if not (one.draining or one.parked)]
@@ -41,7 +41,7 @@ class ReachTelling:
         self._told: tuple[Reach, int] | None = None
 
     def soon(self) -> None:
-        """The layout has changed."""
+        """Publish at once, as the layout has changed."""
         self._due.set()
 
     async def run(self) -> None:
@@ -55,7 +55,7 @@ class ReachTelling:
                 pass
 
     async def _tell(self) -> bool:
-        """Returns True if it has been written."""
+        """Publish the reach if it has changed. Returns True if the stored one is current."""
         now = self._leads()
         if now is None:
             return False

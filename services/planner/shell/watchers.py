@@ -39,9 +39,7 @@ class Watchers:
         self._watchers: set[LayoutWatcher] = set()
 
     def add(self, first: Layout) -> LayoutWatcher:
-        """Raises:
-        Overloaded: the limit of watchers is reached.
-        """
+        """Add a watcher that first gets `first`. Raises Overloaded if there are too many."""
         if len(self._watchers) >= self._max_count:
             raise Overloaded(f"{self._max_count} watchers are connected already", 1.0)
         watcher = LayoutWatcher(first)

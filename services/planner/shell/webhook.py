@@ -23,7 +23,7 @@ def post(url: str, body: bytes, signature: str) -> None:
 
 
 class Webhook:
-    """`run` posts the newest offered number; those in between are dropped."""
+    """Posts the newest offered number; those in between are dropped."""
 
     def __init__(self, url: str, secret: bytes, *, every_s: float = EVERY_S, send: Post = post) -> None:
         self._url = url
@@ -35,7 +35,7 @@ class Webhook:
         self._news = asyncio.Event()
 
     def offer(self, wanted: Wanted | None) -> None:
-        """None: another planner leads, and posts."""
+        """Set the number to post; None: another planner leads, and posts."""
         self._offered = wanted
         if wanted is None:
             self._told = None

@@ -7,12 +7,13 @@ parameters, prompt for the penalties) is sent once, in `added`.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ballast.common.record import record
 from ballast.common.sampling import SamplingParams
 
 SequenceId = int  # chosen by the leader's core, never reused within the life of a worker
+IN_FLIGHT = -1  # in place of a token id: the token that the previous batch samples for this sequence
 PREEMPTED = "online work waits"  # in place of a failure: a batch of offline work was preempted at a safepoint
 
 
@@ -38,7 +39,7 @@ class Slice(NamedTuple):
 
     sequence_id: SequenceId
     first_position: int  # number of the sequence's tokens with KV in the cache
-    token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]  # `(IN_FLIGHT,)` if the only one is not known yet
     samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
 
 
@@ -105,6 +106,14 @@ class Batch:
     forgotten: NumberRuns = ()
     taken: tuple[TakenBlocks, ...] = ()
     safepoint_layers: int = 0  # batch of offline work only: it may be preempted after each so many layers; 0: never
+
+
+class LaunchedStep(Protocol):
+    """A batch that a device computes, of the whole model."""
+
+    def collect(self) -> "StepResult":
+        """Wait for its result. Called once, in the order of launch."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,9 +27,37 @@ class BatchPlan:
 Share = tuple[list[Sequence], list[tuple[Sequence, int]]]  # decodes; chunks, with their number of tokens
 
 
-def _ready(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
+def ready_alone(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
     """Running sequences that are in no batch after `completed_step_id` and have the blocks they need."""
     return [s for s in running if s.step_id <= completed_step_id and s.token_count <= s.reserved_tokens]
+
+
+def ready_ahead(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
+    """Running sequences that may be in the batch that follows the one in flight, and have the blocks they need."""
+    return [
+        s
+        for s in running
+        if (
+            s.token_count <= s.reserved_tokens
+            if s.step_id <= completed_step_id or s.dispatched_tokens < s.token_count
+            else s.token_count < s.reserved_tokens and s.token_count in s.ahead
+        )
+    ]
+
+
+def growing_ahead(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
+    """Running sequences that need a block for it."""
+    return [
+        s
+        for s in running
+        if s.token_count > s.reserved_tokens
+        or (
+            s.token_count == s.reserved_tokens
+            and s.step_id > completed_step_id
+            and s.dispatched_tokens == s.token_count
+            and s.token_count in s.ahead
+        )
+    ]
 
 
 class BatchFormer:
@@ -45,14 +73,18 @@ class BatchFormer:
         """Microbatches in flight beyond one per stage."""
         return self._microbatching.ahead
 
-    def batch(self, running: list[Sequence], completed_step_id: int, *, all_ready: bool) -> Share:
+    def batch(self, running: list[Sequence], completed_step_id: int, *, all_ready: bool, ahead: bool) -> Share:
         """Batch of an instance that serves alone. `all_ready`: no running sequence is in flight, and all have the
-        blocks they need.
+        blocks they need; `ahead`: a batch is in flight.
         """
-        ready = running if all_ready else _ready(running, completed_step_id)
-        decodes = [s for s in ready if s.token_count - s.computed_tokens == 1]
-        prefills = [] if len(decodes) == len(ready) else [s for s in ready if s.token_count - s.computed_tokens != 1]
-        prompt_tokens = sum(s.token_count - s.computed_tokens for s in prefills) if self.prefill_limit else 0
+        if ahead:
+            found = ready_ahead(running, completed_step_id)
+            decodes = [s for s in found if s.left_tokens == 1]
+        else:
+            found = running if all_ready else ready_alone(running, completed_step_id)
+            decodes = [s for s in found if s.token_count - s.computed_tokens == 1]
+        prefills = [] if len(decodes) == len(found) else [s for s in found if s.left_tokens != 1]
+        prompt_tokens = sum(s.left_tokens for s in prefills) if self.prefill_limit else 0
         budget = min(
             self._limits.max_batch_tokens, len(decodes) + self._most_prompt_tokens(len(decodes), prompt_tokens)
         )
@@ -105,7 +137,7 @@ class BatchFormer:
             else:
                 chunks.append((sequence, count))
         if limited and decodes:
-            self._add_leftover_decodes(decodes, chunks, _ready(running, completed_step_id))
+            self._add_leftover_decodes(decodes, chunks, ready_alone(running, completed_step_id))
         return decodes, chunks
 
     def _add_leftover_decodes(
@@ -137,6 +169,6 @@ class BatchFormer:
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:
             return []
-        views = [PrefillView(s.rank, s.computed_tokens, s.token_count - s.computed_tokens, s.caller) for s in prefills]
+        views = [PrefillView(s.rank, s.planned_tokens, s.left_tokens, s.caller) for s in prefills]
         counts = chunk_prefills(decode_count, views, budget_tokens)
         return [(sequence, count) for sequence, count in zip(prefills, counts, strict=True) if count]

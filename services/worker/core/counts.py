@@ -181,7 +181,9 @@ class GroupCounts:
     @property
     def max_in_flight_count(self) -> int:
         """Maximum number of batches in flight."""
-        ahead = self.stage_count > 1 and self.line.count > 0
+        if self.stage_count == 1:
+            return 2 if self.limits.async_scheduling else 1
+        ahead = self.line.count > 0
         return self.stage_count + self.former.ahead_count if ahead else self.stage_count
 
     @property

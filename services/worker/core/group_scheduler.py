@@ -75,11 +75,17 @@ class GroupScheduler:
     def has_work(self) -> bool:
         """True if a batch may be requested. With others in flight the answer may still be none."""
         scheduler, batches_in_flight = self.scheduler, self.batches_in_flight
-        if self.stopped:
+        count, completed_step_id = len(batches_in_flight), batches_in_flight.completed_step_id
+        if self.stopped or count >= scheduler.max_in_flight_count:
             return False
-        return len(batches_in_flight) < scheduler.max_in_flight_count and scheduler.has_ready(
-            batches_in_flight.completed_step_id
-        )
+        if count and scheduler.stage_count == 1:
+            return not batches_in_flight.may_be_preempted and scheduler.has_ready_ahead(completed_step_id)
+        return scheduler.has_ready(completed_step_id)
+
+    @property
+    def goes_ahead(self) -> bool:
+        """True if a batch may stay launched while the next one is formed."""
+        return self._limits.async_scheduling
 
     @property
     def is_busy(self) -> bool:

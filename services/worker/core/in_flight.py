@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable
 
 from ballast.common.errors import InvariantViolation
-from services.worker.core.batch import Batch, NewSequence, SequenceId, Slice, StepResult, SwapCopy
+from services.worker.core.batch import IN_FLIGHT, Batch, NewSequence, SequenceId, Slice, StepResult, SwapCopy
 from services.worker.core.batch_former import BatchPlan
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import Execute, Removed
@@ -14,19 +14,21 @@ from services.worker.core.swapping import NOTHING, block_copies
 
 # A named tuple's own constructor takes twice as long, and one is made for each token.
 _New = Callable[[type[Slice], tuple[object, ...]], Slice]
+_UNKNOWN = (IN_FLIGHT,)
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 class InFlightBatch:
     """A batch dispatched to the stages."""
 
-    __slots__ = ("chunked", "sampled_count", "shares", "step_id", "swaps")
+    __slots__ = ("chunked", "has_safepoints", "sampled_count", "shares", "step_id", "swaps")
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
         self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, samples
         self.chunked: list[Sequence] = []  # of these the ones with a prompt chunk
         self.sampled_count = 0
+        self.has_safepoints = False  # it may be preempted within its step
         self.swaps = NOTHING  # copies to host memory and back
 
     def check_result(self, result: StepResult, text_count: int) -> None:
@@ -54,8 +56,9 @@ class Steps:
 class InFlightBatches:
     """Batches complete in the order of dispatch. A sequence is in flight if its last batch has not completed.
 
-    Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. Nothing follows a
-    sampling chunk until it has completed: its token is the next input.
+    Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. What follows a
+    sampling slice has its token as input: in a pipeline nothing does until that has completed; a lone instance refers
+    to it (`IN_FLIGHT`). If that token ends the sequence, the row that follows is computed in vain, in its own block.
     """
 
     def __init__(self, book: BlockBook, steps: Steps, prefixes: PrefixIndex) -> None:
@@ -74,6 +77,11 @@ class InFlightBatches:
         """Step of the oldest batch in flight."""
         return self._batches[0].step_id if self._batches else None
 
+    @property
+    def may_be_preempted(self) -> bool:
+        """True if the newest batch in flight may be preempted within its step."""
+        return bool(self._batches) and self._batches[-1].has_safepoints
+
     def in_flight(self, sequence: Sequence) -> bool:
         return sequence.step_id > self.completed_step_id
 
@@ -86,15 +94,18 @@ class InFlightBatches:
     def dispatch(self, plan: BatchPlan) -> Execute:
         step_id = self._steps.next()
         in_flight_batch = InFlightBatch(step_id)
-        in_flight_batch.swaps = plan.swaps
+        in_flight_batch.swaps, in_flight_batch.has_safepoints = plan.swaps, plan.safepoint_layers > 0
         added = [sequence for sequence in plan.decodes if not sequence.in_engine]
-        for sequence in plan.decodes:
-            sequence.dispatched_tokens, sequence.step_id = sequence.token_count, step_id
-        slices = [
-            _new(Slice, (s.sequence_id, s.token_count - 1, ((s.output_token_ids or s.prompt_token_ids)[-1],), True))
-            for s in plan.decodes
-        ]
-        shares = in_flight_batch.shares = [(sequence, sequence.token_count, True) for sequence in plan.decodes]
+        if self._batches:
+            slices = [self._decode(sequence) for sequence in plan.decodes]
+        else:
+            slices = [
+                _new(Slice, (s.sequence_id, s.token_count - 1, ((s.output_token_ids or s.prompt_token_ids)[-1],), True))
+                for s in plan.decodes
+            ]
+        for sequence, part in zip(plan.decodes, slices, strict=True):
+            sequence.dispatched_tokens, sequence.step_id = part[1] + 1, step_id
+        shares = in_flight_batch.shares = [(sequence, sequence.dispatched_tokens, True) for sequence in plan.decodes]
         in_flight_batch.sampled_count = len(shares)
         for sequence, count in plan.chunks:
             if not sequence.in_engine:
@@ -112,6 +123,13 @@ class InFlightBatches:
         self._batches.append(in_flight_batch)
         tables, text_wanted = self._book.apply(batch), tuple(s.stop.needs_text for s in added)
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
+
+    def _decode(self, sequence: Sequence) -> Slice:
+        """Its next decode, while batches are in flight."""
+        if sequence.step_id > self.completed_step_id and sequence.dispatched_tokens >= sequence.token_count:
+            return _new(Slice, (sequence.sequence_id, sequence.token_count, _UNKNOWN, True))
+        token_ids = sequence.output_token_ids or sequence.prompt_token_ids
+        return _new(Slice, (sequence.sequence_id, sequence.token_count - 1, (token_ids[-1],), True))
 
     def release_batch(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
         """A batch that only tells the stages what to release and copy, when no other batch is about to follow."""
@@ -174,20 +192,20 @@ class InFlightBatches:
 
     def check(self) -> None:
         """Raise InvariantViolation unless each sequence's shares in flight are contiguous and none was preempted."""
-        ends: dict[SequenceId, tuple[int, bool]] = {}
+        ends: dict[SequenceId, tuple[int, int]] = {}  # end of the last share, and tokens in flight
         for in_flight_batch in self._batches:
             for sequence, end, samples in in_flight_batch.shares:
-                before = ends.get(sequence.sequence_id)
-                if before is not None and (before[1] or end <= before[0]):
+                before, awaited_count = ends.get(sequence.sequence_id, (end - 1, 0))
+                if end <= before or (awaited_count and (end != before + 1 or not samples)):
                     raise InvariantViolation(f"{sequence.name} is in two batches at once", sequence.story())
-                ends[sequence.sequence_id] = end, samples
+                ends[sequence.sequence_id] = end, awaited_count + samples
                 if sequence.state is SequenceState.ENDED:
                     continue
                 if sequence.state is not SequenceState.RUNNING:
                     raise InvariantViolation(f"{sequence.name} is computed and waits", sequence.story())
                 if end <= sequence.computed_tokens or end > sequence.dispatched_tokens:
                     raise InvariantViolation(f"{sequence.name} flies to {end}", sequence.story())
-                if samples and end != sequence.token_count:
+                if samples and end != sequence.token_count + awaited_count:
                     raise InvariantViolation(f"{sequence.name} gives a token before its end", sequence.story())
 
 

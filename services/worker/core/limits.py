@@ -24,6 +24,7 @@ class WorkerLimits:
     swap_block_count: int = 0  # KV blocks in host memory for preempted sequences; 0: they are recomputed
     swaps_online: bool = True  # False: host blocks are for offline sequences only
     swap_blocks_per_step: int = 0  # 0: as many as can be copied during the step
+    async_scheduling: bool = False  # a lone instance forms a batch before the tokens of the previous one are known
     prefix_caching: bool = False  # share KV blocks of equal prompt beginnings
     prefix_seed: bytes = b""  # what KV depends on besides tokens, and a secret that makes keys unpredictable
     handover_timeout_s: float = 10.0  # how long a moved request waits for its KV, and KV for its request

@@ -103,7 +103,7 @@ class OfflineWork:
         if alone and in_flight_count >= stage_count:
             return 0
         room = self._limits.max_batch_tokens - len(decodes) - sum(count for _, count in chunks)
-        offline = [OfflineView(s.computed_tokens, left_of(s), s.step_id) for s in ready]
+        offline = [OfflineView(s.planned_tokens, s.left_tokens, s.step_id) for s in ready]
         if cost is None:
             if not alone or online_in_flight:
                 return 0
@@ -111,7 +111,7 @@ class OfflineWork:
         else:
             prices = PriceList(cost, [Chunk(s.computed_tokens, 1) for s in decodes])
             for sequence, count in chunks:
-                prices.add(max(sequence.computed_tokens, sequence.dispatched_tokens), count)
+                prices.add(sequence.planned_tokens, count)
             if not alone:
                 self._online_s = prices.seconds
             limit_s = NO_LIMIT_S
@@ -125,7 +125,7 @@ class OfflineWork:
             prompt_tokens = max(0, min(prompt_tokens, prefill_limit - sum(count for _, count in chunks)))
         for index, count in fill(prices, offline, limit_s, room, prompt_tokens):
             sequence = ready[index]
-            if left_of(sequence) == 1:
+            if sequence.left_tokens == 1:
                 decodes.append(sequence)
             else:
                 chunks.append((sequence, count))

@@ -16,11 +16,12 @@ when the victim's batch has completed.
 
 import bisect
 import math
+import sys
 from collections.abc import Container
 from dataclasses import replace
 
 from services.worker.core.batch import BlockKey, SequenceId
-from services.worker.core.batch_former import BatchPlan
+from services.worker.core.batch_former import BatchPlan, growing_ahead, ready_ahead, ready_alone
 from services.worker.core.blocks import blocks_for
 from services.worker.core.counts import GroupCounts
 from services.worker.core.line import OFFLINE_RANK, order
@@ -61,6 +62,24 @@ class Scheduler(GroupCounts):
             return self.settled
         claims = any(s.caller != head.caller for s in self.running)  # perhaps when others hold more
         return self.settled and not claims and self._preemption_candidates(head, 0) is None
+
+    def has_ready_ahead(self, completed_step_id: int) -> bool:
+        """True if a lone instance may have a batch to run behind the one in flight. Not while it preempts or swaps:
+        sequences in flight cannot be preempted, and copies must not touch what is still being written.
+        """
+        swap = self.swap
+        if swap.entries or swap.enabled or self.suspended or self.expected_block_count or not self.settled:
+            return False
+        if self.offline_work.paused and self.offline:
+            return False
+        for sequence in self.running:
+            if (
+                sequence.step_id <= completed_step_id
+                or sequence.dispatched_tokens < sequence.token_count
+                or sequence.token_count in sequence.ahead
+            ):
+                return True
+        return False
 
     def has_ready(self, completed_step_id: int) -> bool:
         """True if the next plan may have something to run. Not certain: blocks may be lacking, and only some
@@ -302,8 +321,11 @@ class Scheduler(GroupCounts):
     def plan(self, at_s: float, completed_step_id: int, in_flight_count: int) -> BatchPlan:
         """Plan the next step, without the sequences in a batch after `completed_step_id`."""
         preempted: list[Sequence] = []
+        ahead = in_flight_count > 0 and self.stage_count == 1
         left = self._settle_swaps(at_s) if self.swap.entries else ()
         self._awaited_block_count = 0
+        if ahead and not self._reserve_ahead(completed_step_id):
+            return BatchPlan([], [], [], [])
         for sequence in [s for s in self.running if s.token_count > s.reserved_tokens]:
             if sequence.state is SequenceState.RUNNING:  # not preempted for an earlier one
                 preempted += self._make_room(sequence, at_s, completed_step_id)
@@ -323,15 +345,17 @@ class Scheduler(GroupCounts):
             )
         else:
             all_ready = not (in_flight_count or self.swap.entries)
-            decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready)
+            decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready, ahead=ahead)
+            in_flight_count = 0  # what is ahead of a lone instance's device counts as completed
         plan, online_busy = BatchPlan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
         if offline := self.offline:
-            safepoint_layers = self._fill(plan, offline, at_s, completed_step_id, in_flight_count)
+            safepoint_layers = self._fill(plan, offline, at_s, completed_step_id, in_flight_count, ahead=ahead)
             plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
-        if self.swap.entries and (busy or not in_flight_count):  # without a batch, copies would delay those in flight
+        # Without a batch, copies would delay those in flight.
+        if self.swap.entries and not ahead and (busy or not in_flight_count):
             swaps = self.swap.order(left, busy=online_busy)
         if offline and busy:
             swaps = self.swap.mirror(swaps, [s for s in reversed(offline) if s.state is SequenceState.RUNNING])
@@ -344,20 +368,35 @@ class Scheduler(GroupCounts):
         """True if retained blocks are to be copied to the host and it has room."""
         return self.swap.has_space and self.prefixes.wants_copies
 
+    def _reserve_ahead(self, completed_step_id: int) -> bool:
+        """Reserve the blocks that sequences need with the tokens in flight. False: there are too few, or the head of
+        the line needs some of another sequence; that waits until nothing is in flight and any may be preempted.
+        """
+        growing = growing_ahead(self.running, completed_step_id)
+        if len(growing) > self.free_block_count:
+            return False
+        if (head := self._head()) is not None and self._preemption_candidates(head, sys.maxsize):
+            return False
+        for sequence in growing:
+            self._reserve(sequence, 1)
+        return True
+
     def _fill(
-        self, plan: BatchPlan, offline: list[Sequence], at_s: float, completed_step_id: int, in_flight_count: int
+        self,
+        plan: BatchPlan,
+        offline: list[Sequence],
+        at_s: float,
+        completed_step_id: int,
+        in_flight_count: int,
+        *,
+        ahead: bool,
     ) -> int:
         """Add offline sequences to the batch, as far as it has room. Returns its safepoints."""
+        running = [s for s in offline if s.state is SequenceState.RUNNING]
         return self.offline_work.fill(
             plan.decodes,
             plan.chunks,
-            [
-                s
-                for s in offline
-                if s.state is SequenceState.RUNNING
-                and s.step_id <= completed_step_id
-                and s.token_count <= s.reserved_tokens
-            ],
+            ready_ahead(running, completed_step_id) if ahead else ready_alone(running, completed_step_id),
             stage_count=self.stage_count,
             in_flight_count=in_flight_count,
             prefill_limit=self.former.prefill_limit,

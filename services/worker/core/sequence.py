@@ -49,6 +49,7 @@ class Sequence:
 
     __slots__ = (
         "_story",
+        "ahead",
         "arrival",
         "attempt",
         "block_keys",
@@ -105,6 +106,7 @@ class Sequence:
         # Prompt tokens whose KV was cached at its first admission; None: not admitted yet.
         self.cached_tokens: int | None = 0 if self.output_token_ids else None
         self.stop = stop
+        self.ahead = self._ahead()
         self.state = SequenceState.WAITING
         self.computed_tokens = 0  # number of its first tokens with KV in the cache
         self.dispatched_tokens = 0  # the same once its batches in flight have completed
@@ -118,6 +120,26 @@ class Sequence:
         self.first_token_at_s: float | None = None  # of this attempt
         self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
+
+    def _ahead(self) -> range:
+        """Token counts at which its next token may be computed before the last one is known: not where a constraint
+        depends on that one, where it is the last by count, or comes with logprobs of the prompt.
+        """
+        sampling, prompt_count = self.sampling, len(self.prompt_token_ids)
+        if sampling.grammar is not None or sampling.bad_words_token_ids:
+            return range(0)
+        first = max(sampling.min_tokens, 0 if sampling.prompt_logprobs is None else 1)
+        return range(prompt_count + first, prompt_count + self.stop.max_output_count - 1)
+
+    @property
+    def planned_tokens(self) -> int:
+        """Number of its first tokens that have KV or are in a batch."""
+        return max(self.computed_tokens, self.dispatched_tokens)
+
+    @property
+    def left_tokens(self) -> int:
+        """Tokens to be computed that are in no batch, as of the time when the token in flight, if any, is known."""
+        return self.token_count - self.planned_tokens or 1
 
     @property
     def limit_tokens(self) -> int:

@@ -5,6 +5,7 @@ takes time: for a thread that time has passed by then, a simulation lets it pass
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -46,6 +47,14 @@ class StepOutcome:
     why: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedBatch:
+    """A batch that the device computes."""
+
+    step_id: int
+    collect: Callable[[], StepOutcome]  # waits for the outcome
+
+
 class TurnMember(Protocol):
     """This worker as a member of its group. Called from the engine thread only."""
 
@@ -60,6 +69,11 @@ class TurnMember(Protocol):
     @property
     def may_form(self) -> bool:
         """True if batches may be formed: not while the layout changes."""
+        ...
+
+    @property
+    def at_rest(self) -> bool:
+        """True if `poll` has nothing to do."""
         ...
 
     @property
@@ -82,8 +96,10 @@ class TurnMember(Protocol):
         """Between two turns: continue what waits for a step boundary or for room."""
         ...
 
-    def run(self, command: Execute | Removed) -> StepOutcome | None:
-        """Execute a batch. None: it is on its way through the stages and its outcome follows, or there is none."""
+    def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
+        """Execute a batch, or launch it. None: it is on its way through the stages and its outcome follows, or there is
+        none.
+        """
         ...
 
     def check(self) -> None: ...
@@ -93,14 +109,19 @@ class TurnMember(Protocol):
 
 class Turns(ABC):
     """Base of the engine thread's and the simulator's turns, which define how a batch is run. A turn is `take_in`, then
-    `step` while `may_step`; `commands` then holds the output for dispatchers.
+    `step` while `steps`; `commands` then holds the output for dispatchers.
+
+    With asynchronous scheduling one batch stays launched between two turns, and the next one is launched before its
+    outcome is collected. The member never sees that: what is launched is collected before it handles an event, and at
+    once while it is not at rest.
     """
 
-    __slots__ = ("_member", "_now", "commands", "core", "fruitless_count")
+    __slots__ = ("_launched", "_member", "_now", "commands", "core", "fruitless_count")
 
     def __init__(self, core: WorkerCore, now: Callable[[], float]) -> None:
         self.core = core
         self._member: TurnMember | None = None
+        self._launched: deque[LaunchedBatch] = deque()
         self.commands: list[Command] = []
         self.fruitless_count = 0  # consecutive BatchWanted without a batch
         self._now = now
@@ -108,7 +129,7 @@ class Turns(ABC):
     # ---------------------------------------------------------------- for subclasses
 
     @abstractmethod
-    def run(self, command: Execute | Removed) -> StepOutcome | None:
+    def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
         """Execute a batch, or a removal. None: the outcome follows, or there is none."""
 
     @abstractmethod
@@ -127,8 +148,15 @@ class Turns(ABC):
         return self.core.has_work and (self._member is None or self._member.may_form)
 
     @property
+    def steps(self) -> bool:
+        """True if a batch may be formed, or one is launched."""
+        return bool(self._launched) or self.may_step
+
+    @property
     def rests(self) -> bool:
         """True if there is nothing to do until an event: sequences without blocks wait for batches in flight."""
+        if self._launched:
+            return False
         return not self.may_step or (self.fruitless_count > 0 and self.core.in_flight_count > 0)
 
     def take_in(self, events: Iterable[Event | MemberEvent]) -> Iterator[None]:
@@ -139,24 +167,34 @@ class Turns(ABC):
             elif member is None:
                 raise InvariantViolation("an event for a member of a group, and this worker is none")
             else:
+                self._collect()
                 self._take(member.handle(event))
             yield
         due_at_s, now_s = core.next_deadline_at_s, self._now()
         if due_at_s is not None and due_at_s <= now_s:
             self._feed(Tick(now_s))
         if member is not None:
+            if not member.at_rest:
+                self._collect()
             self._take(member.poll())
             yield
 
     def step(self) -> Iterator[None]:
         """Form batches while allowed; a lone instance handles pending events after each."""
         while True:
-            formed = self._form()
+            formed = self._form() if self.may_step or not self._launched else None
             self.fruitless_count = 0 if formed is not None else self.fruitless_count + 1
             if formed is None:
+                self._collect()
                 return
             outcome = self.run(formed)
             yield
+            if isinstance(outcome, LaunchedBatch):
+                self._launched.append(outcome)
+                at_rest = self._member is None or self._member.at_rest
+                self._collect(1 if at_rest and self.core.group_scheduler.goes_ahead else 0)
+                return
+            self._collect()
             if outcome is not None:
                 self._land(outcome)
                 return
@@ -172,6 +210,11 @@ class Turns(ABC):
             else:
                 self._answered(command)
         return formed
+
+    def _collect(self, left_count: int = 0) -> None:
+        """Collect launched batches, all but the latest `left_count`."""
+        while len(self._launched) > left_count:
+            self._land(self._launched.popleft().collect())
 
     def _feed(self, event: Event) -> None:
         for command in self.core.handle(event):

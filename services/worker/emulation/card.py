@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_QUANTUM_S = 0.02  # then a more urgent transfer may go first
+_QUANTUM_S = 0.02  # time after which a more urgent transfer may go first
 
 
 @dataclass(slots=True)
@@ -24,7 +24,7 @@ class CardTransfer:
 
 
 class Card:
-    """Used on the event loop only."""
+    """An instance's network cards. Used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, bytes_per_s: float) -> None:
         self._loop = loop

@@ -17,7 +17,7 @@ MOST_S = 0.03
 
 
 class GpuClock:
-    """For the engine thread, except `heard`."""
+    """Ideal time of an engine. Used by the engine thread, except for `heard`."""
 
     def __init__(self) -> None:
         self.ended_s = 0.0  # of the last step
@@ -27,7 +27,7 @@ class GpuClock:
         self.lost_s = 0.0  # total delay of ends, not compensated
 
     def heard(self, at_s: float) -> None:
-        """Ideal arrival of a message. Any thread."""
+        """Record the ideal arrival of a message without activations. Callable from any thread."""
         self._heard_s = max(self._heard_s, at_s)
 
     def run(

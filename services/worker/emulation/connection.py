@@ -197,7 +197,7 @@ class EmulatedConnection(Connection):
         self._call(self._break, why)
 
     def check(self) -> None:
-        """There is one queue, the card's."""
+        """No-op: the only queue is the card's."""
 
     def begin_close(self) -> None:
         with self._changed:
@@ -212,7 +212,7 @@ class EmulatedConnection(Connection):
         self.wait_ended(_CLOSE_WITHIN_S if timeout_s is None else timeout_s)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Returns soon on the event loop, which has to end the connection itself."""
+        """Wait until the connection has ended. Returns at once on the event loop, which has to end it itself."""
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
                 return True
@@ -383,7 +383,7 @@ class EmulatedConnection(Connection):
         self._finish(LinkState.BROKEN, why)
 
     def _finish(self, how: LinkState, why: str) -> None:
-        """Once. Transfers end after the link, as with a real one."""
+        """End the connection, once. Transfers end after the links, as with a real one."""
         with self._changed:
             if self._has_ended:
                 return

@@ -20,7 +20,7 @@ HostMarks = dict[tuple[int, int], int]  # layer and host block -> mark
 
 
 def copy_marks(copy: BlockCopy, layer: int, area: Area, host: HostMarks) -> None:
-    """The marks of one layer."""
+    """Copy the marks of blocks in one layer."""
     for here, there in zip(copy.device_blocks, copy.host_blocks, strict=True):
         if copy.out:
             host[layer, there] = area.cell(here)
@@ -37,7 +37,7 @@ def one_way(copies: Sequence[BlockCopy], layer_count: int) -> int:
 
 
 class EmulatedCopier:
-    """A `BlockCopier`."""
+    """A `BlockCopier` that copies marks, and waits for the time of the bytes."""
 
     def __init__(self, memory: DeviceMemory, block_count: int, host_bytes_per_s: float) -> None:
         """`host_bytes_per_s`: per direction."""
@@ -60,4 +60,4 @@ class EmulatedCopier:
         return self._took_s
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EmulatedEngine:
-    """See `engine.load.Engine`."""
+    """The emulated counterpart of `engine.load.Engine`."""
 
     info: ModelInfo
     machine: Machine
@@ -40,13 +40,13 @@ class EmulatedEngine:
         return self.memory.kv.block_count
 
     def compute_here(self) -> None:
-        """Nothing to set up."""
+        """No-op."""
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         return self.runner.step(batch, block_tables)
 
     def read_layer(self, layer: int) -> None:
-        """From host memory if kept there, otherwise from the emulated disk."""
+        """Read a layer's parameters: from host memory if kept there, otherwise from the emulated disk."""
         if self.host_copy.fill(self.memory.parameters, layer):
             self._wait_for_host()
             return
@@ -68,7 +68,7 @@ class EmulatedEngine:
         self.memory.check()
 
     def close(self) -> None:
-        """Logs the delay of steps."""
+        """Close the memory, and log the delay of steps."""
         clock = self.runner.clock
         if clock.due_s:
             due_s, late_s, lost_s = (round(seconds, 3) for seconds in (clock.due_s, clock.late_s, clock.lost_s))
@@ -92,8 +92,8 @@ def emulate(
     max_model_len: int | None = None,
     name: str | None = None,
 ) -> EmulatedEngine:
-    """Raises:
-    ConfigError: the model's sizes exceed the memory.
+    """An engine for an emulated machine. Raises ConfigError if the model exceeds the memory, or `max_model_len` the
+    model's.
     """
     model = machine.model
     element, kind = dtype(model.dtype), model.dtype

@@ -38,7 +38,7 @@ class Outline(_Strict):
 
 
 class Roofline(_Strict):
-    """From a data sheet."""
+    """Durations derived from a data sheet."""
 
     kind: Literal["roofline"] = "roofline"
     costs: RooflineCosts
@@ -53,7 +53,7 @@ class Roofline(_Strict):
 
 
 class MeasuredCosts(_Strict):
-    """From `ballast profile`: see `policy.cost_fit.StageCosts`."""
+    """Durations measured by `ballast profile`: see `policy.cost_fit.StageCosts`."""
 
     kind: Literal["measured"] = "measured"
     layer: CostModel
@@ -88,9 +88,7 @@ class Machine(_Strict):
 
 
 def read_machine(path: Path) -> Machine:
-    """Raises:
-    ConfigError: names the file, and the first invalid field.
-    """
+    """Read a machine's file. Raises ConfigError, which names the file and the first invalid field."""
     try:
         return Machine.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:

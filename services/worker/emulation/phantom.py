@@ -166,7 +166,7 @@ def phantom(tensor: torch.Tensor) -> Phantom:
 
 
 def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The marks of several, concatenated."""
+    """The marks of several tensors, concatenated."""
     marks = array(_MARK)
     for tensor in tensors:
         marks.extend(phantom(tensor).read())
@@ -174,9 +174,7 @@ def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def write_all(tensors: Sequence[torch.Tensor], contents: bytes) -> None:
-    """Raises:
-    ValueError: the number of cells differs.
-    """
+    """Write the marks of `read_all` into tensors. Raises ValueError if the number of cells differs."""
     marks, at = array(_MARK, contents), 0
     for each in map(phantom, tensors):
         count = len(each.read())
@@ -211,10 +209,10 @@ class PhantomBackend:
         self._created, self._extent_bytes = True, extent_bytes
 
     def give_up(self, runs: Sequence[ExtentRun]) -> None:
-        """Nothing to release."""
+        """No-op: there is no memory."""
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
-        """Nothing to allocate."""
+        """No-op: there is no memory."""
 
     def export(self, first: int, count: int) -> list[int]:
         raise InvariantViolation("an emulated instance has one rank")
@@ -234,7 +232,7 @@ class PhantomBackend:
         area.forget_all()
 
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
-        """Fresh memory has no marks."""
+        """Map extents, which takes time but has no effect: fresh memory has no marks."""
         if self.takes_time:
             time.sleep(sum(run.count for run in runs) * self._extent_bytes * self._remap_s_per_byte)
 
@@ -266,10 +264,10 @@ class PhantomBackend:
         yield memoryview(read_all([tensor]))
 
     def synchronise(self) -> None:
-        """Nothing is asynchronous."""
+        """No-op: nothing is asynchronous."""
 
     def close(self) -> None:
-        """Nothing to close."""
+        """No-op."""
 
     def _at(self, address: int) -> tuple[Area, int]:
         index = bisect_right(self._bases, address) - 1

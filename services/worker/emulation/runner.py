@@ -35,7 +35,7 @@ class Activation:
 
 
 class EmulatedActivations:
-    """A log of sizes: see `services.worker.pipeline.context.ActivationStore`."""
+    """An `ActivationStore` (`services.worker.pipeline.context`) that keeps only sizes."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -52,8 +52,8 @@ class EmulatedActivations:
 
 
 class _KnownSequence:
-    """A sequence: hash of its first `position` tokens. `before`: position, hash and mark of a partial block before its
-    last slice, in case that is repeated.
+    """State of a sequence, with the hash of its first `position` tokens. `before`: position, hash and mark of a partial
+    block before its last slice, in case that is repeated.
     """
 
     __slots__ = ("before", "hash", "is_wrong", "logprobs", "position", "scored", "start")
@@ -95,7 +95,9 @@ class Marks:
             self.known[new.sequence_id] = _KnownSequence(new)
 
     def compute(self, batch: Batch, tables: Sequence[Sequence[int]], before: bytes, layers: range) -> bytes:
-        """Returns the slices with errors here or, by `before`, in earlier stages."""
+        """Verify and write the marks of a batch. Returns a byte per slice: 1 if there was an error here or, by
+        `before`, in earlier stages.
+        """
         self._memory.kv.guard(max(max(table) for table in tables) + 1, layers)
         self._check_layers(layers)
         wrong = bytearray(before)
@@ -104,18 +106,19 @@ class Marks:
         return bytes(wrong)
 
     def forget_all(self) -> None:
-        """Another leader's batches follow: they add every sequence anew."""
+        """Forget all sequences and verified layers: another leader's batches follow, and add every sequence anew."""
         self.known.clear()
         self._checked_layers.clear()
         self._wrong_layers.clear()
 
     def _compute(self, part: Slice, table: Sequence[int], layers: range) -> bool:
-        """False: the KV before it is not this sequence's."""
+        """Verify and write the marks of a slice. Returns False if a read was wrong now or before."""
         known = self.known.get(part.sequence_id)
         if known is None:
             raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
         first, size, left = part.first_position, self._block_tokens, 0
-        if first and first != known.position and first == known.before[0]:  # a later stage was preempted
+        # The slice is repeated if a later stage was preempted.
+        if first and first != known.position and first == known.before[0]:
             known.position, known.hash, left = known.before
         if first != known.position:
             known.is_wrong |= not self._read_all(known, first, table, layers)
@@ -129,8 +132,8 @@ class Marks:
         return not known.is_wrong
 
     def _read_all(self, known: _KnownSequence, first: int, table: Sequence[int], layers: range) -> bool:
-        """Verify every block of the prefix in every layer, computed elsewhere or in an earlier layout. In the last one
-        the tokens that follow may have been computed already, in a batch that a later stage has lost.
+        """Verify every block of the prefix in every layer, computed elsewhere or in an earlier layout. In the last
+        block further tokens may have been computed already, in a batch that a later stage has lost.
         """
         if first > len(known.start):
             raise InvariantViolation(f"a sequence of {len(known.start)} tokens goes on at position {first}")

@@ -56,9 +56,7 @@ class Frames:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[EmulatedFrame]:
-        """Raises:
-        ValueError: not this protocol.
-        """
+        """Add received bytes, and return the frames that are complete. Raises ValueError for another protocol."""
         buffer, frames = self._buffer, list[EmulatedFrame]()
         buffer += data
         while len(buffer) >= HEAD_BYTES:

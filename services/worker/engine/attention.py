@@ -47,7 +47,7 @@ class _Bucket:
 
     first: int
     last: int
-    block_count: int  # of each sequence, after padding
+    block_count: int  # blocks of each sequence, after padding
     planes: torch.Tensor  # the cache viewed as [2B, T*K*H]: first the keys of all blocks, then the values
     mask_S11C: torch.Tensor | None
     unowned: torch.Tensor | None  # indices of gathered tokens past the sequences' ends, of K and V
@@ -102,7 +102,7 @@ class CpuAttention:
         while last > 0:
             longest = int(block_counts[last - 1])
             room = max(1, _BUCKET_BYTES // (longest * block_bytes))
-            # bound the padding to a quarter
+            # Bound the padding to a quarter of the bucket.
             first = max(last - room, int(np.searchsorted(block_counts, longest * 3 // 4)))
             yield min(first, last - 1), last
             last = min(first, last - 1)

@@ -20,7 +20,7 @@ from services.worker.engine.upload import upload
 _TILE_FIELDS = 8
 _MIN_DOT = 16  # smallest dimension of a matrix product on tensor cores
 _LEAST_PART = 512  # context tokens of a decode per program, at least
-_MOST_PARTS = 32  # per decode: 256 programs with 8 KV heads, two per multiprocessor of an H100
+_MOST_PARTS = 32  # parts of a decode's context: 256 programs with 8 KV heads, two per multiprocessor of an H100
 # Limits of a recorded step. Programs without a tile are cheap but not free; a program with several tiles loops over
 # them.
 _MOST_TILES, _LEAST_PROGRAMS, _PROGRAMS_PER_ROW = 8192, 64, 2
@@ -44,8 +44,8 @@ def tiling(dtype: torch.dtype, head_dim: int) -> Tiling:
 
 
 class CudaAttention:
-    """One kernel in two variants, for decodes and for chunks. The bits of a row do not depend on the batch. Products in
-    float32 use full precision, not TF32.
+    """An `AttentionBackend` with one kernel in two variants, for decodes and for chunks. The bits of a row do not
+    depend on the batch. Products in float32 use full precision, not TF32.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class CudaAttention:
         return self._device
 
     def constants(self, block_tokens: int, *, chunks: bool) -> Mapping[str, Any]:
-        """Compile-time constants of the chunk or decode variant. Nothing else that varies between steps is specialised
-        on, so that exactly two variants are compiled.
+        """Compile-time constants of the chunk or decode variant. The kernel is specialised on nothing else that varies
+        between steps, so exactly two variants are compiled.
         """
         rows = self._rows_per_tile if chunks else 1
         return {
@@ -169,7 +169,7 @@ class CudaAttention:
 class GpuAttentionStep(ABC):
     """An `AttentionStep` whose kernel reads K and V from the cache, where `run` writes them first."""
 
-    k_rows_T: torch.Tensor  # where each row's K is written, in the cache viewed as tokens; -1: nowhere
+    k_rows_T: torch.Tensor  # index of each row's K in the cache viewed as tokens; -1: K and V are not written
     base_block: int  # a mapped block: Triton rejects pointers to unmapped addresses
 
     @abstractmethod
@@ -236,7 +236,7 @@ class StagedDecodes:
     """
 
     def __init__(self, attention: CudaAttention, rows: int, longest: int, block_tokens: int) -> None:
-        """Memory for at most `rows` rows with contexts of at most `longest` tokens."""
+        """Allocates memory for at most `rows` rows with contexts of at most `longest` tokens."""
         self._rows = rows
         self._attention = attention
         self._tile_count = min(rows * _MOST_PARTS, max(rows, _MOST_TILES))
@@ -280,6 +280,8 @@ class StagedDecodes:
         if self._there.is_cuda:
             staged = staged.pin_memory()  # torch keeps the pinned memory until the copy has completed
         self._there[: len(numbers)].copy_(staged, non_blocking=True)
+        if step.in_flight is not None:
+            step.in_flight.put(self.token_ids_T)
         return True
 
     def first(self, rows: int, base_block: int) -> CudaAttentionStep:
@@ -303,8 +305,8 @@ def join_constants(head_count: int, head_dim: int) -> dict[str, int]:
 
 
 def part_tokens(contexts_S: np.ndarray) -> np.ndarray:
-    """Length of the parts of a split context. Depends on the context only, not on the batch, so that the bits of a row
-    do not depend on the batch either.
+    """Tokens per part of each split context. They depend on the context only, not on the batch, so that the bits of a
+    row do not depend on the batch either.
     """
     least = np.maximum(_LEAST_PART, -(-contexts_S // _MOST_PARTS))
     return 1 << np.ceil(np.log2(least)).astype(np.int64)
@@ -326,7 +328,7 @@ def _decode_tiles(contexts_S: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def key_rows(step: PackedStep) -> np.ndarray:
-    """Where each row's K is written, in the cache viewed as tokens; V is written one block of tokens further on."""
+    """Index of each row's K in the cache viewed as tokens; its V is one block of tokens further on."""
     return step.slots_T // step.block_tokens * step.block_tokens + step.slots_T
 
 

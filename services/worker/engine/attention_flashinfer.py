@@ -50,12 +50,12 @@ class PlanCopy:
 
 @dataclass(frozen=True, slots=True)
 class Pages:
-    """FlashInfer's page table: the block ids of all sequences concatenated, where each sequence's begin, and the number
-    of tokens in its last block.
+    """FlashInfer's page table: the block ids of all sequences concatenated, the index of each sequence's first one, and
+    the number of tokens in its last block.
     """
 
     blocks: np.ndarray  # int32, like the other two
-    starts: np.ndarray  # one more entry than sequences
+    starts: np.ndarray  # one more entry than sequences: the last is the number of blocks
     last_tokens: np.ndarray
 
     @classmethod
@@ -78,7 +78,8 @@ class Pages:
 
 
 class FlashInferAttention:
-    """One plan for a step's decodes and one for its chunks. A step is valid until the next one is prepared.
+    """An `AttentionBackend` that makes one plan for a step's decodes and one for its chunks. A prepared step is valid
+    until the next one is prepared.
 
     Supports any number of query heads per KV head: decodes also use tensor cores. FlashInfer splits contexts depending
     on the whole batch, so the last bits of a row may depend on the other rows.
@@ -184,5 +185,5 @@ def _refused(why: str) -> ConfigError:
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Where each sequence begins, and the total length."""
+    """Index of the first element of each sequence, followed by the total length."""
     return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)

@@ -24,7 +24,7 @@ from services.worker.memory.parameters import ParameterStore
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
-_SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples per file for its revision
+_SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples of each file that the checkpoint's revision is computed from
 _SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # no effect on tokens, or configured elsewhere
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
@@ -131,8 +131,8 @@ def load_parameters(
 ) -> None:
     """Fill every parameter of the store from the checkpoint. Parameters in panels need the `kernels`.
 
-    A layer's checksum is taken while the next layer is read, so that no drop has to wait for it. The thread that reads
-    back the layers calls `compute_here`, too. Errors as in `Checkpoint.fill`.
+    A layer's checksum is computed while the next layer is read, so that no drop has to wait for it. The thread that
+    computes the checksums calls `compute_here` first. Errors as in `Checkpoint.fill`.
     """
     with Checkpoint(model_dir, kernels) as checkpoint:
         checkpoint.require_only(config)
@@ -148,7 +148,7 @@ def load_parameters(
 def fill_layers(
     store: ParameterStore, fill: Callable[[int], None], compute_here: Callable[[], None] | None = None
 ) -> None:
-    """Fill all layers in order; each one's checksum is taken while the next is read."""
+    """Fill all layers in order and record their checksums; each one's is computed while the next layer is read."""
     with ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread:
         checksums: list[Future[bytes]] = []
         for layer in range(store.layer_count):

@@ -36,8 +36,8 @@ def choose_model(
 ) -> tuple[Implementation, Kernels | None]:
     """Choose the implementation, and the compiled kernels if it uses them.
 
-    `adapted`: with LoRA adapters. They modify the products inside each layer, which the compiled kernels compute in a
-    single call; torch is used then.
+    `adapted`: the model has LoRA adapters, so torch is used: adapters modify the products inside each layer, and the
+    compiled kernels compute a layer in a single call.
 
     Raises:
         ConfigError: no implementation can serve the model with these settings.
@@ -77,8 +77,8 @@ def choose_model(
 
 
 def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = None) -> ModelConfig | None:
-    """Configuration for our own classes; None: `transformers` has to compute the model. "auto" uses our own classes
-    where they support the model and the wanted length.
+    """Configuration for our own classes; None: `transformers` has to compute the model. With "auto", our own classes
+    are used where they support the model and `max_model_len`.
 
     Raises:
         ConfigError: our own classes were requested and do not support the model, or the folder is not a checkpoint.

@@ -1,6 +1,6 @@
-"""Which tokens may come next in a sequence: by min_tokens, bad words, allowed tokens and its grammar.
+"""Restricts the next token of a sequence: by min_tokens, bad words, allowed tokens and its grammar.
 
-All of it is a function of the tokens so far, so a replay or a move continues where the sequence was.
+A constraint depends only on the tokens so far, so a replayed or moved sequence continues under the same one.
 """
 
 import math
@@ -36,8 +36,8 @@ class GrammarState:
             self.error = matcher_failure(self._matcher)
 
     def allowed(self) -> np.ndarray | None:
-        """Bit mask of the allowed tokens as bytes, lowest token first; when the grammar is complete, of end-of-sequence
-        tokens. None: the mask is unknown.
+        """Bit mask of the tokens that the grammar allows, as bytes, lowest token first; once the grammar is complete,
+        these are the end-of-sequence tokens. None: the mask is unknown.
         """
         if self._matcher is None or self.error:
             return None
@@ -77,7 +77,9 @@ class Constraint:
         return self._why or (self._grammar.error if self._grammar is not None else "")
 
     def next(self) -> tuple[np.ndarray | None, tuple[int, ...]]:
-        """Bit mask of the allowed tokens as bytes (None: all are allowed), and tokens to exclude if there is none."""
+        """Bit mask of the allowed tokens as bytes, and tokens to exclude if the mask is None (all others are allowed).
+        Sets `error` if no token is left.
+        """
         bits = self._grammar.allowed() if self._grammar is not None else None
         if self._allowed is not None:
             bits = self._allowed if bits is None else bits[: len(self._allowed)] & self._allowed[: len(bits)]
@@ -93,7 +95,7 @@ class Constraint:
         return bits, excluded
 
     def restrict(self, logits_V: torch.Tensor) -> None:
-        """Mask logits in place."""
+        """Set the logits of tokens that may not come next to -inf, in place."""
         bits, excluded = self.next()
         if bits is not None:
             allowed_V = np.unpackbits(bits, bitorder="little", count=len(logits_V)).view(np.bool_)
@@ -123,7 +125,7 @@ class Constraint:
 def constraint_of(
     new: NewSequence, grammars: Grammars | None, eos_token_ids: Sequence[int], vocab_size: int
 ) -> Constraint | None:
-    """None: any token may come at any time."""
+    """The constraint of a new sequence; None: any token may come at any time."""
     return Constraint(new, grammars, eos_token_ids, vocab_size) if constrained(new.sampling) else None
 
 

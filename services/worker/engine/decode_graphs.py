@@ -75,7 +75,8 @@ class DecodeGraphs:
         longest: int,
         block_tokens: int,
     ) -> None:
-        """`tokens`: most tokens of a step; `sequences`: most rows of a decode-only step; `longest`: longest context.
+        """`tokens`: maximum tokens of a step; `sequences`: maximum rows of a decode-only step; `longest`: longest
+        context.
 
         Raises:
             ConfigError: the device cannot record the graphs.
@@ -99,8 +100,8 @@ class DecodeGraphs:
                     raise ConfigError("enforce_eager", why) from error
 
     def run_layers(self, hidden_TD: torch.Tensor | None, step: PackedStep, layers: range) -> torch.Tensor | None:
-        """Run the layers as the model does, including the embedding if the first layer is among them. The result is
-        overwritten by the next step unless it goes to another stage. None: such a step is not recorded.
+        """Run the layers as the model does, including the embedding if the first layer is among them. Returns None,
+        having run nothing, if no graph fits the step. The result of the last layer is overwritten by the next step.
         """
         rows = step.row_count
         if step.chunks or rows > self._sizes[-1] or not self._staged.fill(step):
@@ -138,6 +139,6 @@ class DecodeGraphs:
 
 
 def recorded_sizes(rows: int) -> list[int]:
-    """Numbers of rows for which graphs are recorded; other steps are padded to the next one."""
+    """Numbers of rows, up to `rows`, for which graphs are recorded; other steps are padded to the next one."""
     sizes = [1, 2, 4, 8, 16, 24, 32, 48, 64, 96, *range(128, 257, 32), *range(320, _MOST_ROWS + 1, 64)]
     return [*(size for size in sizes if size < rows), rows]

@@ -29,7 +29,7 @@ _PROBE_ROWS = 4
 
 @dataclass(slots=True)
 class LayerRun:
-    """One pass through the model: the layers to compute, and intermediate values."""
+    """One pass through the model: the layers to compute, and the pass's inputs and results."""
 
     first: int
     last: int
@@ -72,7 +72,7 @@ class Decoder:
             raise ConfigError("config.json", f"transformers cannot make the model: {error}") from error
         self.model, self.config = made.eval(), made.config
         self.packed, self.cuts = packed or {}, cuts or {}
-        if packed or dtype == torch.float64:  # expert by expert: only the selected ones, in any dtype
+        if packed or dtype == torch.float64:  # compute expert by expert: only selected experts, in any dtype
             self.config._experts_implementation = "eager"
         pack(self.model, self.packed, dtype)
         self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
@@ -136,7 +136,7 @@ class Decoder:
             return (self.model if with_head else self.model.base_model)(**inputs, use_cache=False)
 
     def reference(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """logits_TV of one sequence computed by `transformers` alone with its own attention."""
+        """Logits [T, V] of one sequence computed by `transformers` alone with its own attention."""
         with self._running(None, "eager"):
             return self.model(input_ids=token_ids[None], use_cache=False).logits[0]
 
@@ -191,7 +191,7 @@ def _attend_paged(
     s_aux: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`AttentionInterface`: inputs have heads before rows, the output rows before heads."""
+    """`transformers`' `AttentionInterface`: in the inputs heads come before rows, in the output rows before heads."""
     decoder = _running.decoder
     run: LayerRun = decoder.run
     assert run.attention is not None
@@ -245,7 +245,9 @@ def _probe_mask(
     local_size: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """`AttentionMaskInterface`: a placeholder that records which tokens are visible, where that is known."""
+    """`transformers`' `AttentionMaskInterface`: makes a placeholder mask that records which tokens are visible, where
+    that is known.
+    """
     mask: Any = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     mask.sees = None
     size = local_size or 8

@@ -35,8 +35,8 @@ WHOLE = Division(0, 1, lambda _: None)
 
 @dataclass(frozen=True, slots=True)
 class RankCut:
-    """A rank's share of a parameter: an equal slice of each of `parts` bands along `dim`. With `dim` None the first
-    rank has all of it and the others zeros.
+    """How ranks share a parameter: each has an equal slice of each of `parts` bands along `dim`. With `dim` None the
+    first rank has the whole parameter and the others zeros.
     """
 
     dim: int | None
@@ -60,7 +60,7 @@ class RankCut:
 
 
 def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, RankCut]:
-    """Parameter name -> how it is cut. Parameters without an entry are replicated.
+    """Cuts by parameter name. Parameters without an entry are replicated.
 
     Raises:
         ConfigError: the model class has no tensor-parallel plan, or one with unknown styles.

@@ -23,7 +23,7 @@ def add_and_norm(
     SIZE_PAD: tl.constexpr,  # next power of two
     HAS_ADDED: tl.constexpr,
 ):
-    """Add to the hidden states in place and normalise the sum. One program per row."""
+    """With HAS_ADDED, add to the hidden states in place; then write their RMS norm. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, SIZE_PAD)
     inside = dims < SIZE
@@ -46,7 +46,7 @@ def rotate_and_write(
     rotary_ptr,  # [P, 2, H]: cosines, then sines with the first half negated
     positions_ptr,  # [T] int64
     k_rows_ptr,  # [T] int64: rows of the cache viewed as [B * 2 * BLOCK_TOKENS, K * H]; -1: not written
-    query_norm_ptr,  # [H]; ignored, like the next, unless HAS_NORM
+    query_norm_ptr,  # [H]; this and key_norm_ptr are ignored unless HAS_NORM
     key_norm_ptr,
     row_stride,
     eps,
@@ -59,8 +59,8 @@ def rotate_and_write(
     TILE_HEADS: tl.constexpr,
     HAS_NORM: tl.constexpr,
 ):
-    """Normalise queries and keys if the model does, rotate them, and write keys and values to the cache. One program
-    per few heads of a row.
+    """Normalise queries and keys if HAS_NORM, rotate them, and write keys and values to the cache. One program per tile
+    of a row's heads.
     """
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * TILE_HEADS + tl.arange(0, TILE_HEADS)
@@ -104,7 +104,7 @@ def activate(
     SIZE: tl.constexpr,  # I
     TILE: tl.constexpr,
 ):
-    """Write SiLU(gate) * up over the gates. One program per piece of a row."""
+    """Overwrite the gates with SiLU(gate) * up. One program per tile of a row."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.program_id(1) * TILE + tl.arange(0, TILE)
     inside = dims < SIZE

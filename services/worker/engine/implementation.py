@@ -44,7 +44,7 @@ class StageModel(Protocol):
         ...
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Input of the first layer: hidden_TD in fresh memory. First stage only."""
+        """Input of the first layer: hidden states [T, D] in fresh memory. First stage only."""
         ...
 
     def run_layers(
@@ -60,7 +60,7 @@ class StageModel(Protocol):
         ...
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV. Last stage only."""
+        """Logits [R, V] from hidden states after the last layer. Last stage only."""
         ...
 
 
@@ -145,7 +145,7 @@ class Implementation(Protocol):
         ...
 
     def read_layer(self, store: ParameterStore, layer: int) -> None:
-        """Reload a layer's parameters from the checkpoint, on all ranks. Any thread."""
+        """Reload a layer's parameters from the checkpoint, on all ranks. Callable from any thread."""
         ...
 
     def assemble(
@@ -174,7 +174,7 @@ class BallastModel:
     kernels: Kernels | None
     peers: Peers | None
     attention_backend: str
-    whole: ModelConfig  # of all ranks
+    whole: ModelConfig  # of the whole model, over all ranks
 
     @property
     def name(self) -> str:
@@ -223,7 +223,7 @@ class BallastModel:
         return model, own_attention(memory.pool.backend.device, self.config, self.dtype, self.attention_backend)
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Nothing to do: tests compare these classes with `transformers`."""
+        """No-op: tests compare these classes with `transformers`."""
 
     @property
     def _layout(self) -> ParameterLayout:

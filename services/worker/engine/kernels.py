@@ -25,7 +25,7 @@ def bound_kernel_caches(environ: MutableMapping[str, str] = os.environ) -> None:
 
 
 def padded_rows(rows: int) -> int:
-    """The number of rows to compute instead: at most a sixteenth more, with 16 distinct values between n and 2n."""
+    """Number of rows that `rows` are padded to: at most a sixteenth more, with 16 distinct values between n and 2n."""
     if rows <= _EXACT_ROWS:
         return rows
     step = (1 << (rows - 1).bit_length()) // (2 * _STEPS_PER_OCTAVE)

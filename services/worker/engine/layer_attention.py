@@ -62,7 +62,7 @@ class LayerKind:
         return np.maximum(0, positions + 1 - self.window) if self.window is not None else np.zeros_like(positions)
 
     def sees_all(self, longest: int) -> bool:
-        """Whether every token sees its whole context, for contexts of up to `longest` tokens."""
+        """True if every token sees its whole context, for contexts of up to `longest` tokens."""
         return longest <= min(self.window or longest, self.chunk or longest)
 
 
@@ -77,8 +77,8 @@ class LayerAttention:
 
     def __init__(self, kinds: Sequence[LayerKind], slot_elements: int, fast: WholeSteps | None) -> None:
         """`slot_elements`: elements per token in every layer's cache, sized for the largest layer. `fast` computes the
-        layers that use all of them with keys and values of equal width, without soft cap and sinks, at a scale of 1 /
-        sqrt(head dim).
+        layers that use all elements of a slot, with keys and values of equal width, no soft cap or sinks, and a scale
+        of 1 / sqrt(head dim).
         """
         self.kinds = tuple(kinds)
         self._fast = fast
@@ -103,7 +103,7 @@ class LayerAttention:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the fast backend computes every layer for any context length."""
+        """True if the fast backend computes every layer for any context length."""
         return all(self._suits) and all(kind.window is None and kind.chunk is None for kind in self.kinds)
 
     @property
@@ -161,7 +161,7 @@ class LayerAttentionStep:
         v_TKH: torch.Tensor,
         out_TNH: torch.Tensor,
     ) -> None:
-        """`attend` in the first layer."""
+        """Like `attend`, in the first layer."""
         self.attend(0, kv_B2TKH, q_TNH, k_TKH, v_TKH, out_TNH)
 
     def _fast_step(self, kind: LayerKind) -> AttentionStep | None:
@@ -214,8 +214,8 @@ class _TorchStep:
                 self._attend(kind, keys_BX, values_BX, chunk.blocks[None], positions, q_TNH[None, rows], out, sinks_N)
 
     def _buckets(self, kind: LayerKind, element_bytes: int) -> list[tuple[int, int]]:
-        """Buckets of decodes, which are sorted by ascending length, from the longest down; limited in size and in
-        padding.
+        """Ranges of decodes gathered together, limited in size and in padding. Decodes are sorted by ascending context
+        length; the bucket of the longest ones comes first.
         """
         contexts_S = self._step.decode_contexts_S
         found: list[tuple[int, int]] = []
@@ -286,5 +286,5 @@ class _TorchStep:
 
 
 def fast_backend(backend: object) -> WholeSteps | None:
-    """The backend for plain layers; None: torch computes every layer."""
+    """The backend that computes plain layers; None: torch computes every layer."""
     return backend if isinstance(backend, (PagedAttention, CudaAttention)) else None

@@ -72,26 +72,26 @@ class Engine:
         return self.memory.kv.block_count
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
-        """See `ModelRunner.step`."""
+        """Execute a batch on the whole model; see `ModelRunner.step`."""
         return self.runner.step(batch, block_tables)
 
     def read_layer(self, layer: int) -> None:
-        """Reload a layer's parameters, from host memory if kept there, otherwise from the checkpoint. Any thread; the
-        layer must not be executed meanwhile.
+        """Reload a layer's parameters, from host memory if kept there, otherwise from the checkpoint. Callable from any
+        thread; the layer must not be executed meanwhile.
         """
         if self.host_copy.fill(self.memory.parameters, layer):
             return
         self.implementation.read_layer(self.memory.parameters, layer)
 
     def keep_layer(self, layer: int) -> None:
-        """Copy a layer's parameters to host memory. Any thread."""
+        """Copy a layer's parameters to host memory. Callable from any thread."""
         self.host_copy.keep(self.memory.parameters, layer)
 
     def memory_report(self) -> MemoryReport:
         return self.memory.report()
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the device's memory is accounted for (I3)."""
+        """Raise InvariantViolation unless all device memory is accounted for (I3)."""
         self.memory.check()
 
     def close(self) -> None:
@@ -144,8 +144,8 @@ def load_engine(
     steps and `links_bytes` for links.
 
     On a GPU decode-only steps of up to the `largest` number of rows are recorded as CUDA graphs unless `enforce_eager`
-    is set. `attention_backend`: "triton": our own kernels, also the choice of "auto", since we never ran FlashInfer's
-    on a GPU; "flashinfer": without CUDA graphs.
+    is set. `attention_backend`: "triton": our own kernels, also the choice of "auto"; "flashinfer": FlashInfer's, which
+    have not been run on a GPU, without CUDA graphs.
 
     `host_copy`: "off", "auto" or its maximum size in bytes. Unless off, the parameters are loaded from a copy in this
     host's memory, which is made if no worker has made it yet.
@@ -186,7 +186,7 @@ def load_engine(
         if largest is not None:
             beside_bytes = beside(open_cuda(index), meter, served, block_tokens, longest, largest, recorded)
             gc.collect()
-            torch.cuda.empty_cache()  # of recordings made for the measurement
+            torch.cuda.empty_cache()  # frees the recordings made for the measurement
         if device_memory_bytes is None:
             device_memory_bytes = fitting_budget(meter, gpu_memory_utilization, beside_bytes + links_bytes)
             if peers is not None:
@@ -329,7 +329,7 @@ def _set_threads(threads: int | None, native: Kernels | None) -> int:
 
 
 def _grammars(model_dir: Path, config: ModelFacts) -> Grammars | None:
-    """The grammars of the model's tokenizer; None without one: such a model serves token ids only."""
+    """Grammars for the model's tokenizer; None: the model has no tokenizer and serves token ids only."""
     file = model_dir / "tokenizer.json"
     return Grammars(file, config.vocab_size, config.eos_token_ids) if file.is_file() else None
 

@@ -22,7 +22,7 @@ from services.worker.engine.upload import upload
 
 @dataclass(frozen=True, slots=True)
 class LowRank:
-    """What one adapter adds to one linear module, whose output starts at `first_column` of a joined product."""
+    """One adapter's low-rank update of one linear module, whose output starts at `first_column` of a joined product."""
 
     first_column: int
     a_rD: torch.Tensor
@@ -76,7 +76,7 @@ class Lora:
         self._of.clear()
 
     def lay_out(self, slices: Sequence[Slice], packed: PackedStep) -> bool:
-        """Assign the step's rows to adapters. Returns whether any row has one."""
+        """Assign the step's rows to adapters. Returns True if any row has one."""
         found: dict[int, list[np.ndarray]] = {}
         for part, first in zip(slices, packed.first_rows.tolist(), strict=True) if self._of else ():
             if (index := self._of.get(part.sequence_id)) is not None:
@@ -97,7 +97,7 @@ class Lora:
             model.get_submodule(name).register_forward_hook(add)
 
     def add_to(self, product: Product, x_TD: torch.Tensor, out_TO: torch.Tensor) -> None:
-        """Add to `out_TO`, the product of `x_TD` with the model's own matrix, in place."""
+        """Add the adapters' products to `out_TO`, the product of `x_TD` with the model's own matrix, in place."""
         for adapter, rows_R in self._rows:
             if parts := product[adapter]:
                 x_RD = x_TD.index_select(0, rows_R)

@@ -145,7 +145,11 @@ def _read_config(path: Path) -> tuple[dict[str, Any], bytes]:
 
 
 def _read_shapes(path: Path) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Module -> "A" and "B" -> shape."""
+    """Shapes of the matrices "A" and "B" by module name.
+
+    Raises:
+        ConfigError: the file has no tensors, cannot be read, or has a tensor that is not supported.
+    """
     found: dict[str, dict[str, tuple[int, ...]]] = {}
     try:
         with safe_open(path, framework="numpy") as opened:  # pyright: ignore[reportUnknownVariableType] - no types

@@ -116,7 +116,7 @@ class Model:
             self._buffers = self._make_buffers(rows)
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TD in fresh memory. First stage only."""
+        """Hidden states [T, D] of the tokens, in fresh memory. First stage only."""
         return self._embedding_VD.index_select(0, token_ids_T)
 
     def run_layers(
@@ -165,7 +165,7 @@ class Model:
         return hidden_TD[:rows] if added_TD is None else hidden_TD.add_(added_TD)[:rows]
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV. Last stage only."""
+        """Logits [R, V] from hidden states after the last layer. Last stage only."""
         normed_RD = self._operations.norm(self._pad(hidden_RD), None, self._final_norm_D)
         logits = _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
@@ -225,7 +225,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, ou
 
 
 def _onednn_suits(x: torch.Tensor) -> bool:
-    """Whether oneDNN is faster than MKL, torch's default: by 10 %, or by a third with few rows and a matrix stored as
-    [in, out]; not with a single row.
+    """True if oneDNN is faster than MKL, torch's default: by 10 %, or by a third with few rows and a matrix stored as
+    [in, out]; it is not with a single row.
     """
     return _HAS_ONEDNN and x.dtype == torch.float32 and x.shape[0] > 1 and x.device.type == "cpu"

@@ -67,7 +67,7 @@ class ModelConfig(ModelFacts):
     has_qk_norm: bool
 
     def of_rank(self, rank: int, rank_count: int) -> "ModelConfig":
-        """The share of one rank: of heads, KV heads and the MLP.
+        """Configuration of one rank, with its share of the heads, KV heads and MLP.
 
         Raises:
             ConfigError: they are not divisible by the number of ranks.
@@ -334,8 +334,8 @@ def _eos_token_ids(model_dir: Path, config: _Reader) -> tuple[int, ...]:
 
 
 def longest_of(config: Any) -> int | None:
-    """Maximum sequence length. With longrope, whose rotation depends on the longest sequence of a batch, only the
-    length up to which it does not.
+    """Maximum sequence length; None: the configuration has none. With longrope, the length up to which a sequence's
+    rotation does not depend on the longest sequence of its batch.
     """
     longest = getattr(config, "max_position_embeddings", None)
     rope = getattr(config, "rope_parameters", None) or {}

@@ -18,7 +18,7 @@ from services.worker.engine.rotary import rotary_table
 
 _TILE_HEADS = 8
 _TILE_ELEMENTS = 1024
-_ELEMENTS_PER_WARP = 512  # of a normalised row: 16 in the registers of each thread
+_ELEMENTS_PER_WARP = 512  # elements of a normalised row: 16 in the registers of each thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class HeadNorms:
 
 class Operations(Protocol):
     def norm(self, hidden_TD: torch.Tensor, added_TD: torch.Tensor | None, weight_D: torch.Tensor) -> torch.Tensor:
-        """Add `added_TD` to the hidden states in place and return the normalised sum."""
+        """Add `added_TD`, if not None, to the hidden states in place and return their RMS norm."""
         ...
 
     def rotation(self, positions_T: torch.Tensor) -> torch.Tensor:
@@ -49,7 +49,7 @@ class Operations(Protocol):
         ...
 
     def activate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """activated_TI from [T, 2I and padding], which may be overwritten."""
+        """SiLU(gate) * up, [T, I], from [T, 2I and padding], which may be overwritten."""
         ...
 
 

@@ -19,8 +19,8 @@ class PagedAttention:
         self._kernels = kernels
 
     def prepare(self, step: PackedStep, first_seen: FirstSeen | None = None) -> "PagedAttentionStep":
-        """`first_seen`: maps positions to the first visible position of each. With it every row of a chunk is computed
-        on its own.
+        """Lay out the attention of a step. `first_seen` maps positions to the first position visible from each; with
+        it, every row of a chunk is computed on its own.
         """
         return PagedAttentionStep(self._kernels, step, first_seen)
 
@@ -68,7 +68,7 @@ class PagedAttentionStep:
 
 
 def _span_fields(step: PackedStep) -> Ints:
-    """Spans in the order of rows: decodes first."""
+    """Fields of one span per sequence in the order of rows: decodes, then chunks."""
     decodes, chunks = step.decode_count, step.chunks
     width = step.decode_blocks_SW.shape[1]
     fields = np.zeros((decodes + len(chunks), len(SPAN_FIELDS)), np.int64)
@@ -83,7 +83,7 @@ def _span_fields(step: PackedStep) -> Ints:
 
 
 def _row_fields(step: PackedStep, first_seen: FirstSeen) -> Ints:
-    """One span per row, limited to the tokens visible to it."""
+    """Fields of one span per row, limited to the tokens visible to it."""
     spans = _span_fields(step)
     counts = spans[:, 1]
     fields = spans.repeat(counts, axis=0)

@@ -75,7 +75,7 @@ class PackedModel:
             self._buffers = self._make_buffers(rows)
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """hidden_TD in fresh memory. First stage only."""
+        """Hidden states [T, D] of the tokens, in fresh memory. First stage only."""
         if self._head is self._embedding:  # packed, since it is also the head
             return self._kernels.unpack(self._embedding, token_ids_T, self._config.hidden_size)
         return self._embedding.index_select(0, token_ids_T)
@@ -114,7 +114,7 @@ class PackedModel:
         return hidden_TD
 
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
-        """logits_RV, in float32 for bfloat16 models; valid until the next call. Last stage only."""
+        """Logits [R, V], in float32 for bfloat16 models; valid until the next call. Last stage only."""
         hidden_RD = hidden_RD.contiguous()
         rows = hidden_RD.shape[0]
         if rows > self._logits.shape[0]:

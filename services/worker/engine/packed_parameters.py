@@ -17,7 +17,7 @@ from services.worker.engine.quantised import Packing, QuantisedMatrix
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Where a matrix of the checkpoint goes: the expert and the first row."""
+    """A matrix of the checkpoint and its place in a parameter: the expert and the first row."""
 
     key: str
     expert: int | None = None
@@ -52,7 +52,7 @@ def packed_parameters(
     converters: Sequence[WeightConverter],
     matrices: Mapping[str, QuantisedMatrix],
 ) -> dict[str, PackedParameter]:
-    """Parameters that can stay quantised as in the checkpoint; all others are dequantised at load.
+    """Parameters by name that can stay quantised as in the checkpoint; all others are dequantised at load.
 
     `sources`: parameter -> (checkpoint tensor, pattern by which `transformers` mapped it).
     """
@@ -82,8 +82,8 @@ def _of_experts(
     matrices: Mapping[str, QuantisedMatrix],
     wanted: torch.Tensor,
 ) -> PackedParameter | None:
-    """Placement of expert matrices stacked along experts, with gate and up joined by rows; None for
-    other arrangements.
+    """Parameter made of expert matrices, stacked along experts, with gate and up joined by rows; None for other
+    arrangements.
     """
     pattern, packing = given[0][1], matrices[given[0][0]].packing
     converter = next((one for one in converters if pattern in one.source_patterns), None)
@@ -108,7 +108,7 @@ def _of_experts(
 
 
 def pack(model: nn.Module, parameters: Mapping[str, PackedParameter], dtype: torch.dtype) -> None:
-    """Replace these parameters by their quantised tensors, on the meta device."""
+    """Replace these parameters of `model` by quantised tensors on the meta device; attributes dequantise to `dtype`."""
     leaves: dict[str, dict[str, Packing]] = {}
     for name, parameter in parameters.items():
         path, _, leaf = name.rpartition(".")
@@ -143,7 +143,7 @@ class _Dense:
 
 
 class Experts:
-    """Acts as a dense tensor [E, ...]. Indexing a single expert dequantises that one only."""
+    """Quantised experts that act as a dense tensor [E, ...]. Indexing a single expert dequantises that one only."""
 
     def __init__(self, tensors: Mapping[str, Any], packing: Packing, dtype: torch.dtype) -> None:
         self._tensors, self._packing, self._dtype = tensors, packing, dtype

@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import SequenceId, Slice
+from services.worker.engine.upload import upload
 
 Ints = NDArray[np.int64]
 
@@ -22,7 +24,7 @@ _LEAST_ROWS, _LEAST_WIDTH = 16, 16
 
 @dataclass(frozen=True, slots=True)
 class PackedChunk:
-    """More than one consecutive token of one sequence."""
+    """Rows of a sequence that computes more than one token."""
 
     first_row: int
     row_count: int
@@ -39,19 +41,34 @@ class PackedChunk:
 
 
 @dataclass(frozen=True, slots=True)
+class InFlightTokens:
+    """Tokens that the previous step is still choosing, and the rows that compute them."""
+
+    rows_L: Ints
+    sources_L: Ints  # their rows in `token_ids_R`
+    token_ids_R: torch.Tensor  # on the device: the previous step's
+
+    def put(self, token_ids_T: torch.Tensor) -> None:
+        """Write them into the step's token ids on the device, without waiting for them."""
+        rows_L, sources_L = upload([self.rows_L, self.sources_L], token_ids_T.device)
+        token_ids_T.index_copy_(0, rows_L, self.token_ids_R.index_select(0, sources_L).to(token_ids_T.dtype))
+
+
+@dataclass(frozen=True, slots=True)
 class PackedStep:
     """Layout of a step. Legend: T rows in total, S decodes, W blocks of the longest table of a decode."""
 
     block_tokens: int
     token_ids_T: Ints
     positions_T: Ints
-    slots_T: Ints  # block * block_tokens + offset: where K and V of each row go
+    slots_T: Ints  # cache slot of each row's K and V: block * block_tokens + offset
     decode_contexts_S: Ints  # context tokens, the new one included; ascending
     decode_blocks_SW: Ints  # whole tables, padded with the sequence's first block
     chunks: tuple[PackedChunk, ...]
     first_rows: Ints  # aligned with the batch's slices: row of its first token
     sample_rows: Ints  # aligned with the batch's slices that sample: row of the last token
     blocks_end: int  # highest block id in use, plus one
+    in_flight: InFlightTokens | None = None  # tokens that `token_ids_T` lacks
 
     @property
     def row_count(self) -> int:
@@ -59,7 +76,7 @@ class PackedStep:
 
     @property
     def base_block(self) -> int:
-        """A block that the step writes, hence mapped: kernels get the cache from it on."""
+        """A block that the step writes, hence mapped: kernels get a pointer to the cache at this block."""
         return int(self.slots_T[0]) // self.block_tokens
 
     @property
@@ -92,12 +109,12 @@ class Packer:
             self.forget(sequence_id)
 
     def pack(self, slices: Sequence[Slice], block_tables: Sequence[Sequence[int]]) -> PackedStep:
-        """Lay out a batch's slices, at least one; `tables` is aligned with them.
+        """Lay out a batch's slices, at least one; `block_tables` is aligned with them.
 
         A table that is the same object as in the previous step is taken to be unchanged.
 
         Raises:
-            InvariantViolation: a table does not cover its slice.
+            InvariantViolation: a slice is empty, or its table does not cover it.
         """
         known = [self._table(part, table) for part, table in zip(slices, block_tables, strict=True)]
         lengths = np.array([len(part.token_ids) for part in slices], np.int64)

@@ -34,7 +34,7 @@ def paged_attention(
     BLOCK_TOKENS: tl.constexpr,
     TILE_QUERIES: tl.constexpr,  # rows x GROUPS, padded
     TILE_TOKENS: tl.constexpr,
-    SPLITS: tl.constexpr,  # whether tiles are decodes, whose contexts may be split
+    SPLITS: tl.constexpr,  # True: tiles are decodes, whose contexts may be split
     PRECISION: tl.constexpr,
 ):
     """Attention of tiles. One program per KV head and tile; with SPLITS a program loops over several tiles."""
@@ -141,7 +141,7 @@ def join_parts(
     out_ptr,  # [T, N, H], contiguous
     parts_ptr,
     weights_ptr,
-    joins_ptr,  # [split rows, 4] int32: row, first part, parts; nothing to do for zero parts
+    joins_ptr,  # [split rows, 4] int32: row, first part, number of parts (0: the entry is unused), unused
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_PAD: tl.constexpr,

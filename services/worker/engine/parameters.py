@@ -1,4 +1,4 @@
-"""How a model's parameters are named and shaped in memory, and which checkpoint tensors each is made of.
+"""Names, shapes and memory layouts of a model's parameters, and the checkpoint tensors that each is made of.
 
 Projections with the same input are joined to one matrix, so that a layer has four matrix products. A checkpoint tensor
 is thus a band of rows of a parameter.
@@ -45,8 +45,8 @@ WHOLE = Share(0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A part of a checkpoint tensor and the rows that it fills; for a rank of several, its share of the rows or
-    columns.
+    """A checkpoint tensor and the rows of a parameter that it fills. With tensor parallelism, a rank reads only its
+    share of the tensor's rows or columns.
     """
 
     tensor: str
@@ -83,7 +83,7 @@ class Parameter:
             stored[-1].zero_()
 
     def write(self, stored: torch.Tensor, first_row: int, rows: torch.Tensor, kernels: Kernels | None) -> None:
-        """Write a band of rows, converting to the dtype of the memory. Panels need the kernels."""
+        """Write a band of rows, converting to the dtype of the memory. `kernels` are required for panels."""
         if self.layout is ParameterLayout.PANELS:
             assert kernels is not None
             kernels.pack(stored, first_row, rows.to(stored.dtype))
@@ -91,7 +91,7 @@ class Parameter:
             self.padded_view(stored)[first_row : first_row + len(rows)] = rows
 
     def read(self, stored: torch.Tensor, kernels: Kernels | None) -> torch.Tensor:
-        """The stored parameter in the checkpoint's shape."""
+        """The stored parameter in the checkpoint's shape. `kernels` are required for panels."""
         if self.layout is ParameterLayout.PANELS:
             assert kernels is not None
             return kernels.unpack(stored, torch.arange(self.shape[0]), self.shape[1])
@@ -127,7 +127,7 @@ def layer_parameters(
         return matrix(name, (hidden, inputs), (Source(f"{tensor}.weight", 0, hidden, column_share=share),))
 
     def added_once(name: str, tensor: str) -> Parameter:
-        """Bias of such a projection: only the first rank adds it."""
+        """Bias of a projection back to the hidden size: only the first rank adds it, the others have zeros."""
         bias = whole(name, hidden, tensor, pad(hidden))
         return replace(bias, sources=()) if config.rank else bias
 
@@ -159,7 +159,7 @@ def layer_parameters(
 def end_parameters(
     config: ModelConfig, layout: ParameterLayout = ParameterLayout.COLUMNS
 ) -> dict[str, tuple[Parameter, ...]]:
-    """Part name -> its parameters. A tied head uses the matrix of the embedding part."""
+    """Parameters of the embedding and the head, by part. A tied head uses the matrix of the embedding part."""
     shape, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
     embedding = (Source("model.embed_tokens.weight", 0, shape[0]),)
     norm = Parameter("norm", (hidden,), (Source("model.norm.weight", 0, hidden),))

@@ -7,8 +7,8 @@ import torch
 
 
 class Peers(Protocol):
-    """Collectives: all ranks make the same calls in the same order. A lost or silent rank raises an error that ends the
-    process.
+    """Collectives: all ranks make the same calls in the same order. They raise if a rank is lost or silent; the error
+    ends the process.
     """
 
     @property
@@ -24,13 +24,15 @@ class Peers(Protocol):
         ...
 
     def least(self, number: int) -> int:
-        """All-reduce (minimum)."""
+        """All-reduce (minimum) of one number."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """`Peers` of a rank whose process group does not exist yet: for planning, nothing can be computed."""
+    """`Peers` of a rank whose process group does not exist yet: enough to choose and describe a model, but not to
+    compute it.
+    """
 
     rank: int
     count: int

@@ -1,4 +1,4 @@
-"""Logit changes that depend on a sequence's tokens so far."""
+"""Changes of logits by penalties, which depend on a sequence's tokens so far, and by logit bias."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ class TokenHistory:
         self._counts[token_id] = self._counts.get(token_id, 0) + 1
 
     def apply(self, logits_V: torch.Tensor) -> None:
-        """Penalise in place: repetition for prompt and output, frequency and presence for the output."""
+        """Penalise logits in place: repetition for prompt and output, frequency and presence for the output."""
         sampling, seen = self._sampling, torch.tensor(list(self._counts), dtype=torch.int64, device=self._device)
         logits = logits_V[seen]
         if sampling.repetition_penalty != 1.0:
@@ -44,5 +44,5 @@ class Bias:
         self._values = torch.tensor(list(bias.values()), dtype=torch.float64, device=device)
 
     def apply(self, logits_V: torch.Tensor) -> None:
-        """Add in place."""
+        """Add the bias to logits in place."""
         logits_V.index_add_(0, self._token_ids, self._values.to(logits_V.dtype))

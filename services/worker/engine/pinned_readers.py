@@ -28,8 +28,8 @@ class PinnedReaders:
         self._threads = ThreadPoolExecutor(_READERS, thread_name_prefix="readers")
 
     def submit(self, read: torch.Tensor, write: Callable[[torch.Tensor], None]) -> Future[None]:
-        """Copy `read` to pinned memory and call `write` with it, which copies it to the device. The future completes
-        after the copy.
+        """Copy `read` to pinned memory and call `write` with the copy; `write` copies it to the device. The future
+        completes once the data are on the device.
         """
         return self._threads.submit(self._bring, read, write)
 
@@ -43,4 +43,4 @@ class PinnedReaders:
         staged = slot[: read.nbytes].view(read.dtype).view(read.shape)
         staged.copy_(read)
         with beside(self._device)():
-            write(staged)  # waits for the copy
+            write(staged)  # returns after the copy, so the slot can be reused

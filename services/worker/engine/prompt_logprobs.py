@@ -16,7 +16,7 @@ _ROWS_AT_ONCE = 32  # rows of float64 logits in memory
 class _Prompt:
     token_ids: tuple[int, ...]
     top_count: int
-    known: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # of the prompt's first tokens
+    known: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])  # logprobs of the prompt's first tokens
 
 
 class PromptLogprobs:
@@ -35,7 +35,9 @@ class PromptLogprobs:
         self._prompts.pop(sequence_id, None)
 
     def take(self, slices: Sequence[Slice], first_rows: np.ndarray, hidden_TD: torch.Tensor) -> None:
-        """Record the logprobs of a computed batch. All ranks of an instance call it with the same slices."""
+        """Record the logprobs of prompt tokens predicted by a computed batch. All ranks of an instance call it with the
+        same slices.
+        """
         if not self._prompts:
             return
         for part, first_row in zip(slices, first_rows.tolist(), strict=True):
@@ -43,8 +45,10 @@ class PromptLogprobs:
                 self._take(prompt, part, hidden_TD[first_row : first_row + len(part.token_ids)])
 
     def with_prompt(self, sequence_id: SequenceId, logprobs: TokenLogprobs | None) -> TokenLogprobs | None:
-        """The logprobs of a generated token, with those of the prompt if it is the first token and
-        they were requested.
+        """The logprobs of a generated token; if it is the first, with those of the prompt if these were requested.
+
+        Raises:
+            InvariantViolation: tokens of the prompt were not computed.
         """
         prompt = self._prompts.pop(sequence_id, None) if self._prompts else None
         if prompt is None or logprobs is None:

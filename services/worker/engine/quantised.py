@@ -181,7 +181,7 @@ def find_quantised(
 
 
 def _grouped(places: Mapping[str, Path]) -> Iterator[tuple[str, dict[str, str]]]:
-    """Matrix name -> role -> tensor name."""
+    """Names of quantised matrices, each with the names of its tensors by role (values, scales, ...)."""
     companions = ("weight_scale_inv", "weight_scale", "weight_zero_point", "weight_g_idx", "qzeros", "scales", "g_idx")
     for key in places:
         base, _, leaf = key.rpartition(".")
@@ -204,7 +204,7 @@ def _matrix(where: str, parts: Mapping[str, str], config: Mapping[str, Any], sli
 
 
 def _mxfp4(parts: Mapping[str, str], slices: Slices) -> QuantisedMatrix:
-    """OpenAI's MXFP4: [E, N, G, 16] bytes, and an exponent per group of 32."""
+    """A matrix in OpenAI's MXFP4: [E, N, G, 16] bytes, and an exponent per group of 32."""
     experts, rows, groups, _ = slices(parts["blocks"]).get_shape()
     packing = Packing(
         shape=(experts, rows, groups * _MX_BLOCK),
@@ -221,7 +221,7 @@ def _mxfp4(parts: Mapping[str, str], slices: Slices) -> QuantisedMatrix:
 
 
 def _by_columns(where: str, parts: Mapping[str, str], config: Mapping[str, Any], slices: Slices) -> QuantisedMatrix:
-    """AWQ and GPTQ: [K, N] in int32 words that hold several columns (AWQ, in its own order) or rows (GPTQ)."""
+    """A matrix of AWQ or GPTQ: [K, N] in int32 words of several columns (AWQ, in its own order) or rows (GPTQ)."""
     is_awq = config["quant_method"] == "awq"
     bits = 4 if is_awq else int(config.get("bits", 4))
     per_word = 32 // bits
@@ -240,7 +240,7 @@ def _by_columns(where: str, parts: Mapping[str, str], config: Mapping[str, Any],
         scale_dtype=_scale_dtype(where, slices(parts["scales"])),
         has_zeros=True,
     )
-    # GPTQ's first format stores zero points minus one; without zero points the middle of the range is zero.
+    # GPTQ's first format stores zero points minus one; without zero points, the middle of the range is the zero point.
     more = 0 if is_awq or config.get("checkpoint_format", "gptq") == "gptq_v2" else 1
 
     def read() -> dict[str, torch.Tensor]:
@@ -257,7 +257,7 @@ def _by_columns(where: str, parts: Mapping[str, str], config: Mapping[str, Any],
 
 
 def _by_rows(where: str, parts: Mapping[str, str], config: Mapping[str, Any], slices: Slices) -> QuantisedMatrix:
-    """compressed-tensors pack-quantized: [N, K] in int32 words along K; zero points in words along N."""
+    """A matrix of compressed-tensors pack-quantized: [N, K] in int32 words along K; zero points in words along N."""
     rows, words = slices(parts["weight_packed"]).get_shape()
     scale = slices(parts["weight_scale"])
     scale_rows, groups = scale.get_shape()
@@ -289,7 +289,7 @@ def _by_rows(where: str, parts: Mapping[str, str], config: Mapping[str, Any], sl
 
 
 def _plain(where: str, parts: Mapping[str, str], config: Mapping[str, Any], slices: Slices) -> QuantisedMatrix:
-    """One byte per value: [N, K] of float8 or int8, with one scale in total, per row or per block."""
+    """A matrix with one byte per value: [N, K] of float8 or int8, with one scale in total, per row or per block."""
     key = parts.get("weight_scale_inv", parts.get("weight_scale"))
     values = slices(parts["weight"])
     dtype, shape = str(values.get_dtype()), tuple(values.get_shape())
@@ -353,7 +353,7 @@ def _bytes_of_exponents(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _words(words: torch.Tensor, bits: int, is_awq: bool, *, by_rows: bool) -> torch.Tensor:
-    """Unpack int32 words that hold several rows, or several columns."""
+    """Unpack int32 words, each of which holds values of several rows, or of several columns."""
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     if by_rows:
         return ((words[:, None, :] >> shifts[None, :, None]) & ((1 << bits) - 1)).flatten(0, 1)
@@ -370,6 +370,6 @@ def _joined(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _ascends(group_of: torch.Tensor, size: int) -> bool:
-    """Whether groups are in ascending order; -1 stands for an order that was not stored."""
+    """True if groups of `size` inputs are in ascending order; -1 stands for an order that was not stored."""
     wanted = torch.arange(len(group_of)) // size
     return bool((group_of < 0).all()) or torch.equal(group_of.long(), wanted)

@@ -12,21 +12,21 @@ from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.runner import ModelRunner
 
-# Parameters that use the most memory, as logprobs keep every row, and all kernels that a GPU compiles.
+# Sampling parameters that need the most memory, as logprobs keep every row, and use all kernels compiled on a GPU.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1, repetition_penalty=1.1, logit_bias={0: 0.0})
 _Tables = list[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True)
 class Largest:
-    """Maxima of a step."""
+    """Maximum tokens and sequences of a step."""
 
     tokens: int
     sequences: int
 
 
 class Meter(Protocol):
-    """Memory of a device."""
+    """Measures the memory of a device."""
 
     @property
     def total_bytes(self) -> int: ...
@@ -53,7 +53,7 @@ def blocks_needed(largest: Largest, block_tokens: int, longest: int) -> int:
 
 
 def rehearse(runner: ModelRunner, largest: Largest, block_tokens: int, longest: int) -> None:
-    """Run the steps. The runner must have no sequences, and no block of its cache may be in use."""
+    """Run the largest steps. The runner must have no sequences, and no block of its cache may be in use."""
     for batch, tables in _steps(largest, blocks_needed(largest, block_tokens, longest), longest, block_tokens):
         runner.step(batch, tables)
         runner.forget_all()
@@ -69,12 +69,12 @@ def _steps(largest: Largest, block_count: int, longest: int, block_tokens: int) 
 
 
 def _step(shares: list[tuple[int, int]], table: tuple[int, ...]) -> tuple[Batch, _Tables]:
-    """One batch from (context tokens before, tokens computed) per sequence."""
+    """A batch with one sequence per share, given as (tokens before it, tokens computed), and its block tables."""
     slices = tuple(Slice(i, before, (0,) * length, True) for i, (before, length) in enumerate(shares))
     added = tuple(NewSequence(i, (0,) * length, (), _SAMPLING) for i, (_, length) in enumerate(shares))
     return Batch(0, (), added, slices), [table] * len(shares)
 
 
 def fitting_budget(meter: Meter, utilization: float, beside_bytes: int) -> int:
-    """Budget for parameters and KV if all of it together may use this share of the device, as in vLLM."""
+    """Budget for parameters and KV: the `utilization` share of the device, as in vLLM, less `beside_bytes`."""
     return int(meter.total_bytes * utilization) - beside_bytes

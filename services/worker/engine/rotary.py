@@ -1,6 +1,6 @@
 """Rotary position embedding: tables of cosines and sines, bit-identical to those of `transformers`.
 
-As there, they are computed in float32 whatever the model's dtype, and then converted.
+As in `transformers`, they are computed in float32 whatever the model's dtype, and then converted.
 """
 
 import math
@@ -11,7 +11,7 @@ from services.worker.engine.model_config import RopeConfig, RopeKind
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32, [head_dim / 2]."""
+    """Angle per position of each pair of dimensions: float32, [head_dim / 2]."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     plain = 1.0 / (rope.theta**exponents)
     match rope.kind:

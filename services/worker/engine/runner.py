@@ -3,20 +3,53 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 
-from services.worker.core.batch import Batch, Preempted, SequenceId, StepResult
+from ballast.common.errors import InvariantViolation
+from services.worker.core.batch import (
+    IN_FLIGHT,
+    Batch,
+    LaunchedStep,
+    Preempted,
+    SequenceId,
+    Slice,
+    StepResult,
+    TokenLogprobs,
+)
 from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.implementation import StageModel
 from services.worker.engine.lora import Lora
 from services.worker.engine.model_config import ModelFacts
-from services.worker.engine.packing import PackedStep, Packer
+from services.worker.engine.packing import InFlightTokens, PackedStep, Packer
 from services.worker.engine.prompt_logprobs import PromptLogprobs
-from services.worker.engine.sampler import AnySampler, Sampled, SampleRow
+from services.worker.engine.sampler import AnySampler, Choosing, SampleRow
 from services.worker.engine.upload import upload
 from services.worker.memory.kv_cache import KvCache
+
+
+@dataclass(frozen=True, slots=True)
+class _RunningStep:
+    """A step whose tokens are chosen on the device."""
+
+    runner: "ModelRunner"
+    step_id: int
+    rows: Sequence[SampleRow]
+    choosing: Choosing | None  # None: no row samples
+    started_s: float
+
+    def collect(self) -> StepResult:
+        sampled = None if self.choosing is None else self.choosing.collect()
+        elapsed_s = self.runner.elapsed_s(self.started_s)
+        if sampled is None:
+            return StepResult(self.step_id, (), (), elapsed_s)
+        logprobs = sampled.logprobs
+        if any(logprobs):
+            logprobs = self.runner.with_prompts(self.rows, logprobs)
+        return StepResult(self.step_id, sampled.token_ids, logprobs, elapsed_s, errors=sampled.errors)
 
 
 class ModelRunner:
@@ -39,9 +72,11 @@ class ModelRunner:
         self._kv = kv
         self.graphs = graphs
         self._lora = lora
-        self._is_adapted = False  # whether rows of the current step have an adapter
+        self._is_adapted = False  # True if any row of the current step has an adapter
         self._packer = Packer(kv.shape.block_tokens)
         self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
+        self._latest: _RunningStep | None = None
+        self._collected_s = 0.0  # when a step was last collected
         self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
     @property
@@ -79,7 +114,38 @@ class ModelRunner:
             Preempted: `preempted` returned True. KV of the batch's tokens may have been written.
             InvariantViolation: the batch or a table contradicts an earlier call.
         """
+        out = self._start(batch, block_tables, hidden_TD, range(first_layer, last_layer), preempted)
+        return out.collect() if isinstance(out, _RunningStep) else out
+
+    def launch(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> LaunchedStep:
+        """Launch a batch on the whole model; see `run_stage`. Steps are collected in the order of launch, and a step
+        may refer to tokens of the one launched before it.
+        """
+        launched = self._start(batch, block_tables, None, range(self._config.layer_count), None)
+        assert isinstance(launched, _RunningStep)
+        return launched
+
+    def elapsed_s(self, started_s: float) -> float:
+        """Time that the step being collected took since its launch, or since the one before it was collected."""
+        began_s, self._collected_s = max(started_s, self._collected_s), time.perf_counter()
+        return self._collected_s - began_s
+
+    def with_prompts(
+        self, rows: Sequence[SampleRow], logprobs: Sequence[TokenLogprobs | None]
+    ) -> tuple[TokenLogprobs | None, ...]:
+        pairs = zip(rows, logprobs, strict=True)
+        return tuple(self._prompts.with_prompt(row.sequence_id, each) for row, each in pairs)
+
+    def _start(
+        self,
+        batch: Batch,
+        block_tables: Sequence[Sequence[int]],
+        hidden_TD: torch.Tensor | None,
+        layers: range,
+        preempted: Callable[[], bool] | None,
+    ) -> _RunningStep | torch.Tensor:
         started_s = time.perf_counter()
+        first_layer, last_layer = layers.start, layers.stop
         samples = last_layer == self._config.layer_count
         for sequence_id in batch.removed:
             self._sampler.remove(sequence_id)
@@ -95,8 +161,10 @@ class ModelRunner:
                 self._sampler.add(new)
                 self._prompts.add(new)
         if not batch.slices:
-            return StepResult(batch.step_id, (), (), time.perf_counter() - started_s)
+            return _RunningStep(self, batch.step_id, (), None, started_s)
         packed = self._packer.pack(batch.slices, block_tables)
+        if samples and first_layer == 0:
+            packed = self._with_tokens_in_flight(batch.slices, packed)
         if self._lora is not None:
             self._is_adapted = self._lora.lay_out(batch.slices, packed)
         self._kv.guard(packed.blocks_end, range(first_layer, last_layer))
@@ -110,15 +178,23 @@ class ModelRunner:
                 return hidden_TD
             self._prompts.take(batch.slices, packed.first_rows, hidden_TD)
             rows = [SampleRow(s.sequence_id, s.first_position + len(s.token_ids)) for s in batch.slices if s.samples]
-            sampled = self._sample(rows, packed, hidden_TD) if rows else None
-        elapsed_s = time.perf_counter() - started_s
-        if sampled is None:
-            return StepResult(batch.step_id, (), (), elapsed_s)
-        logprobs = sampled.logprobs
-        if any(logprobs):
-            pairs = zip(rows, logprobs, strict=True)
-            logprobs = tuple(self._prompts.with_prompt(row.sequence_id, each) for row, each in pairs)
-        return StepResult(batch.step_id, sampled.token_ids, logprobs, elapsed_s, errors=sampled.errors)
+            choosing = self._sample(rows, packed, hidden_TD) if rows else None
+        self._latest = launched = _RunningStep(self, batch.step_id, rows, choosing, started_s)
+        return launched
+
+    def _with_tokens_in_flight(self, slices: Sequence[Slice], packed: PackedStep) -> PackedStep:
+        """Resolve references to tokens of the latest step."""
+        waiting = [i for i, part in enumerate(slices) if part.token_ids[0] == IN_FLIGHT]
+        if not waiting:
+            return packed
+        latest = self._latest
+        if latest is None or latest.choosing is None:
+            raise InvariantViolation(f"{len(waiting)} tokens are in flight, and no step that samples")
+        sources = {row.sequence_id: at for at, row in enumerate(latest.rows)}
+        sources_L = np.array([sources[slices[i].sequence_id] for i in waiting], np.int64)
+        return replace(
+            packed, in_flight=InFlightTokens(packed.first_rows[waiting], sources_L, latest.choosing.token_ids_R)
+        )
 
     def _compute_slices(
         self, packed: PackedStep, hidden_TD: torch.Tensor | None, firsts: range, preempted: Callable[[], bool]
@@ -138,12 +214,12 @@ class ModelRunner:
         assert hidden_TD is not None
         return hidden_TD
 
-    def _sample(self, rows: Sequence[SampleRow], packed: PackedStep, hidden_TD: torch.Tensor) -> Sampled:
-        """Prepare sampling while a device computes the layers; waits for it at the end."""
+    def _sample(self, rows: Sequence[SampleRow], packed: PackedStep, hidden_TD: torch.Tensor) -> Choosing:
+        """Prepare sampling while a device computes the layers, and launch it."""
         prepared = self._sampler.prepare(rows)
         sample_rows_R, *uploaded = upload([packed.sample_rows, *prepared.arrays], hidden_TD.device)
         logits_RV = self._model.logits(hidden_TD.index_select(0, sample_rows_R))
-        return prepared.launch(uploaded, logits_RV).collect()
+        return prepared.launch(uploaded, logits_RV)
 
     def compute(
         self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
@@ -160,6 +236,8 @@ class ModelRunner:
                 return replayed_TD
         if self._laid_out is None or self._laid_out[0] is not packed:  # slices of a step share it
             token_ids_T, positions_T = upload([packed.token_ids_T, packed.positions_T], device)
+            if packed.in_flight is not None:
+                packed.in_flight.put(token_ids_T)
             self._laid_out = packed, token_ids_T, positions_T, self._attention.prepare(packed)
         _, token_ids_T, positions_T, attention = self._laid_out
         if last_layer == self._config.layer_count:
@@ -173,10 +251,11 @@ class ModelRunner:
         )
 
     def forget_all(self) -> None:
-        """Remove all sequences: the next batches come from another leader, which adds its sequences."""
+        """Remove all sequences. The next batches come from another leader, which adds its own."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)
+        self._latest = None
         self._packer.forget_all()
         if self._lora is not None:
             self._lora.forget_all()

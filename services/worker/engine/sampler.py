@@ -2,7 +2,7 @@
 
 Order, as in vLLM: constraints, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random is computed
 in float64 and row by row, so that neither the other rows nor their number can change a token. Tokens with the same
-probability as the last one kept by a filter are also kept: otherwise the cut would depend on sorting.
+probability as the last one kept by a filter are also kept: otherwise the tokens kept would depend on the sort.
 
 Shapes: R rows that sample, V vocabulary.
 """
@@ -47,7 +47,7 @@ class _SampledSequence:
     constraint: Constraint | None
     bias: Bias | None
     history: TokenHistory | None
-    plain: bool  # greedy, without any option
+    plain: bool  # greedy, without constraints, penalties, bias or logprobs
 
 
 def require_new(new: NewSequence, known: Container[SequenceId]) -> None:
@@ -62,7 +62,7 @@ class _Ranked(NamedTuple):
     """Top tokens of a row, and the normalisation for the logprob of any other token."""
 
     top: tuple[tuple[int, float], ...]
-    values_V: torch.Tensor  # logprobs plus the two below
+    values_V: torch.Tensor  # logprobs plus `best` and `log_total`
     best: float
     log_total: float
 
@@ -71,10 +71,15 @@ class _Ranked(NamedTuple):
 
 
 class Choosing(Protocol):
-    """Tokens whose sampling has been launched."""
+    """Sampling of a step's rows that has been launched."""
+
+    @property
+    def token_ids_R(self) -> torch.Tensor:
+        """They, on the device."""
+        ...
 
     def collect(self) -> Sampled:
-        """Wait for the tokens."""
+        """Wait for the sampled tokens and return them."""
         ...
 
 
@@ -112,6 +117,10 @@ class AnySampler(Protocol):
 class _Chosen:
     sampled: Sampled
 
+    @property
+    def token_ids_R(self) -> torch.Tensor:
+        return torch.tensor(self.sampled.token_ids)
+
     def collect(self) -> Sampled:
         return self.sampled
 
@@ -137,7 +146,7 @@ class Sampler:
         grammars: Grammars | None = None,
         kernels: Kernels | None = None,
     ) -> None:
-        """With the compiled `kernels` all rows are sampled in one call; the tokens are the same."""
+        """The compiled `kernels` sample all rows in one call; without them, torch samples the same tokens."""
         self._grammars = grammars
         self._kernels = kernels
         self._vocab_size = vocab_size
@@ -206,7 +215,7 @@ class Sampler:
         return Sampled(tuple(token_ids), tuple(logprobs), tuple(errors))
 
     def _raw_logprobs(self, logits_V: torch.Tensor, count: int) -> "_Ranked":
-        """Logprobs before any change of `logits_V`."""
+        """Logprobs of a row whose logits have not been modified yet, with the `count` best tokens."""
         count = min(count, len(logits_V))
         if self._kernels is None:
             logprobs_V = torch.log_softmax(logits_V.double(), -1)
@@ -276,12 +285,12 @@ def draw(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams], uniforms_R
     return chosen_R.clamp_(max=logits_RV.shape[1] - 1).tolist()
 
 
-_FIRST_LOOK = 256  # most nuclei are smaller, and this topk is much cheaper than sorting a vocabulary
+_FIRST_LOOK = 256  # tokens examined first: most nuclei are smaller, and this topk is much cheaper than a full sort
 
 
 def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams]) -> list[int]:
-    """`keep_best` for all rows. Returns the rows that need more than the first `_FIRST_LOOK` tokens; processing these
-    one by one takes less memory.
+    """Apply `keep_best` to all rows at once. Returns the rows that need more than the `_FIRST_LOOK` best tokens: the
+    caller processes these one by one, which takes less memory.
     """
     size, device = logits_RV.shape[1], logits_RV.device
     looked_at = min(size, _FIRST_LOOK)
@@ -310,7 +319,7 @@ def keep_best_at_once(logits_RV: torch.Tensor, sampling: Sequence[SamplingParams
 
 
 def keep_best(row_V: torch.Tensor, top_k: int, top_p: float) -> None:
-    """Mask all but the top k, and of those all but the smallest set with a mass of at least top_p."""
+    """Mask all logits but the top k, and of those all but the smallest set with a probability of at least top_p."""
     size = len(row_V)
     limit = top_k if 0 < top_k < size else size
     if limit < size:

@@ -1,7 +1,7 @@
 """Samples the next tokens on a GPU: a few launches for all rows, and a single wait. The rules are those of `sampler`;
 draws differ by rounding only, since sums over a vocabulary have float32 terms here.
 
-Shapes: R rows that sample, V vocabulary, L rows with logprobs, H sequences that are penalised.
+Shapes: R rows that sample, V vocabulary, L rows with logprobs, H histories of penalised sequences.
 """
 
 import importlib
@@ -23,10 +23,8 @@ from services.worker.engine.sampler import Sampled, SampleRow, require_new
 from services.worker.engine.upload import upload
 
 _TILE, _WARPS = 4096, 16  # logits that a program reads per iteration
-_LEAST, _ROOM = (
-    512,
-    1024,
-)  # candidates that find_best collects for a filtered row; ties may exceed the first number
+# Minimum and maximum candidates that `find_best` collects for a filtered row; ties may exceed the minimum.
+_LEAST, _ROOM = 512, 1024
 _EDITS = 128
 _ADJUSTED = 2048
 _FIRST_HISTORIES, _FIRST_PLACES = 8, 256
@@ -37,18 +35,18 @@ class _GpuSequence:
     place: int  # row in the sampler's tables
     sampling: SamplingParams
     constraint: Constraint | None
-    history: int  # row of the counts; -1: not penalised
+    history: int  # row of the sampler's token counts; -1: not penalised
 
     @property
     def special(self) -> bool:
-        """Whether a step has to process it individually."""
+        """True if a step has to process this sequence individually."""
         sampling = self.sampling
         return sampling.logprobs is not None or self.constraint is not None or bool(sampling.logit_bias)
 
 
 @dataclass(frozen=True, slots=True)
 class GpuRows:
-    """Data that a step's rows need on the device: the arrays, and flags for the features used."""
+    """`PreparedRows` on a GPU: the arrays to upload, and flags for the features used."""
 
     sampler: "GpuSampler"
     sequences: Sequence[_GpuSequence]
@@ -65,7 +63,7 @@ class GpuRows:
 
 @dataclass(frozen=True, slots=True)
 class GpuChoosing:
-    """Tokens whose sampling has been launched on the device."""
+    """Sampling of a step's rows that has been launched on the device."""
 
     token_ids_R: torch.Tensor  # on the device, int32
     sequences: Sequence[_GpuSequence]
@@ -75,7 +73,7 @@ class GpuChoosing:
     raw_LV: torch.Tensor | None = None  # logits of the ranked rows
 
     def collect(self) -> Sampled:
-        """Wait for the tokens."""
+        """Wait for the sampled tokens and return them."""
         if self.over is not None:
             self.over.synchronize()
         tokens, *ranked = (copy.tolist() for copy in self.copies)
@@ -95,7 +93,7 @@ class GpuChoosing:
         return Sampled(tuple(tokens), tuple(logprobs), tuple(errors))
 
     def _best_of_all(self, row: int, count: int) -> tuple[list[float], list[int]]:
-        """Top tokens of a row in which too many tie for `find_best` to collect them. Waits for the device again."""
+        """Top tokens of a row in which more are tied than `find_best` can collect. Waits for the device again."""
         assert self.raw_LV is not None
         logits_V = self.raw_LV[row].float()
         top = logits_V.topk(min(count, len(logits_V)))
@@ -204,7 +202,7 @@ class GpuSampler:
         self._counts_HV.index_put_((there[1], there[2]), there[3])
 
     def prepare(self, rows: Sequence[SampleRow]) -> GpuRows:
-        """Prepare the arrays to upload with the step."""
+        """Prepare the arrays that are uploaded with the step."""
         if self._begun:
             self._write_histories()
         sequences = [self._sequences[row.sequence_id] for row in rows]
@@ -288,7 +286,7 @@ class GpuSampler:
         return GpuChoosing(chosen_R, rows.sequences, rows.ranked, copies, over, raw_LV)
 
     def _rank(self, raw_LV: torch.Tensor, chosen_L: torch.Tensor, count: int) -> list[torch.Tensor]:
-        """Logprobs of the chosen tokens; logprobs and ids of the best tokens; how many of those were found."""
+        """Logprobs of the chosen tokens; logprobs and ids of the best tokens; number of best tokens found per row."""
         row_count, vocabulary = raw_LV.shape
         numbers, wholes, best_token_L = self._unfiltered(row_count)
         best_L, seen, total_L, near, near_tokens = (each[:row_count] for each in self._found(row_count))
@@ -301,7 +299,7 @@ class GpuSampler:
         return [own_L1[:, 0], -distances - log_total_L1, near_tokens.gather(1, places), found_L1[:, 0].clone()]
 
     def _unfiltered(self, rows: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Inputs of `find_best` for ranked rows, and memory for their best tokens."""
+        """Sampling parameters with which `find_best` ranks rows without filters, and memory for their best tokens."""
         if self._told is None or len(self._told[0]) < rows:
             numbers = np.zeros((rows, 8))
             numbers[:, :3] = 1.0, 1.0, math.inf
@@ -322,7 +320,7 @@ class GpuSampler:
 
 
 def find_constants() -> dict[str, int]:
-    """Compile-time constants of the kernel."""
+    """Compile-time constants of `find_best`."""
     return {"TILE": _TILE, "LEAST": _LEAST, "ROOM": _ROOM, "num_warps": _WARPS}
 
 
@@ -335,7 +333,7 @@ def adjust_constants() -> dict[str, int]:
 
 
 def _to_host(tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], torch.cuda.Event | None]:
-    """Host copies, valid after the event."""
+    """Copies in host memory, valid after the event; without a GPU, the tensors themselves and None."""
     if tensors[0].device.type != "cuda":
         return list(tensors), None
     copies = [torch.empty(each.shape, dtype=each.dtype, pin_memory=True) for each in tensors]

@@ -34,13 +34,13 @@ WHOLES = tl.constexpr(4)
 # Columns of the results of `find_best`.
 BEST_TOKEN = tl.constexpr(0)
 FOUND = tl.constexpr(1)  # number of tokens collected; -1: none, or more than fit
-LIMIT = tl.constexpr(2)  # bits of the largest distance among them
+LIMIT = tl.constexpr(2)  # bits of the distance up to which tokens are collected
 SEEN = tl.constexpr(4)
 
 
 @triton.jit
 def _logits(logits_ptr, at, vocabulary):
-    """Maps NaN to minus infinity."""
+    """Loads logits as float32, with NaN and tokens past the vocabulary as minus infinity."""
     logits = tl.load(logits_ptr + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
     return tl.where(logits == logits, logits, float("-inf"))
 
@@ -62,7 +62,7 @@ def find_best(
     numbers_ptr,  # [R, NUMBERS] float64
     wholes_ptr,  # [R, WHOLES] int32
     chosen_ptr,  # [R] int32: the best token
-    best_ptr,  # [R] float32: its logit
+    best_ptr,  # [R] float32: the best token's logit
     seen_ptr,  # [R, SEEN] int32
     total_ptr,  # [R] float64: mass of all tokens that min-p admits, relative to the best token's
     near_ptr,  # [R, ROOM] float32: distances of collected tokens, in vocabulary order
@@ -128,7 +128,9 @@ def find_best(
 
 @triton.jit
 def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """Mass, or number, of the tokens with at most these bits, and the largest bits among them."""
+    """Mass (with COUNTS: number) of the tokens whose distance has at most the bits `last`, and the largest bits among
+    them.
+    """
     lanes = tl.arange(0, TILE)
     masses = tl.zeros([TILE], tl.float32)
     most = tl.zeros([TILE], tl.int32)
@@ -144,7 +146,7 @@ def _mass(logits_ptr, vocabulary, best, scale, last, COUNTS: tl.constexpr, TILE:
 
 @triton.jit
 def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.constexpr, TILE: tl.constexpr):
-    """The smallest bits at which the tokens' mass, or number, reaches the target. It must be reached at `high`."""
+    """The smallest bits at which the tokens' mass (with COUNTS: number) reaches the target. It must do so at `high`."""
     low = 0
     lanes = tl.arange(0, TILE)
     steps = tl.arange(0, PIVOTS)
@@ -172,7 +174,9 @@ def _border(logits_ptr, vocabulary, best, scale, high, target, COUNTS: tl.conste
 
 @triton.jit
 def _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE: tl.constexpr):
-    """The token with at most these bits at which the cumulative mass, in vocabulary order, exceeds the draw."""
+    """The token drawn: of those with at most the bits `last`, the first in vocabulary order at which the cumulative
+    mass exceeds `uniform` times the total.
+    """
     lanes = tl.arange(0, TILE)
     total = tl.full((), 0.0, tl.float64)
     for start in tl.range(0, vocabulary, TILE, num_stages=3):
@@ -281,7 +285,7 @@ def draw(
         tl.store(chosen_ptr + row, token)
 
 
-# Not specialised on: each value of a specialised argument may cost a compilation in the middle of a step.
+# Triton must not specialise on `count`: a new value could cost a compilation in the middle of a step.
 @triton.jit(do_not_specialize=["count"])
 def edit(
     logits_ptr,  # [R, V], rows row_stride apart
@@ -291,7 +295,7 @@ def edit(
     count,
     TILE: tl.constexpr,
 ):
-    """Add to individual logits: logit bias, or minus infinity."""
+    """Add a value, logit bias or minus infinity, to individual logits."""
     at = tl.program_id(0) * TILE + tl.arange(0, TILE)
     present = at < count
     rows = tl.load(places_ptr + at * 2, mask=present, other=0).to(tl.int64)
@@ -313,7 +317,7 @@ def adjust(
     vocabulary,
     TILE: tl.constexpr,
 ):
-    """Apply grammar masks and penalties. One program per part of a row."""
+    """Apply token masks and penalties. One program per tile of a row."""
     row = tl.program_id(0)
     history = tl.load(wholes_ptr + row * WHOLES + HISTORY).to(tl.int64)
     mask = tl.load(wholes_ptr + row * WHOLES + MASK).to(tl.int64)

@@ -92,7 +92,7 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
 
 
 class TransformersDecoder(Decoder):
-    """A `StageModel` whose parameters are views of our memory, created once."""
+    """A `StageModel` whose parameters are views of the parameter store, created once."""
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class TransformersDecoder(Decoder):
         like: Decoder,
         division: Division,
     ) -> None:
-        """Divided and packed like the model `like`, which has no memory. `division` has the
-        all-reduce over the ranks.
+        """The model is divided and packed like `like`, which is on the meta device. `division` has the all-reduce over
+        the ranks.
         """
         super().__init__(config, dtype, like.packed, like.cuts, division, gives_tuples=like.gives_tuples)
         self.kv = kv
@@ -151,7 +151,7 @@ class TransformersDecoder(Decoder):
         lora.adapt(self.model)
 
     def _bind(self, parameters: ParameterStore, dtype: torch.dtype) -> None:
-        """Bind parameters and persistent buffers to our memory; other buffers are created as `transformers` does."""
+        """Bind parameters and persistent buffers to the store's tensors; `transformers` initialises other buffers."""
         views: dict[int, torch.Tensor] = {}
         parts = parts_of(self.model, self.layers_name, len(self.layers), dtype)
         device = parameters.part(EMBEDDING)[next(iter(parts.others[EMBEDDING]))].device
@@ -245,7 +245,7 @@ class TransformersModel:
 
     @property
     def quantised(self) -> str | None:
-        """Number formats of the values kept quantised in memory, if any."""
+        """Number formats of parameters kept quantised in memory, if any."""
         numbers = {str(parameter.packing.number) for parameter in self._packed.values()}
         return ", ".join(sorted(numbers)) or None
 
@@ -263,8 +263,8 @@ class TransformersModel:
 
     @property
     def token_elements(self) -> int:
-        """KV elements per token and layer: those of the largest layer, rounded up to an even number for keys and
-        values.
+        """KV elements per token and layer: those of the layer with the most, rounded up to an even number, as a slot
+        has equal halves.
         """
         most = max(kind.token_elements for kind in self.kinds)
         return most + most % 2
@@ -330,10 +330,11 @@ class TransformersModel:
         return None
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """Compare random rows, computed in one range of layers and in two, with the output of `transformers`.
+        """Compare logits of random tokens, computed in one range of layers, with those of `transformers`. Sets
+        `pipelines` to False if the logits differ when computed in two ranges.
 
         Raises:
-            ConfigError: the logits differ.
+            ConfigError: the logits computed in one range differ.
         """
         assert isinstance(model, TransformersDecoder)
         rows = min(_TEST_ROWS, self.config.max_position, kv.block_count * kv.shape.block_tokens)
@@ -366,7 +367,7 @@ class TransformersModel:
         ids: torch.Tensor,
         borders: tuple[int, ...],
     ) -> Sequence[torch.Tensor]:
-        """Logits computed in two chunks, and then token by token."""
+        """Logits computed in two chunks, and then token by token: one tensor for each of these three parts."""
         size, first = kv.shape.block_tokens, kv.window.first_block
         table = tuple(range(first, first - (-len(ids) // size)))
         tokens = tuple(ids.tolist())
@@ -385,7 +386,7 @@ class TransformersModel:
 
 
 def _apart(wanted: torch.Tensor, found: Sequence[torch.Tensor]) -> float:
-    """The largest median difference of any part."""
+    """The largest of the parts' median differences, relative to each row's largest logit."""
     most = 0.0
     for rows, parts in zip(wanted.split([len(part) for part in found]), found, strict=True):
         differing = (rows - parts).abs().amax(1) / rows.abs().amax(1).clamp(min=1e-6)

@@ -41,7 +41,7 @@ Part = int | str
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Tensors of each part by their names in the whole model; a tied tensor only once, where it comes first."""
+    """Tensors of each part by their names in the whole model; a tied tensor is listed once, under its first name."""
 
     layers: tuple[Mapping[str, torch.Tensor], ...]
     others: Mapping[str, Mapping[str, torch.Tensor]]
@@ -119,8 +119,8 @@ class TransformersCheckpoint:
         return [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
 
     def _map(self) -> tuple[dict[str, list[str]], list[str]]:
-        """Model tensor -> the checkpoint tensors it is made of, by the first name that `transformers` gives it; and
-        unused tensors.
+        """Names of checkpoint tensors by the model tensor made of them (if they are split, the first of those), and
+        names of unused checkpoint tensors.
         """
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = self._converters
@@ -170,8 +170,8 @@ class TransformersCheckpoint:
             raise ConfigError(f"{self._model_dir}: {name}", "the checkpoint has no tensor that this is made of")
 
     def _sources_of(self, name: str, left: Iterable[str]) -> list[str]:
-        """Checkpoint tensors of a model tensor, or of the one it is tied to. Empty for a later part
-        of a split tensor.
+        """Checkpoint tensors of a model tensor, or of the one it is tied to; empty for a tensor that is made of a split
+        checkpoint tensor and is not its first part.
         """
         if (found := self._sources.get(name)) is not None:
             self._require_tied(name, found)
@@ -213,7 +213,7 @@ class TransformersCheckpoint:
             raise ConfigError(f"{self._places[sources[0]]}: {name}", f"cannot be converted: {why}")
 
     def _take(self, left: dict[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
-        """Move the converted tensors to their destinations; the model is on the meta device again."""
+        """Copy the converted tensors to their destinations and put the model back on the meta device."""
         for name in [*left]:
             for held in (name, *self._aliases(name)):
                 path, _, leaf = held.rpartition(".")

@@ -104,7 +104,7 @@ class BulkSender:
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
         )
         self._free_since_s = 0.0  # time since which only the link's speed limits bulk
-        self._last_end_s = 0.0  # of the last chunk
+        self._last_end_s = 0.0  # completion of the last chunk
         self._share = 1.0  # fraction of time for chunks of the last chunk's class: see `_share_of`
         self._in_background = False  # the last chunk was of parameters
         self._changed = Condition()
@@ -181,7 +181,7 @@ class BulkSender:
             return self._schedule.queued_bytes
 
     def acknowledged(self, number: int, outcome: TransferOutcome, why: str) -> None:
-        """The peer has received or refused the transfer."""
+        """Handle the peer's answer: the transfer was received or refused."""
         with self._changed:
             outgoing = self._state.transfers.get(number)
             if outgoing is None or outgoing.verdict is not None:
@@ -209,7 +209,7 @@ class BulkSender:
             _settle(outgoing)
 
     def close(self) -> None:
-        """Fail unfinished transfers; CLOSE is the last frame."""
+        """Fail unfinished transfers, and queue CLOSE as the last frame."""
         with self._changed:
             if self._state.refusal is not None:
                 return
@@ -221,7 +221,7 @@ class BulkSender:
             _settle(finished)
 
     def fail(self, why: str) -> None:
-        """The channel was aborted and no longer reads the callers' memory: fail all unfinished transfers."""
+        """Fail all unfinished transfers. The channel must be aborted, and so no longer read the callers' memory."""
         with self._changed:
             self._state.refusal, self._state.broken = why, True
             failed = list(self._state.transfers.values())
@@ -343,7 +343,9 @@ class BulkSender:
             self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK, size, posted_at_s))
 
     def _post_chunk(self, outgoing: _Outgoing, offset: int, size: int, *, more: bool) -> list[Pending] | None:
-        """Runs without _changed, as copying and writing to a socket take time; no other thread posts on this lane."""
+        """Post a chunk; None if the link is broken. Runs without _changed, as copying and writing to a socket take
+        time; no other thread posts on this lane.
+        """
         with self._reading:
             if self._state.broken:  # its owner has been notified and may have unmapped the memory
                 return None
@@ -399,7 +401,7 @@ class BulkSender:
         return decision
 
     def _post_notice(self) -> bool | None:
-        """Post a notification. Returns False if there is none, so that the schedule is consulted."""
+        """Post a notification. Returns None if there is none, so that the schedule is consulted."""
         if not self._state.notices:
             return None
         kind, outgoing = self._state.notices.popleft()
@@ -426,14 +428,16 @@ class BulkSender:
         self._state.promised = more
 
     def _wait_for_work(self) -> None:
-        """Wait while there is nothing to send and nothing in flight."""
+        """Wait for something to send, with nothing in flight; queue a keepalive if nothing comes, or was promised."""
         if not self._state.promised and self._changed.wait(self._config.keepalive_s):
             return
         if not self._state.notices and not len(self._schedule):
             self._state.notices.append((FrameKind.KEEPALIVE, None))
 
     def _withdraw(self, outgoing: _Outgoing, outcome: TransferOutcome, why: str) -> _Outgoing | None:
-        """The transfer left the schedule early; notify the receiver if it was opened."""
+        """Set the outcome of a transfer that left the schedule early, and notify the receiver if it was opened. Returns
+        the transfer if it is finished.
+        """
         outgoing.verdict, outgoing.why = outcome, why
         if not outgoing.opened:
             return self._finish_if_quiet(outgoing)
@@ -448,7 +452,7 @@ class BulkSender:
         return outgoing
 
     def _end(self, outgoing: _Outgoing) -> _Outgoing | None:
-        """The link is closing: send no further chunk of this transfer."""
+        """Stop a transfer because the link is closing. Returns the transfer if it is finished."""
         self._schedule.remove(outgoing.number)
         outgoing.verdict = outgoing.verdict or TransferOutcome.BROKEN
         outgoing.why = outgoing.why or "the link is closed"

@@ -217,7 +217,7 @@ class ChannelConnection(Connection):
             self._receiver.on_link_end(link, LinkEnding(LinkState.BROKEN, why))
 
     def _finish(self) -> None:
-        """Runs on the last thread to end."""
+        """Report the end of the connection, and have its channels destroyed. Runs on its last thread."""
         with self._changed:
             if self._state is not LinkState.BROKEN:
                 self._state = LinkState.CLOSED

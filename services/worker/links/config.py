@@ -15,34 +15,34 @@ _BACKGROUND_SHARE_ON_DEVICE = 0.5
 class TransportConfig:
     port: int = 0  # of the rendezvous; 0: any free one
     # Bulk.
-    chunk_bytes: int = 512 * 1024  # initial; then by the measured speed of link and stage, see `pace`
+    chunk_bytes: int = 512 * 1024  # initial; later it depends on the measured speed of link and stage, see `pace`
     least_chunk_bytes: int = 256 * 1024
     most_chunk_bytes: int = 8 * 1024 * 1024
     window_chunks: int = 4  # bulk chunks in flight without activations
-    calm_s: float = 0.2  # without activations, until the larger window is used
+    calm_s: float = 0.2  # time without activations after which `window_chunks` applies
     bandwidth_bytes_per_s: float | None = None  # bulk bandwidth of a link, from a profile; refined by measurement
     hold_s: float = 0.005  # maximum time for which urgent traffic holds back one chunk
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
     background_share: float = 0.15  # fraction of time for sending parameters, which takes processor time from serving
     background_chunk_bytes: int = 2 * 1024 * 1024  # maximum chunk of parameters; smaller ones wake threads too often
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: unlimited
-    sized_by_device: bool = True  # for a GPU, chunks of one slot, whatever is set above
+    sized_by_device: bool = True  # for a GPU, chunks have the size of one slot, whatever is set above
     urgent_first: bool = True  # False: order of arrival on an emulated link, as a baseline
     # Frames: a header, meta and, if it fits, the payload, in one message whose receive is posted in advance.
     urgent_inline_bytes: int = 64 * 1024
     bulk_inline_bytes: int = 4 * 1024
     posted_frames: int = 4  # receives posted in advance on each lane
     # Bounds.
-    max_message_bytes: int = 64 * 1024 * 1024  # one urgent message
+    max_message_bytes: int = 64 * 1024 * 1024  # maximum size of one urgent message
     max_transfer_bytes: int = 1 << 40
     max_queued_messages: int = 256
-    max_queued_bytes: int = 256 * 1024 * 1024  # urgent messages not yet sent
-    max_transfers: int = 1024  # unfinished, in each direction
-    urgent_window: int = 8  # urgent messages in flight
+    max_queued_bytes: int = 256 * 1024 * 1024  # maximum size of urgent messages not yet sent
+    max_transfers: int = 1024  # maximum unfinished transfers in each direction
+    urgent_window: int = 8  # maximum urgent messages in flight
     # Waits.
-    connect_timeout_s: float = 10.0  # for a peer to connect
-    open_timeout_s: float = 5.0  # for both to open their channels after the rendezvous
-    send_timeout_s: float = 10.0  # for one message or chunk, from posting to completion
+    connect_timeout_s: float = 10.0  # time for a peer to connect
+    open_timeout_s: float = 5.0  # time for both sides to open their channels after the rendezvous
+    send_timeout_s: float = 10.0  # time from posting a message or chunk to its completion
     keepalive_s: float = 1.0
     silence_timeout_s: float = 10.0  # a peer without traffic for that long counts as lost
     close_timeout_s: float = 2.0
@@ -67,7 +67,7 @@ class TransportConfig:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
 
     def naive(self) -> Self:
-        """A baseline: bulk in one piece, in order of arrival, without priorities."""
+        """These settings as a baseline: bulk in one piece, in order of arrival, without priorities."""
         whole = self.max_message_bytes
         return replace(
             self,
@@ -83,8 +83,8 @@ class TransportConfig:
         )
 
     def on_device(self) -> Self:
-        """The same for GPU memory: chunks of one slot, as each costs a copy, an event and a message. Sending takes no
-        time from the processors that serve.
+        """These settings for GPU memory: chunks of one slot, as each costs a copy, an event and a message. Sending
+        takes no time from the processors that serve.
         """
         if not self.sized_by_device:
             return self

@@ -25,9 +25,9 @@ from services.worker.links.transfer import Opening, Refusal, Transfer, TransferO
 if TYPE_CHECKING:
     import torch
 
-_IDLE_S = 60.0  # without an epoch: workers that shared a group are likely to do so again
-_MAX_EPOCHS = 64  # joined by the peer only; the oldest are dropped
-_LOOK_S = 0.1  # between two checks whether the peer has ended this connection
+_IDLE_S = 60.0  # time without an epoch until a connection is closed: its workers are likely to share a group again
+_MAX_EPOCHS = 64  # epochs that the peer has joined; the oldest of those joined by it only are dropped
+_LOOK_S = 0.1  # interval of checks whether the peer has ended this connection
 
 
 class Receiver(Protocol):
@@ -68,7 +68,7 @@ class Link:
         self.connection = connection
         self.peer_id = connection.peer_id
         self.epoch = epoch
-        self.retired = False  # by this side: nothing is sent, and arriving messages are refused and counted
+        self.retired = False  # this side has retired it: nothing is sent, arriving messages are refused and counted
         self.met = False  # the peer has joined the epoch at some time
         self.ended: LinkState | None = None  # set by the connection, before the receiver is notified
 
@@ -165,7 +165,7 @@ class Link:
 
 
 class Connection(ABC):
-    """Safe for use from any thread."""
+    """A connection to one peer. Safe for use from any thread."""
 
     def __init__(self, peer: Hello, receiver: Receiver) -> None:
         self.peer_id = peer.worker_id
@@ -204,7 +204,7 @@ class Connection(ABC):
     def join(self, epoch: int, deadline_s: float, is_given_up: Callable[[], bool]) -> Link | None:
         """Join an epoch, and wait until the peer has joined it.
 
-        None: the peer has not joined, the connection has ended, or the peer opens a new one.
+        Returns None if the peer does not join in time, the connection has ended, or the peer opens a new one.
         """
         link = self.begin_join(epoch)
         if link is None:
@@ -220,7 +220,7 @@ class Connection(ABC):
         return link
 
     def begin_join(self, epoch: int) -> Link | None:
-        """The non-blocking half of `join`."""
+        """Join an epoch without waiting for the peer; None if the connection has ended."""
         with self._changed:
             if not self.is_up:
                 return None
@@ -278,7 +278,9 @@ class Connection(ABC):
             self._end(link, LinkEnding(LinkState.CLOSED, "the peer takes part in its epoch no more"))
 
     def close_if_idle(self) -> None:
-        """Called periodically by both sides. A side that joins an epoch meanwhile opens a new connection."""
+        """Close the connection if it has had no epoch for `_IDLE_S`; called periodically. A peer that joins an epoch
+        meanwhile opens a new connection.
+        """
         with self._changed:
             is_idle = not self._links and time.monotonic() - self._idle_since_s > _IDLE_S
         if is_idle:
@@ -360,9 +362,7 @@ class Connection(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raises:
-        InvariantViolation: the sums of queued bytes are wrong.
-        """
+        """Raise InvariantViolation if the sums of queued bytes are wrong."""
 
     @abstractmethod
     def give_up(self, why: str) -> None: ...
@@ -379,4 +379,4 @@ class Connection(ABC):
 
     @abstractmethod
     def wait_ended(self, timeout_s: float) -> bool:
-        """Returns True when it has ended completely."""
+        """Wait until the connection has ended completely. Returns False on a timeout."""

@@ -50,7 +50,7 @@ class CudaCopies:
         self._teller: threading.Thread | None = None
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Large buffers consist of whole slots cached by torch: pinning a new one stalls the device."""
+        """A flat byte buffer. Large ones take whole slots, which torch caches, as pinning memory stalls the GPU."""
         whole_bytes = size_bytes if size_bytes < _LARGE_BYTES else -(-size_bytes // SLOT_BYTES) * SLOT_BYTES
         whole = torch.empty(whole_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
         return whole[:size_bytes]

@@ -12,7 +12,7 @@ class UrgentGate:
     def __init__(self) -> None:
         self._changed = Condition()
         self._reasons = 0
-        self.activation_at_s = float("-inf")  # when the last one was queued
+        self.activation_at_s = float("-inf")  # time at which the last activation was queued
 
     @property
     def is_due(self) -> bool:
@@ -51,13 +51,13 @@ class SharedWire:
             self._wire.urgent_waits()
 
     def urgent_goes(self) -> None:
-        """An announced urgent message was cancelled."""
+        """Cancel an announced urgent message."""
         with self._changed:
             self._wire.urgent_goes()
             self._changed.notify_all()
 
     def take_urgent(self, size_bytes: int, since_s: float) -> float | None:
-        """See `Wire.take`."""
+        """Send an urgent message over the wire: see `Wire.take`."""
         with self._changed:
             crossed_at_s = self._wire.take(size_bytes, urgent=True, since_s=since_s, at_s=time.monotonic())
             self._changed.notify_all()
@@ -80,7 +80,7 @@ class SharedWire:
         return not self._ended.wait(max(crossed_at_s - time.monotonic(), 0))
 
     def end(self) -> None:
-        """The link has ended: every waiting or later `cross` returns False."""
+        """End the wire with its link: every waiting or later `cross` returns False."""
         with self._changed:
             self._ended.set()
             self._changed.notify_all()

@@ -67,7 +67,7 @@ def refusal_line(why: str) -> bytes:
 
 
 def proof_of(secret: bytes | None, role: str, *said: bytes) -> str:
-    """`role`: "caller" or "host"; `said`: all lines so far, as sent."""
+    """Proof of the cluster secret; empty without one. `role`: "caller" or "host"; `said`: all lines so far, as sent."""
     if secret is None:
         return ""
     lengths = b"".join(len(line).to_bytes(4, "little") for line in said)
@@ -75,7 +75,7 @@ def proof_of(secret: bytes | None, role: str, *said: bytes) -> str:
 
 
 def is_proof(given: str, secret: bytes | None, role: str, *said: bytes) -> bool:
-    """Whether the proof is valid; always True without a secret."""
+    """True if the proof is valid; always without a secret."""
     return secret is None or hmac.compare_digest(given.encode(), proof_of(secret, role, *said).encode())
 
 

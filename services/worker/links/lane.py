@@ -68,7 +68,7 @@ class FrameWriter:
         self._copies.fetch(payload, self._carried(payload.device, payload.numel()), then)
 
     def mark(self, pieces: Pieces) -> Mark | None:
-        """Mark that must be reached before the pieces have the contents seen by the calling thread."""
+        """The mark to wait for before the pieces have the contents that the calling thread sees; None: no wait."""
         return None if pieces.device == HOST else self._copies.mark()
 
     def gathered(self, pieces: Pieces, offset: int, size: int) -> tuple[torch.Tensor, bool]:
@@ -90,7 +90,7 @@ class FrameWriter:
         return pieces.chunk_bytes(offset, limit, least_bytes if carried == pieces.device else limit + 1)
 
     def _carried(self, lies_on: torch.device, size: int) -> torch.device:
-        """Payloads that may be inlined in their frame are sent from the host."""
+        """Device from which a payload is sent: the host for those small enough to be inlined in their frame."""
         is_small = size <= self._max_frame_bytes - HEADER_BYTES
         return HOST if is_small else carried_on(lies_on, self._channel.device)
 

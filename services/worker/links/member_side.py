@@ -15,11 +15,11 @@ class Plane(Protocol):
 
     @property
     def pace(self) -> StagePace:
-        """Updated by the engine."""
+        """Speed of this worker's stage, updated by the engine."""
         ...
 
     def link(self, peer_id: str, epoch: int) -> Link | None:
-        """The link if it is up."""
+        """The link to a peer for an epoch; None unless it is up."""
         ...
 
     def warm(
@@ -33,5 +33,5 @@ class Plane(Protocol):
         ...
 
     def close(self, timeout_s: float | None = None) -> None:
-        """End everything."""
+        """Close all connections."""
         ...

@@ -20,7 +20,7 @@ from services.worker.links.reaper import Reaper
 from services.worker.links.rendezvous import resolve_host
 from services.worker.memory.backend import SLOT_BYTES
 
-_MOST_LINKS = 8  # to other members of a group, and to sources and targets of migrations
+_MOST_LINKS = 8  # links counted for memory: to other members of a group, and to sources and targets of migrations
 
 
 def open_plane(
@@ -49,7 +49,7 @@ def open_plane(
 
 
 def carrier_of(name: str, device_type: str) -> str:
-    """Choose the transport by the memory's device, unless configured. The only place that does."""
+    """Name of the transport: the configured one, or chosen by the memory's device. No other code chooses it."""
     if name != "auto":
         return name
     return "nccl" if device_type == "cuda" and torch.distributed.is_nccl_available() else "tcp"

@@ -4,8 +4,8 @@ from collections import deque
 from dataclasses import dataclass
 
 _STAGE_SHARE = 1 / 8  # weight of a new measurement in the mean: covers some ten steps
-_LATE_SHARE = 0.25  # fraction of a stage's time
-_BESIDE_ACTIVATIONS = 2  # chunks in flight
+_LATE_SHARE = 0.25  # fraction of a stage's time after which an activation counts as late
+_BESIDE_ACTIVATIONS = 2  # chunks in flight while activations are sent
 _MEASURED_CHUNKS = 16
 _MEASUREMENTS = 8
 
@@ -62,7 +62,7 @@ class ChunkSize:
         return max(self._rates, default=None)
 
     def moved(self, size_bytes: int, took_s: float) -> None:
-        """A chunk was sent `seconds` after the previous one, or after it was posted, without a hold in between."""
+        """Record a chunk sent `took_s` after the previous one, or after it was posted, without a hold in between."""
         self._chunks += 1
         self._bytes += size_bytes
         self._seconds += took_s

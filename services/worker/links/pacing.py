@@ -42,7 +42,7 @@ class Wire:
         self._urgent_waiting = 0
 
     def urgent_waits(self) -> None:
-        """An urgent message waits, until `take` or `urgent_goes`."""
+        """Announce an urgent message, which waits until `take` or `urgent_goes`."""
         self._urgent_waiting += 1
 
     def urgent_goes(self) -> None:
@@ -127,7 +127,7 @@ class BulkSchedule:
         return True
 
     def next(self, at_s: float, *, urgent: bool) -> Grant | Hold | None:
-        """The next chunk or hold; None: nothing to send. The only side effect is to record the start of a hold."""
+        """The next chunk or hold; None: there is nothing to send. Its only side effect is to record a hold's start."""
         if not self._entries:
             self._holding_since_s = None
             return None
@@ -146,7 +146,9 @@ class BulkSchedule:
         return Grant(entry.transfer, entry.sent_bytes, min(self.chunk_bytes, entry.total_bytes - entry.sent_bytes))
 
     def sent(self, transfer: int, size_bytes: int) -> bool:
-        """A grant was used, in whole or in part. Returns True if it was the last one: the transfer is removed."""
+        """Record that a grant was used, in whole or in part. Returns True if it was the transfer's last one: the
+        transfer is removed.
+        """
         entry = self._entries[transfer]
         if not 0 < size_bytes <= entry.total_bytes - entry.sent_bytes:
             raise InvariantViolation(f"transfer {transfer}: sent {size_bytes} bytes after {entry.sent_bytes}")

@@ -20,7 +20,7 @@ def as_bytes(tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 class Pieces:
-    """Offsets are counted over all pieces in order."""
+    """A transfer's tensors. Offsets are counted over all pieces in order."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         for index, tensor in enumerate(tensors):

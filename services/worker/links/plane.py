@@ -31,7 +31,7 @@ class Opener(Protocol):
     def terms(self) -> Terms: ...
 
     def open(self, peer: Hello, sockets: Sequence[socket.socket], *, is_host: bool, name: str) -> Connection:
-        """Blocks until both sides have opened the connection. Takes ownership of the sockets.
+        """Open a connection; blocks until both sides have opened it. Takes ownership of the sockets.
 
         Raises:
             ChannelBroken: the peer did not open it in time.
@@ -85,7 +85,7 @@ class DataPlane:
         return dict(self._rendezvous.refused)
 
     def link(self, peer_id: str, epoch: int) -> Link | None:
-        """The link if it is up."""
+        """The link to a peer for an epoch; None unless it is up."""
         with self._changed:
             connection = self._connections.get(peer_id)
         links = () if connection is None else connection.links()
@@ -120,7 +120,7 @@ class DataPlane:
             except FutureTimeout:
                 raise DeadlineExceeded(f"link to {peer_id}: not up after {timeout_s} s") from None
             finally:
-                del others  # as below
+                del others  # like `mine` below
         try:
             link = self._join(peer_id, address, incarnation, epoch, deadline_s)
         except BaseException as error:
@@ -162,7 +162,7 @@ class DataPlane:
         return [connection.facts() for _, connection in connections]
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Close everything, or raise DeadlineExceeded with what is left."""
+        """Close all connections; raises DeadlineExceeded if some have not ended in time."""
         deadline_s = time.monotonic() + (_CLOSE_TIMEOUT_S if timeout_s is None else timeout_s)
         with self._changed:
             self._closing = True

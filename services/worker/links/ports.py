@@ -140,7 +140,8 @@ class Transport(Protocol):
     def lanes(self) -> tuple[str, ...]: ...
 
     def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
-        """Blocks until the peer has called it with the same name and the other rank. Takes ownership of the sockets.
+        """Open the channels; blocks until the peer does so with the same name and the other rank. Takes ownership of
+        the sockets.
 
         Raises:
             ChannelBroken: the peer did not call it in time.

@@ -196,7 +196,7 @@ class BulkReceiver:
                     raise PeerViolation(self._peer, f"{frame.header.kind.name} on the bulk lane")
 
     def abandon(self) -> None:
-        """The lane has ended, and nothing writes to the destinations any more."""
+        """End unfinished transfers. The lane must have ended, so that nothing writes to the destinations any more."""
         self._arriving.clear()
         unfinished = list(self._incoming.values())
         self._incoming.clear()
@@ -297,7 +297,7 @@ class BulkReceiver:
             self._end(incoming, TransferOutcome.CANCELLED)
 
     def _end(self, incoming: _Incoming, outcome: TransferOutcome) -> None:
-        """A refused transfer has no receiver to notify."""
+        """Notify the receiver of a transfer's end, unless the transfer was refused."""
         if incoming.link is not None and incoming.pieces is not None:
             self._handlers.on_transfer_end(incoming.link, incoming.opening, outcome)
 

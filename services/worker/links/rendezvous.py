@@ -32,8 +32,8 @@ from services.worker.links.handshake import (
     refusal_line,
 )
 
-_HELLO_TIMEOUT_S = 5.0  # from accepting the connection to the end of its proof
-_ANSWER_TIMEOUT_S = 5.0  # for a caller to confirm that it is still waiting
+_HELLO_TIMEOUT_S = 5.0  # time from accepting the connection to the end of its proof
+_ANSWER_TIMEOUT_S = 5.0  # time for a caller to confirm that it is still waiting
 _MAX_STRANGERS = 64  # unauthenticated connections; a new one replaces the oldest
 _MAX_PARKED = 256  # authenticated callers not awaited here yet; a new one replaces the oldest
 _PAUSE_S = 0.05  # pause if no connection can be accepted

@@ -116,7 +116,7 @@ class UrgentSender:
             self._accept(closing, b"", None, 0, order_class=_LAST)
 
     def fail(self, why: str) -> None:
-        """The channel was lost: fail everything unfinished."""
+        """Fail all unfinished messages, as the channel was lost."""
         with self._changed:
             self._refusal, self._broken = why, True
             failed = [*self._in_flight, *([self._crossing[0]] if self._crossing else []), *self._queue]
@@ -146,7 +146,7 @@ class UrgentSender:
     # ------------------------------------------------------------ below: called with _changed held, but for _complete
 
     def _oldest_in_flight(self) -> _UrgentMessage | None:
-        """Post what may be posted; None if nothing is in flight after a short wait."""
+        """Post what may be posted. Returns the oldest message in flight; None if there is none after a short wait."""
         with self._changed:
             self._post_ready()
             if self._in_flight:
@@ -193,7 +193,7 @@ class UrgentSender:
         return done
 
     def _fetched(self, outgoing: _UrgentMessage, payload: torch.Tensor | None) -> None:
-        """Called on any thread. The message keeps its place in its class."""
+        """Make a message ready whose payload was fetched; it keeps its place in its class. Called on any thread."""
         with self._changed:
             outgoing.payload, outgoing.is_ready = payload, True
             outgoing.failure = "" if payload is not None else "its tensor could not be read from the device"
@@ -211,7 +211,8 @@ class UrgentSender:
                     raise ChannelBroken(outgoing.failure)
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
-                outgoing.pending = [Broken(str(error))]  # found by the thread; the caller gets it from the future
+                # The sending thread finds it; the caller gets the error from the future.
+                outgoing.pending = [Broken(str(error))]
             if outgoing.header.kind is FrameKind.MESSAGE:
                 counted = self._counts.sent[outgoing.header.traffic]
                 counted.messages += 1

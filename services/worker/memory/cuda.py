@@ -60,7 +60,7 @@ class VmmDriver(Protocol):
         ...
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """May span several mappings, each of them whole."""
+        """Unmap a range, which may span several mappings, each of them whole."""
         ...
 
     def synchronise(self) -> None: ...
@@ -85,7 +85,7 @@ class CudaBackend(TensorOperations):
         self._driver = driver
         self._handles: list[Handle] = []  # by extent; None: given up
         self._extent_bytes = 0
-        self._taken = False  # whether the extents are another process's
+        self._taken = False  # the extents are another process's
 
     @property
     def device(self) -> torch.device:
@@ -354,8 +354,8 @@ class BindingsDriver:
         return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
 
     def _allow_sharing(self, index: int) -> None:
-        """Extents that a network card can read and that other processes (rank 0, UCX) can open; both must be requested
-        at creation. If the driver refuses, extents are created without.
+        """Let a network card read extents, and other processes (rank 0, UCX) open them, as far as the driver permits:
+        both are requested when extents are created.
         """
         kinds = self._cuda.CUmemAllocationHandleType
         handles, none = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, kinds.CU_MEM_HANDLE_TYPE_NONE

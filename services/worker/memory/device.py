@@ -28,7 +28,7 @@ R = TypeVar("R")
 
 
 def all_or_nothing(change: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Context manager that reverts a change that fails half way, for example because the driver refuses a call."""
+    """Decorator that reverts a change that fails half way, for example because the driver refuses a call."""
 
     @functools.wraps(change)
     def whole(memory: M, *args: P.args, **named: P.kwargs) -> R:

@@ -12,8 +12,9 @@ _LARGE_EXTENT_BYTES = 2 << 20  # larger extents are multiples of it, for which t
 def choose_extent_bytes(
     granularity_bytes: int, budget_bytes: int, layer_bytes: Sequence[int], other_bytes: int = 0
 ) -> int:
-    """A sixteenth of the largest layer's parameters, or of a layer's KV with all layers held if that is less; down to
-    half of it if less is then lost to rounding. Large enough for fast drops, and fast mapping of the whole budget.
+    """The extent size: a sixteenth of the largest layer's parameters, or of a layer's KV with all layers held if that
+    is less; down to half of it if less is then lost to rounding. Large enough for fast drops, and fast mapping of the
+    whole budget.
     """
     kv_bytes = max(0, budget_bytes - sum(layer_bytes) - other_bytes) // max(1, len(layer_bytes))
     fine_bytes = -(-min(max(layer_bytes, default=0), kv_bytes) // _EXTENTS_PER_LAYER)

@@ -10,7 +10,7 @@ _CUDA = re.compile(r"cuda(?::(\d+))?")
 
 
 def gpu_uuids() -> list[str]:
-    """UUIDs by ordinal. Slow the first time."""
+    """UUIDs of all GPUs, by ordinal. Slow the first time."""
     return [_uuid(index) for index in range(torch.cuda.device_count())]
 
 
@@ -37,7 +37,7 @@ def gpu_bytes(device: str) -> int | None:
 
 
 def describe(device: torch.device) -> str:
-    """cpu, or the ordinal and UUID of a GPU."""
+    """Name of a device for the log: `cpu`, or the ordinal and UUID of a GPU."""
     return device.type if device.type != "cuda" else f"{device} {_uuid(device.index)}"
 
 

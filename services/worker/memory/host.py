@@ -66,7 +66,7 @@ class HostBackend(TensorOperations):
         self._size_bytes = 0
         self._parking = 0  # address of the mapping of the whole file
         self._tables_move = False
-        self._parked = bytearray()  # extent -> whether its page table entries are in the parking
+        self._parked = bytearray()  # extent -> 1 if its page table entries are in the parking
 
     @property
     def device(self) -> torch.device:
@@ -108,7 +108,7 @@ class HostBackend(TensorOperations):
             )
 
     def export(self, first: int, count: int) -> list[int]:
-        """All extents are in one file, the first."""
+        """The one file of all extents, if `first` is 0; otherwise none."""
         return [os.dup(self._fd)] if self._fd is not None and first == 0 and count else []
 
     def beside(self, files: Iterable[int]) -> HostBackend:
@@ -116,7 +116,7 @@ class HostBackend(TensorOperations):
         return HostBackend(fd)
 
     def reserve(self, size_bytes: int) -> int:
-        """Aligned so that whole page tables can be moved."""
+        """Reserve a range, aligned so that whole page tables can be moved."""
         raw = _mmap(None, size_bytes + _PAGE_TABLE_BYTES, _PROT_NONE, _RESERVED, -1, 0)
         address = -(-raw // _PAGE_TABLE_BYTES) * _PAGE_TABLE_BYTES
         if address > raw:
@@ -188,7 +188,9 @@ class HostBackend(TensorOperations):
         _mmap(address, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED | populate, fd, offset_bytes)
 
     def _kernel_moves_tables(self, fd: int) -> bool:
-        """Probed in advance: a refused mremap leaves a hole at its target."""
+        """True if the kernel can move page tables of shared memory. Probed in advance, as a refused mremap leaves a
+        hole at its target.
+        """
         page_bytes = mmap.PAGESIZE
         source = _mmap(None, page_bytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)
         target = _mmap(None, page_bytes, _PROT_NONE, _RESERVED, -1, 0)

@@ -115,7 +115,7 @@ class HostBlocks:
         return Runs(addresses, np.full(len(addresses), size, np.int64))
 
     def _parts(self, blocks: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
-        """The same memory on the host, in that order, as flat bytes: one tensor per run of adjacent blocks."""
+        """Memory of these blocks on the host, in the order of `_lie`, as flat bytes: one tensor per contiguous run."""
         whole = len(layers) == self._kv.shape.layer_count
         of_blocks = _spans(blocks) if whole else [slice(block, block + 1) for block in blocks]
         spans = _spans(layers)
@@ -134,7 +134,7 @@ class HostBlocks:
 
 
 def _spans(numbers: Sequence[int]) -> list[slice]:
-    """The ids, split into runs of consecutive ones."""
+    """Slices for the runs of consecutive numbers."""
     spans: list[slice] = []
     for number in numbers:
         if spans and spans[-1].stop == number:

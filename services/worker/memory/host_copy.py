@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HostCopy:
-    """Safe for use from several threads, each with a layer of its own."""
+    """Copies of layers in host memory. Safe for use from several threads, each with a layer of its own."""
 
     def __init__(
         self,

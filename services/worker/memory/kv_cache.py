@@ -124,7 +124,7 @@ class KvWindow:
         self._held_layers = tuple(range(len(self._ranges)))
 
     def grow(self, extents_per_layer: int, *, clear: bool = True) -> int:
-        """Map `extent_count` more extents in every held layer. Returns the new `block_count`.
+        """Map `extents_per_layer` more extents in every held layer. Returns the new `block_count`.
 
         Reused extents contain old bytes, and a NaN among them would spread through masked attention (0 x NaN), so they
         are cleared unless the caller excludes that.
@@ -186,7 +186,7 @@ class KvWindow:
         return freed
 
     def drop_all(self) -> None:
-        """Free everything."""
+        """Free the KV of all layers."""
         for layer in (*self._held_layers, *self._retired):
             self.drop(layer)
 

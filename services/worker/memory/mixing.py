@@ -31,7 +31,7 @@ def constants() -> dict[str, Any]:
 
 
 def mixed(data: torch.Tensor) -> bytes:
-    """16-byte checksum of aligned flat bytes; `beside`: context manager for GPU memory."""
+    """16-byte checksum of aligned flat bytes. A GPU computes it on a side stream."""
     with beside(data.device)():
         return _mixed(data)
 

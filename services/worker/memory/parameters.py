@@ -139,7 +139,7 @@ class ParameterStore:
         return self._others[name].layout_digest
 
     def layout(self, layer: int) -> bytes:
-        """8 bytes over names, shapes and dtypes; equal if a layer's bytes may be copied from one store to another."""
+        """Hash (8 bytes) of names, shapes and dtypes: if equal, a layer's bytes may be copied between two stores."""
         return b"".join(store._layers[layer].layout_digest for store in self.of_ranks)
 
     @property
@@ -149,7 +149,7 @@ class ParameterStore:
     def layer_checksum(
         self, layer: int, between: Callable[[], None] | None = None, by: Algorithm | None = None
     ) -> bytes:
-        """16 bytes over names, shapes, dtypes and contents; equal if and only if the parameters are. `by`: the
+        """Checksum (16 bytes) of names, shapes, dtypes and contents; equal only for equal parameters. `by`: the
         algorithm, by default `checksums_by`.
 
         `between` is called after every piece of about 4 MiB that the host reads, and after each tensor.

@@ -149,7 +149,7 @@ class PhysicalPool:
         self._changes.append(_PoolChange(owner, runs, grown))
 
     def report(self) -> MemoryReport:
-        """The same object until something changes, as every step calls this."""
+        """Bytes of the budget by purpose: the same object until something changes, as every step calls this."""
         report = self._report
         if report is None:
             report = self._report = self._make_report()
@@ -322,7 +322,7 @@ class VirtualRange:
         return self._pool.backend.contents(self.bytes[offset_bytes : offset_bytes + size_bytes])
 
     def release(self) -> None:
-        """Called by the pool when it closes, before it releases the addresses."""
+        """Unmap all extents. Called by the pool when it closes, before it releases the addresses."""
         if self._count:
             self._pool.backend.unmap(self.address, self._runs)
             self._runs, self._count = [], 0

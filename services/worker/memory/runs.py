@@ -32,7 +32,7 @@ class Runs(NamedTuple):
 
 
 def parts_of(runs: Runs, slot: torch.Tensor) -> tuple[np.ndarray, bool]:
-    """[parts, 3]: address, offset in the slot, size; and whether all are aligned and counted in units of 16 bytes."""
+    """Parts [parts, 3]: address, offset in the slot, size; and True if all are aligned and in units of 16 bytes."""
     addresses, sizes = runs
     wide = not (int(np.bitwise_or.reduce(addresses | sizes)) | slot.data_ptr()) % _WIDE_BYTES
     most = _PART_BYTES[wide]

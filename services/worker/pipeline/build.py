@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, cast
 
 from ballast.common.ids import WorkerId
+from services.worker.core.batch import Batch, LaunchedStep
 from services.worker.core.blocks import BlockBook
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.turns import MemberEvent
@@ -34,6 +35,12 @@ if TYPE_CHECKING:
     from services.worker.links.plane import DataPlane
     from services.worker.memory.device import DeviceMemory
     from services.worker.policy.online_cost import OnlineCost
+
+
+class Launching(Protocol):
+    """An engine that launches batches."""
+
+    def launch(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> LaunchedStep: ...
 
 
 class BuiltInstance(Protocol):
@@ -148,6 +155,7 @@ def join(
             links=Links,
             copier=copier,
             compile_grammar=compile_grammar,
+            launch=cast("Launching", runner or own).launch if core.group_scheduler.goes_ahead else None,
             activations=activations,
             preempts=shell.preempts,
             watch=None if device is None else functools.partial(watch_for, device, time.monotonic),

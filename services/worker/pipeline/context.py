@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar, TypeVarTuple
 
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import Grammar
-from services.worker.core.batch import Batch, StepResult
+from services.worker.core.batch import Batch, LaunchedStep, StepResult
 from services.worker.core.blocks import BlockBook
 from services.worker.core.events import BlockCopy, Command, Event, PrefillLimited, Removed
 from services.worker.core.group_scheduler import GroupScheduler
@@ -67,6 +67,9 @@ class StageEngine(Protocol):
         ...
 
     def forget_all(self) -> None: ...
+
+
+Launch = Callable[[Batch, Sequence[Sequence[int]]], LaunchedStep]  # a batch of the whole model, with its block tables
 
 
 class BlockCopier(Protocol):
@@ -131,6 +134,7 @@ class MemberEnvironment:
     copier: BlockCopier | None = None  # required if the core's limits allow swapping
     compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: constraints are not applied
     watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
+    launch: Launch | None = None  # of the engine; None: it only executes synchronously
     activations: ActivationStore | None = None  # for the activation log; None: there is none
     preempts: Callable[[], bool] = never  # online work has arrived since the engine thread last took events
 
@@ -208,7 +212,7 @@ Answer = Command | StepOutcome
 class MemberAnswers:
     """Commands of the core go to the shell, which sends to dispatchers and drops texts."""
 
-    def __init__(self, core: WorkerCore, run: Callable[[Removed], StepOutcome | None]) -> None:
+    def __init__(self, core: WorkerCore, run: Callable[[Removed], object]) -> None:
         """`run` executes removals on this member's stages."""
         self._core = core
         self._run = run
@@ -218,8 +222,7 @@ class MemberAnswers:
         commands = self._core.handle(event)
         for command in commands:
             if isinstance(command, Removed):
-                outcome = self._run(command)
-                assert outcome is None or not command.batch.slices
+                self._run(command)
             self._answers.append(command)
         return commands
 

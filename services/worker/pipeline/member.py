@@ -24,7 +24,7 @@ from services.worker.core.report import Parks
 from services.worker.core.room import GroupRoom, RoomSizes
 from services.worker.core.transition import LostStage, Reception, lost_stage, reception
 from services.worker.core.transition_messages import KvReceived, PeerLost
-from services.worker.core.turns import MemberEvent, StepOutcome
+from services.worker.core.turns import LaunchedBatch, MemberEvent, StepOutcome
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
 from services.worker.pipeline.activations import ActivationLog, Refill
@@ -125,6 +125,7 @@ class GroupMember:
             preempts=environment.preempts,
             log=log,
         )
+        stage.launch = environment.launch
 
         def second(context: MemberContext, role: MemberRole) -> tuple[MemberContext, StageRunner]:
             links = environment.links(environment.plane, role, now, environment.post)
@@ -304,7 +305,7 @@ class GroupMember:
         self._is_awake = not rests
         return self._answers.take()
 
-    def run(self, command: Execute | Removed) -> StepOutcome | None:
+    def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
         tables = command.block_tables if isinstance(command, Execute) else ()
         leaving = self._driver.leaving
         stage = leaving.stage if command.leaving and leaving is not None else self._stage

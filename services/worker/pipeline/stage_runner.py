@@ -4,19 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import InvariantViolation, Unavailable
 from ballast.common.ids import Epoch
 from ballast.service.logs import get_logger
-from services.worker.core.batch import PREEMPTED, Batch, Preempted, SequenceId, StepResult
+from services.worker.core.batch import PREEMPTED, Batch, LaunchedStep, Preempted, SequenceId, StepResult
 from services.worker.core.events import BlockCopy
 from services.worker.core.swapping import block_copies
-from services.worker.core.turns import StepOutcome
+from services.worker.core.turns import LaunchedBatch, StepOutcome
 from services.worker.links.pace import StagePace
 from services.worker.pipeline.activations import ActivationLog
 from services.worker.pipeline.background import never
-from services.worker.pipeline.context import BlockCopier, MemberContext, StageEngine
+from services.worker.pipeline.context import BlockCopier, Launch, MemberContext, StageEngine
 from services.worker.pipeline.events import BatchArrived, ResultArrived
 from services.worker.pipeline.stage_clock import StageWatch
 
@@ -52,6 +53,7 @@ class StageRunner:
         self._watch = watch
         self._awaits_roster = awaits_roster
         self._preempts = preempts
+        self.launch: Launch | None = None  # of batches of the whole model; None: they are executed synchronously
         self._log = log
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
@@ -61,7 +63,7 @@ class StageRunner:
         tables: Sequence[Sequence[int]],
         hidden_TD: torch.Tensor | None,
         copies: Sequence[BlockCopy] = (),
-    ) -> StepOutcome | None:
+    ) -> StepOutcome | LaunchedBatch | None:
         """Execute this member's layers of a batch. None: it went to the next stage, or has no result."""
         if not copies:
             return self._compute(batch, tables, hidden_TD)
@@ -72,6 +74,8 @@ class StageRunner:
             outcome = self._compute(batch, tables, hidden_TD)
         finally:
             copy_s = self._copier.finish()
+        if isinstance(outcome, LaunchedBatch):
+            return LaunchedBatch(outcome.step_id, lambda: _with_copies(outcome.collect(), copy_s))
         if outcome is not None:
             return _with_copies(outcome, copy_s)
         if self._role.leads and batch.slices:
@@ -80,7 +84,7 @@ class StageRunner:
 
     def _compute(
         self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor | None
-    ) -> StepOutcome | None:
+    ) -> StepOutcome | LaunchedBatch | None:
         role, clock = self._role, self._published.clock
         if role.leads and batch.slices:
             quiet_s, awaited = clock.take_quiet_s(), self._context.group_scheduler.memory_is_awaited
@@ -96,9 +100,13 @@ class StageRunner:
             self._pace.begins(began_s)
         try:
             first, last = role.layers.start, role.layers.stop
-            out = self._engine.run_stage(
-                batch, tables, hidden_TD, first_layer=first, last_layer=last, preempted=self._preempts
-            )
+            launched, out = None, None
+            if self.launch is not None and self._is_whole(batch):
+                launched = self.launch(batch, tables)
+            else:
+                out = self._engine.run_stage(
+                    batch, tables, hidden_TD, first_layer=first, last_layer=last, preempted=self._preempts
+                )
         except Preempted:
             return self._not_run(batch, PREEMPTED)
         except Unavailable as error:  # a holder of KV being sent is lost: so is the group, which is reported
@@ -115,6 +123,8 @@ class StageRunner:
                 clock.ran(batch, epoch, began_s, ended_s)
 
         self._watch.end(ran)
+        if launched is not None:
+            return LaunchedBatch(batch.step_id, partial(self._collect, batch, launched))
         if not role.is_last:
             hidden_TD = None if isinstance(out, StepResult) else out
             if log is not None and hidden_TD is not None:
@@ -130,6 +140,18 @@ class StageRunner:
             return StepOutcome(batch.step_id, out)
         self._links.send_result(out)
         return None
+
+    def _is_whole(self, batch: Batch) -> bool:
+        """True if this stage alone computes the batch, in one piece."""
+        role = self._role
+        return role.leads and role.is_last and bool(batch.slices) and not batch.safepoint_layers
+
+    def _collect(self, batch: Batch, launched: LaunchedStep) -> StepOutcome:
+        try:
+            return StepOutcome(batch.step_id, launched.collect())
+        except (RuntimeError, ValueError, IndexError) as error:
+            get_logger().error("a batch has failed on the device", step_id=batch.step_id, why=str(error))
+            return StepOutcome(batch.step_id, None, f"{type(error).__name__}: {error}")
 
     def _send_on(self, batch: Batch, hidden_TD: torch.Tensor | None) -> None:
         began_s, epoch, clock = self._now(), self._role.epoch, self._published.clock

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ballast.common.cost import Chunk
-from services.worker.core.batch import Batch, StepResult
+from services.worker.core.batch import Batch, LaunchedStep, StepResult
 from services.worker.pipeline.background import never
 from services.worker.pipeline.stage_clock import StageWatch
 from services.worker.policy.cost_fit import StageShape
@@ -54,7 +54,17 @@ class TimedRunner:
         out = self._runner.run_stage(
             batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer, preempted=preempted
         )
-        shape = StageShape(last_layer - first_layer, first_layer == 0, last_layer == self._layer_count)
+        self._record(batch, StageShape(last_layer - first_layer, first_layer == 0, last_layer == self._layer_count))
+        return out
+
+    def launch(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> LaunchedStep:
+        """See `ModelRunner.launch`."""
+        self._watch.begin()
+        launched = self._runner.launch(batch, block_tables)
+        self._record(batch, StageShape(self._layer_count, True, True))
+        return launched
+
+    def _record(self, batch: Batch, shape: StageShape) -> None:
         self._costs.enter(shape)
         self._shape = shape
 
@@ -66,7 +76,6 @@ class TimedRunner:
                 self._costs.record((Chunk(s.first_position, len(s.token_ids)) for s in batch.slices), took_s)
 
         self._watch.end(ran)
-        return out
 
     def forget_all(self) -> None:
         self._runner.forget_all()

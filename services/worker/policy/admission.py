@@ -5,7 +5,7 @@ by its first chunk.
 import math
 from dataclasses import dataclass
 
-PROMPT_STEPS = 2  # full batches per stage
+PROMPT_STEPS = 2  # full batches of admitted prompt tokens per stage
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,7 +47,9 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
 
 
 def _in_turn(prefills: Sequence[PrefillView]) -> list[int]:
-    """All but the first, by class, then in the order in which they would end if each caller were served alone."""
+    """Indices of all prefills but the first: by class, then in the order in which they would end if each caller were
+    served alone.
+    """
     done: Counter[int] = Counter()  # caller -> tokens
     turns: list[tuple[int, int, int, int]] = []
     for i in sorted(range(1, len(prefills)), key=lambda i: (prefills[i].rank, prefills[i].remaining_tokens, i)):

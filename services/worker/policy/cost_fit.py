@@ -16,7 +16,7 @@ from services.worker.policy.least_squares import Floats, non_negative_least_squa
 _LAYER_TERMS = 7
 _TOKENS, _BEYOND = 1, 6  # indices into `terms_of`
 KNEES = (32, 64, 128, 256, 512, 1024)  # batch tokens above which each token costs more
-_NONE = (0.0, 0.0, 0.0)  # prefix, more than one token, tokens beyond the knee
+_NONE = (0.0, 0.0, 0.0)  # coefficients of prefix, more than one token, tokens beyond the knee
 
 
 class StageShape(NamedTuple):
@@ -70,8 +70,8 @@ class ErrorSummary:
 def terms_of(
     chunks: Iterable[Chunk], knee_tokens: int = KNEE_TOKENS
 ) -> tuple[float, float, float, float, float, float, float]:
-    """What the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, 1 if more than one token, tokens
-    beyond the knee.
+    """The terms of a batch that the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, 1 if more than
+    one token, tokens beyond the knee.
     """
     pairs, tokens, sequences, prefixes = 0.0, 0, 0, 0
     for prefix, count in chunks:
@@ -150,7 +150,7 @@ def relative_fit(rows: Floats, seconds: Floats) -> Floats:
 
 
 def errors_of(costs: StageCosts, samples: Iterable[Sample]) -> list[float]:
-    """Predicted / measured - 1."""
+    """Relative errors of the samples: predicted / measured - 1."""
     return [costs.of(sample.shape).batch_cost_s(sample.chunks) / sample.seconds - 1.0 for sample in samples]
 
 

@@ -17,8 +17,8 @@ class Decoding:
 def choose_departure(
     candidates: Sequence[Decoding], block_budget: int, leaving: Collection[int] = (), *, longest: bool = False
 ) -> Decoding | None:
-    """The shortest sequence of the lowest class, as in Llumnix (OSDI '24): its migration is the fastest; or the
-    longest, which frees most memory. Sequences above the budget, or already migrating, are left out.
+    """The shortest sequence of the lowest class, whose migration is the fastest, as in Llumnix (OSDI '24); with
+    `longest` the longest one, which frees most memory. Sequences above the budget, or already migrating, are left out.
     """
     sign = -1 if longest else 1
     fitting = [c for c in candidates if c.block_count <= block_budget and c.sequence_id not in leaving]

@@ -4,12 +4,13 @@ Other members depend on the layers of a pipeline's stage: its exit would break t
 would be recomputed, and the other members would have to load the missing layers.
 """
 
-_GIVEN_UP_S = 30.0  # the pipeline is not dissolved while the planner is away, or when a whole cluster is stopped
+# How long an idle pipeline is waited for: it is not dissolved while the planner is away, or a whole cluster is stopped.
+_GIVEN_UP_S = 30.0
 
 
 def may_end(pipeline_request_count: int | None, idle_s: float) -> bool:
-    """`pipeline_request_count`: requests of the pipeline to which this worker belongs; None: none. `idle_s`: time since
-    it had any.
+    """True if a draining worker without requests may exit. `pipeline_request_count`: requests of the pipeline to which
+    it belongs; None: it belongs to none. `idle_s`: time since the pipeline had any.
     """
     if pipeline_request_count is None:
         return True

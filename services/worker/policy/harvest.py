@@ -14,11 +14,11 @@ from ballast.common.cost import Chunk, CostModel
 from ballast.common.sampling import PriorityClass
 from ballast.common.targets import NO_TARGETS, Targets
 
-MIN_CHUNK_TOKENS = 16  # of an offline prompt in a batch
-_BATCHES_AHEAD = 2  # of prompts in progress; more would fill the cache with sequences that have no token yet
-_MOST_OF_THE_BEST = 0.95  # of the best tokens/s of any batch: counts as efficient
+MIN_CHUNK_TOKENS = 16  # minimum tokens of an offline prompt in a batch
+_BATCHES_AHEAD = 2  # batches of prompts in progress; more would fill the cache with sequences without a token
+_MOST_OF_THE_BEST = 0.95  # fraction of the best tokens/s of any batch that counts as efficient
 _LEAST_EFFICIENT_TOKENS = 32
-_WORTH_CUTTING = 0.25  # fraction of a TTFT target: a shorter batch is not split; the parts are as long
+_WORTH_CUTTING = 0.25  # fraction of a TTFT target: shorter batches are not split, and parts of others are as long
 
 
 class OfflineView(NamedTuple):
@@ -31,8 +31,8 @@ class OfflineView(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """A worker's bounds of offline work. `cost`: of all layers, as known now; without it none is
-    added to online work.
+    """A worker's bounds of offline work. `cost`: returns the current cost model of all layers; while it is None, no
+    offline work is added to online work.
     """
 
     cost: Callable[[], CostModel | None] = lambda: None
@@ -62,7 +62,7 @@ class PriceList:
 
     @classmethod
     def free(cls) -> "PriceList":
-        """True if nothing has a cost."""
+        """A price list by which nothing has a cost."""
         return cls(CostModel(0.0, 0.0, 0.0, 0.0))
 
     @property

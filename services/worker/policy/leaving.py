@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-LEAVES_WITHIN_S = 10.0  # after the commit; sequences still running then move to a member with their KV
+LEAVES_WITHIN_S = 10.0  # time after the commit; sequences still running then move to a member with their KV
 # Multiple of this time without any request ending, if there is no room for the KV, after which sequences are
 # recomputed. Long, unless requests wait for memory at the member that led the group.
 _PATIENCE, _PATIENCE_IF_SHORT = 60, 12

@@ -21,11 +21,12 @@ _PREFILL = 0.25  # minimum fraction of a full microbatch for prefill, however ma
 # others end, 8 instead of 1 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four, and the mean
 # TTFT from 6.2 to 5.8 s (simulated; 4 is in between, 16 is no better).
 _RESERVE = 8
-# Relative to the average. A smaller value makes microbatches more equal in cost, and more of them: with 0.4 two stages
-# had as few bubbles, and 2 % more to execute (benchmarks/results: pipeline bubbles).
+# Attention cost per token of a full microbatch, relative to the backlog's average. A smaller value makes microbatches
+# more equal in cost, and more of them: with 0.4 two stages had as few bubbles, and 2 % more to execute
+# (benchmarks/results: pipeline bubbles).
 _ATTENTION = 0.8
-_AHEAD = 1  # microbatches in flight beyond one per stage, while others wait and
-_LEAST = 0.2  # the fixed cost is at most this fraction of a microbatch
+_AHEAD = 1  # microbatches in flight beyond one per stage: see `_Former._ahead_pays`
+_LEAST = 0.2  # maximum fixed cost, as a fraction of a microbatch, with which one more is formed
 _CRUMB = 0.1  # fraction by which a prompt's part may be exceeded to finish the prompt
 # Number of token counts between n and 2n for batches in which a prompt is split anyway: a CPU pads its matrix products
 # to these (`engine.kernels.padded_rows`), and a GPU to tiles. Rows in between are wasted, 2 % of them.
@@ -34,8 +35,8 @@ _OVERHEAD = 0.1  # maximum fraction of the fixed cost in a microbatch without de
 
 
 def lookahead(model: Callable[[], CostModel | None]) -> Microbatching:
-    """Microbatching by equal cost. `cost` is called each time, as the model is refitted while the worker runs; without
-    a model, by token count.
+    """Microbatching by equal cost. `model` is called for each microbatch, as the cost model is refitted while the
+    worker runs; while it returns None, microbatches are formed by token count.
     """
 
     def form(view: PipelineView) -> Share:
@@ -53,11 +54,11 @@ class _Former:
         self._cost = cost
         self._least_s = cost.shared_s + cost.many_s  # fixed cost of any batch
         self._decodes: list[int] = []
-        self._prefills: list[tuple[int, float]] = []  # with the cost of their remaining tokens
+        self._prefills: list[tuple[int, float]] = []  # (index, cost of the remaining tokens)
         self._decode_count = 0
-        self._all_decodes_s = 0.0  # of one round of the pipeline
-        self._left_s, self._left_tokens = 0.0, 0  # of prompts
-        self._prefill_s = 0.0  # of the remaining tokens and those in flight
+        self._all_decodes_s = 0.0  # cost of all decodes of one round of the pipeline
+        self._left_s, self._left_tokens = 0.0, 0  # cost and number of prompt tokens not dispatched yet
+        self._prefill_s = 0.0  # cost of prompt tokens not dispatched yet or in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
         self._count = view.stage_count + _AHEAD  # microbatches in flight
@@ -109,7 +110,7 @@ class _Former:
         return share + self._rounded(chunks, len(share))
 
     def _rounded(self, chunks: Share, decode_count: int) -> Share:
-        """The chunk of a split prompt, changed by a few tokens to avoid padded rows."""
+        """The chunks, with that of a split prompt changed by a few tokens to avoid padded rows."""
         total = decode_count + sum(count for _, count in chunks)
         grain = (1 << (total - 1).bit_length()) // (2 * _COUNTS_PER_OCTAVE)
         if grain <= 1:
@@ -140,8 +141,8 @@ class _Former:
         return min(most_s, max(self._prefill_s / batch_count, least_s))
 
     def _full_s(self) -> float:
-        """Cost of a full batch whose tokens attend to fewer than the backlog's average. Beyond that, microbatches of
-        short prompts would reach their token limit before they cost as much as others.
+        """Cost of a full batch whose tokens attend to somewhat fewer than the backlog's average (`_ATTENTION`): with
+        the average, microbatches of short prompts would reach their token limit before they cost as much as others.
         """
         token_s = self._cost.token_s + self._cost.beyond_s
         attention_s = max(0.0, self._left_s / self._left_tokens - token_s) if self._left_tokens else 0.0
@@ -161,8 +162,9 @@ class _Former:
         return share, taken_s
 
     def _take_chunks(self, room_s: float, room_tokens: int) -> Share:
-        """Half of the budget is for the first prompt, so that a long one always progresses; then, within a class, the
-        one closest to its first token, so that short prompts do not wait for a long one.
+        """Prompt chunks that cost about `room_s`. Half of it is for the first prompt, so that a long one always
+        progresses; then, within a class, the one closest to its first token, so that short prompts do not wait for a
+        long one.
         """
         candidates = self._view.candidates
         (head, head_s), others = self._prefills[0], self._prefills[1:]

@@ -25,7 +25,7 @@ from services.worker.policy.cost_fit import (
 from services.worker.policy.least_squares import Floats
 
 STEPS_PER_SIZE = 32
-_SIZES = 16  # the last one has all batches from 2 ** 15 tokens on
+_SIZES = 16  # batch sizes kept; the last one has all batches from 2 ** 15 tokens on
 _REFIT_STEPS = 16
 # Minimum for a first fit without a profile, so that it covers different batches.
 _LEAST_STEPS, _LEAST_SIZES = 32, 3
@@ -39,7 +39,7 @@ _ANCHOR_TERMS: Floats = np.array([terms_of(chunks) for chunks in _ANCHORS])
 
 
 class OnlineCost:
-    """The cost model of the stage that this worker executes. One thread.
+    """The cost model of the stage that this worker executes. Used by one thread.
 
     `current` has no larger mean relative error on the kept steps than the profile.
     """

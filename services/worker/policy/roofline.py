@@ -67,11 +67,11 @@ class RooflineCosts:
         return self._sum(tokens, sampled, sequences, attention_s + context * self.context_s)
 
     def decodes(self, count: int, context: int) -> BatchCost:
-        """The same for `count` decodes with `context_tokens` of context in total."""
+        """Cost of a batch of `count` decodes with `context` tokens of context in total."""
         return self._sum(count, count, count, 0.0 + context * self.context_s)
 
     def dense_work_s(self, tokens: float) -> float:
-        """One layer without attention, for a batch of `tokens` tokens."""
+        """Seconds of one layer without attention, for a batch of `tokens` tokens."""
         weights_s = self.dense_s
         if self.experts_s:
             weights_s += self.experts_s * (1.0 - self.idle_share**tokens)

@@ -6,7 +6,7 @@ the machine and its load.
 
 from ballast.common.record import record
 
-FIRST_BLOCKS = 8  # until measured
+FIRST_BLOCKS = 8  # budget until times are measured
 _KEPT = 0.8  # weight of the previous mean
 
 
@@ -29,8 +29,8 @@ def _mean(before: float | None, value: float) -> float:
 
 
 def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
-    """Number of blocks that one step may copy; at least one, so that copies always progress. `fixed_blocks` 0: as
-    measured.
+    """Number of blocks that one step may copy; at least one, so that copies always progress. `fixed_blocks` 0:
+    derived from the measured times.
     """
     if fixed_blocks:
         return fixed_blocks

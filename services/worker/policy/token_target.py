@@ -21,7 +21,7 @@ from ballast.common.errors import ConfigError
 from services.worker.policy.splitting import added_s
 
 _ENDED_COUNT = 64  # ended requests remembered
-_LEAST_COUNT = 8  # fewer are not representative, as those with short answers end first
+_LEAST_COUNT = 8  # fewer ended requests are not representative, as those with short answers end first
 
 
 class Decoders(NamedTuple):
@@ -73,7 +73,7 @@ class TokenTarget:
         return math.isfinite(self._target_s)
 
     def ended(self, prompt_tokens: int, answer_tokens: int) -> None:
-        """A running request has ended, with at least one token."""
+        """Record a running request that has ended with at least one token."""
         self._ended.append((prompt_tokens, answer_tokens))
 
     @property

@@ -34,7 +34,9 @@ def key_of(engine: Engine) -> ProfileKey:
 
 
 def build_profile(engine: Engine, measured: Measured) -> CostProfile:
-    """Also measures link, copies and remapping; the last leaves the engine without parameters."""
+    """A profile of the measured batches. Also measures link, copies and remapping; the last leaves the engine without
+    parameters.
+    """
     fits = {form: measured.fit(form) for form in CostForm}
     held_out = {
         form: HeldOut(
@@ -58,7 +60,7 @@ def build_profile(engine: Engine, measured: Measured) -> CostProfile:
 
 
 def _link() -> LinkCosts | None:
-    """None if it fails, as the other measurements took minutes."""
+    """Costs of a link; None if the measurement fails: the others took minutes, and are kept."""
     try:
         return measure_link()
     except BallastError as error:

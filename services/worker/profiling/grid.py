@@ -11,7 +11,7 @@ Batch = tuple[Chunk, ...]
 _LEAST_CHUNK = 8
 _PREFIXES = (64, 256, 1024, 4096, 16_384)
 _CONTEXTS = (16, *_PREFIXES)
-_MIXED_SHARE = 3  # one mixed batch per so many others
+_MIXED_SHARE = 3  # number of other batches per mixed batch
 _MAX_CHUNKS = 4
 
 

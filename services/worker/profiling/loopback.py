@@ -32,7 +32,7 @@ _WAIT_S = 30.0
 
 
 def measure_link() -> LinkFigures:
-    """Takes a second or two, most of it for the start of the other process.
+    """Measure a link between two processes. Takes a second or two, mostly for the start of the other process.
 
     Raises:
         Unavailable: the other process does not come up or answer.

@@ -59,7 +59,7 @@ Report = Callable[[int, int, str], None]  # done, total, description
 
 
 def quiet(done: int, total: int, what: str) -> None:
-    """A report for nobody."""
+    """A `Report` that does nothing."""
 
 
 def limits_of(engine: Engine, options: Options) -> GridLimits:
@@ -94,7 +94,7 @@ class _Task(NamedTuple):
 
 
 def measure(engine: Engine, options: Options, report: Report = quiet, others: Sequence[Batch] = ()) -> Measured:
-    """Uses the engine exclusively. Measures as much as a fit needs, whatever `options.seconds`.
+    """Measure batches on an engine that does nothing else; at least as many as a fit needs, whatever `options.seconds`.
 
     Batches are visited in rounds, mixed with held-out ones, so that temporary load on the machine affects all alike.
     """

@@ -45,7 +45,7 @@ def remap_s_per_gb(engine: Engine) -> float | None:
 
 
 def copies(engine: Engine) -> CopyCosts:
-    """Between pinned host memory and the device; on a CPU from memory to memory. The fastest of several rounds."""
+    """Copy rates between pinned host memory and the device; on a CPU from memory to memory. The best of some rounds."""
     device = engine.memory.kv.layer(0).device
     on_host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)

@@ -34,12 +34,12 @@ class StageTimer:
         self._synchronise = engine.memory.pool.backend.synchronise
 
     def fill_kv(self, block_count: int) -> None:
-        """Realistic values; zeros might be faster."""
+        """Fill the first blocks with realistic values, as zeros might be faster."""
         for layer in range(self._engine.info.layer_count):
             self._engine.memory.kv.layer(layer)[:block_count].normal_()
 
     def least_s(self, chunks: Sequence[Chunk], shape: StageShape, *, repetitions: int) -> float:
-        """The repetitions follow a warm-up run."""
+        """Minimum duration of a batch on a stage, over repetitions that follow a warm-up run."""
         layer_count = self._engine.info.layer_count
         first_layer = layer_count - shape.layer_count if shape.is_last else 0
         last_layer = first_layer + shape.layer_count

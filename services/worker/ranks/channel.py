@@ -38,7 +38,7 @@ class RemapRefused(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class RankLog:
-    """A rank's log record."""
+    """Log settings of a rank."""
 
     instance: str = "worker"
     level: LogLevel = "info"
@@ -58,7 +58,7 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """It has loaded its shard."""
+    """Answer of a rank that has loaded its shard."""
 
     block_count: int
     checksums: Mapping[int, bytes]  # of its layers
@@ -86,7 +86,7 @@ class RunLayers:
 
 @dataclass(frozen=True, slots=True)
 class Remap:
-    """A method of `DeviceMemory`."""
+    """Request to call a method of `DeviceMemory`; answered by Done or MemoryRefused."""
 
     name: str
     arguments: tuple[object, ...]
@@ -116,7 +116,9 @@ def body_of(message: object) -> bytes:
 
 
 class RankChannel:
-    """One side. Messages are pickled: both processes are of one program, and one has started the other."""
+    """One side of the connection between two ranks. Messages are pickled: both processes are of one program, and one
+    has started the other.
+    """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
         """`name`: of the other side."""
@@ -124,14 +126,15 @@ class RankChannel:
         self._name = name
 
     def send(self, message: object, within_s: float) -> None:
-        """
+        """Send a message.
+
         Raises:
             RankLost: the other side is gone, or does not read.
         """
         self.send_body(body_of(message), within_s)
 
     def send_body(self, body: bytes, within_s: float) -> None:
-        """`send` of a message that goes to several."""
+        """Like `send`, of a message pickled by `body_of`, as for several receivers."""
         try:
             self._socket.settimeout(within_s)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
@@ -139,9 +142,7 @@ class RankChannel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def receive(self, within_s: float | None) -> object:
-        """Raises:
-        RankLost: the other side is gone, or silent.
-        """
+        """Receive a message. Raises RankLost if the other side is gone or silent."""
         try:
             self._socket.settimeout(within_s)
             (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
@@ -165,9 +166,7 @@ class RankChannel:
                 os.close(file)
 
     def receive_files(self, count: int, within_s: float) -> list[int]:
-        """Raises:
-        RankLost: the other side is gone, or the files have not arrived.
-        """
+        """Receive `count` files. Raises RankLost if the other side is gone, or not all have arrived."""
         try:
             self._socket.settimeout(within_s)
             _, files, *_ = socket.recv_fds(self._socket, len(_FILES), count)

@@ -28,11 +28,11 @@ from services.worker.ranks.channel import (
 if TYPE_CHECKING:
     from services.worker.engine.load import Engine
 
-_START_S = 120.0  # until a process has loaded torch
-_LOAD_S = 1800.0  # until it has loaded its shard
-_ANSWER_S = 30.0  # of a rank between two steps
+_START_S = 120.0  # time limit for a process to load torch
+_LOAD_S = 1800.0  # time limit for a rank to load its shard
+_ANSWER_S = 30.0  # time limit for a rank's answer between two steps
 _END_S = 5.0
-_FILES = 64  # sent at once: each is open on both sides meanwhile
+_FILES = 64  # files sent at once: each is open on both sides meanwhile
 
 
 class _Rank:
@@ -51,10 +51,10 @@ class _Rank:
 
 
 class Crew:
-    """Used by one thread at a time, but for `lost`."""
+    """The processes of the other ranks. Used by one thread at a time, except for `lost`."""
 
     def __init__(self, count: int) -> None:
-        """Starts a process for each rank but 0; `count`: of all ranks."""
+        """Start a process for each rank but 0. `count`: number of all ranks."""
         self._ranks: list[_Rank] = []
         self._closing = False
         try:
@@ -65,14 +65,14 @@ class Crew:
             raise
 
     def start(self, devices: Sequence[str], meeting: Path, log: RankLog, load_one: Callable[..., Engine]) -> None:
-        """Returns when all are about to join the group. `devices`: of all ranks."""
+        """Configure the ranks; returns when all are about to join the group. `devices`: of all ranks."""
         for number, rank in enumerate(self._ranks, start=1):
             rank.channel.send(Start(number, devices, str(meeting), log, load_one), _ANSWER_S)
         for rank in self._ranks:
             self._answer(rank, _START_S)
 
     def loaded(self) -> list[RankReady]:
-        """Wait until each has its shard.
+        """Wait until each rank has loaded its shard.
 
         Raises:
             ConfigError: one could not load it.
@@ -81,7 +81,7 @@ class Crew:
         return [answer for answer in answers if isinstance(answer, RankReady)]
 
     def complain(self) -> None:
-        """A rank has ended while others may wait for it: raise its error.
+        """Raise the error of a rank that has ended while others may wait for it.
 
         Raises:
             ConfigError: it could not load its shard.
@@ -121,14 +121,14 @@ class Crew:
         return {rank.name: self._answer(rank, _ANSWER_S) for rank in self._ranks}
 
     def lost(self) -> str | None:
-        """Which rank has ended, and how. From any thread."""
+        """Text that says which rank has ended, and how; None: no rank has. Callable from any thread."""
         for rank in self._ranks:
             if not self._closing and (status := rank.process.poll()) is not None:
                 return f"{rank.name} has ended with status {status}"
         return None
 
     def close(self) -> None:
-        """Idempotent."""
+        """End all processes. Idempotent."""
         self._closing = True
         for rank in self._ranks:
             rank.channel.close()  # which ends it

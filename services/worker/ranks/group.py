@@ -12,8 +12,8 @@ from torch.distributed import AllreduceOptions, BroadcastOptions, FileStore, Pro
 from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost
 
-_MEET_S = 60.0  # for all to load torch and join
-_TOGETHER_S = 30.0  # between the first and the last rank at an all-reduce: a kernel may be compiled in between
+_MEET_S = 60.0  # time for all ranks to load torch and join
+_TOGETHER_S = 30.0  # maximum wait of a rank at an all-reduce for the others, which may compile a kernel before
 
 
 class _RankGroup(Protocol):
@@ -27,7 +27,7 @@ class _RankGroup(Protocol):
 
 
 class RankGroup:
-    """`Peers`, and the broadcast of hidden states."""
+    """Collective operations of the ranks: implements `Peers`, and broadcasts hidden states."""
 
     def __init__(self, group: _RankGroup, rank: int, count: int, device: torch.device) -> None:
         self._group = group
@@ -95,7 +95,7 @@ class RankGroup:
 
 
 def meet(file: Path, rank: int, devices: Sequence[torch.device]) -> RankGroup:
-    """Called by all ranks.
+    """Join the process group. Called by all ranks.
 
     Raises:
         RankLost: one has not joined.

@@ -36,7 +36,7 @@ class Ranked:
     group: RankGroup
 
     def lost(self) -> str | None:
-        """Which other rank has ended, and how; waits for it are aborted then. From any thread."""
+        """Text that says which other rank has ended, and how; waits for it are aborted then. Safe from any thread."""
         if (who := self.crew.lost()) is not None:
             self.group.abort()
         return who
@@ -88,7 +88,7 @@ def load_ranked(load_one: functools.partial[Engine], devices: Sequence[str], log
 
 
 def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, group: RankGroup) -> Engine:
-    """Load rank 0's shard; waits for no rank that has ended."""
+    """Load rank 0's shard; aborted if another rank ends meanwhile."""
     over = threading.Event()
 
     def watch() -> None:
@@ -111,8 +111,8 @@ def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, gr
 
 
 def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirror]:
-    """The memory of the other ranks, by their exported files. None if rank 0's device cannot access it: the instance
-    then takes part in no drop.
+    """The memory of the other ranks, mapped from their exported files. Empty if rank 0's device cannot access it: the
+    instance then takes part in no drop.
     """
     kv, pool = engine.memory.kv, engine.memory.pool
     needs = engine.implementation.needs(kv.shape.block_tokens)

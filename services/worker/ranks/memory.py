@@ -27,19 +27,19 @@ class Mirror(DeviceMemory):
         return super().shrink_retired(block_count)
 
     def move(self, moves: _Moves) -> None:
-        """Executed by the other rank."""
+        """No-op: executed by the other rank."""
 
     def move_leaving(self, moves: _Moves) -> None:
-        """Executed by the other rank."""
+        """No-op: executed by the other rank."""
 
 
 class RankedMemory(DeviceMemory):
-    """Each change is executed on all ranks with the same result; or undone on all, if one refuses it."""
+    """Memory of all ranks: each change is executed on all with the same result, or undone on all if one refuses it."""
 
     can_park = False
 
     def __init__(self, own: DeviceMemory, mirrors: Sequence[Mirror], crew: Crew, rank_count: int) -> None:
-        """Takes over memory and mirrors. No layer has been dropped yet."""
+        """Takes ownership of `own` and `mirrors`, in which no layer may have been dropped yet."""
         super().__init__(own.pool, own.parameters, own.kv)
         self._home_extents = own._home_extents
         self._mirrors = mirrors

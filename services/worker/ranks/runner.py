@@ -34,7 +34,7 @@ class RankedRunner(ModelRunner):
         last_layer: int,
         preempted: Callable[[], bool] | None = None,
     ) -> StepResult | torch.Tensor:
-        """Waits for the device, so that results of an aborted all-reduce are never used."""
+        """Execute a stage, and wait for the device, so that results of an aborted all-reduce are never used."""
         result = super().run_stage(
             batch, block_tables, hidden_TD, first_layer=first_layer, last_layer=last_layer, preempted=preempted
         )
@@ -61,14 +61,14 @@ class RankedRunner(ModelRunner):
 
 
 def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer: int, last_layer: int) -> RunLayers:
-    """The message: mostly block tables, sent as 32-bit numbers."""
+    """The message for a step: mostly block tables, sent as 32-bit numbers."""
     narrow = replace(packed, decode_blocks_SW=packed.decode_blocks_SW.astype(np.int32))
     return RunLayers(narrow, hidden_shape, first_layer, last_layer)
 
 
 @torch.inference_mode()
 def follow(engine: Engine, group: RankGroup, run: RunLayers) -> None:
-    """Another rank's part in a step."""
+    """Execute another rank's part of a step."""
     hidden_TD = None
     if run.hidden_shape is not None:
         kv_B2TKH = engine.memory.kv.layer(0)

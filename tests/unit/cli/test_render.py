@@ -239,9 +239,18 @@ def test_offline_work_has_a_line_of_its_own_with_its_rate() -> None:
     load = status.workers[0].load
     assert load is not None
     busy = dataclasses.replace(load, offline_running_count=3, offline_waiting_count=1, offline_tokens_total=5000)
+    busy = dataclasses.replace(busy, offline_yields_total=7, offline_lost_tokens_total=50)
     worker = dataclasses.replace(status.workers[0], load=busy)
     status = dataclasses.replace(status, workers=(worker,), offline_queued_count=2)
-    console = Console(file=StringIO(), width=100)
+    console = Console(file=StringIO(), width=130)
     console.print(render_status(Look(status, ()), None, None, {"a": 1234.0}))
     assert isinstance(console.file, StringIO)
-    line_of(console.file.getvalue(), "offline", "3 running", "3 waiting", "5,000 tokens", "1,234 tokens/s")
+    line_of(
+        console.file.getvalue(),
+        "offline",
+        "3 running",
+        "3 waiting",
+        "5,000 tokens",
+        "1,234 tokens/s",
+        "7 times given way, 1.0% computed twice",
+    )

@@ -38,6 +38,23 @@ def test_both_policies_are_compared_and_the_result_is_told_in_words(
     assert "times better" in " ".join(told.split())
 
 
+@pytest.mark.parametrize("kind", ["batch", "default"])
+def test_offline_work_runs_beside_arrivals_that_are_made(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arrivals = ["--arrivals", "rate_per_s=1,span_s=12,cv=2,on_s=5,off_s=3", "--offline", "longbench"]
+    policies = "drop,drop:offline-slowdown=1000:label=step boundaries"
+    assert main(["sim", *arrivals, "--offline-class", kind, *MODEL, "--policy", policies]) == 0
+    told = capsys.readouterr().out
+    assert "5 s on and 3 s off" in " ".join(told.split())
+    tokens = [int(line.split()[2].replace(",", "")) for line in told.splitlines() if line.startswith("offline work")]
+    assert len(tokens) == 2
+    assert min(tokens) > 5000
+
+
+def test_what_is_made_wrongly_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sim", "--arrivals", "rate_per_s=x", *MODEL]) == 2
+    assert "--arrivals" in capsys.readouterr().err
+
+
 def test_the_same_seed_gives_the_same_figures(trace: Path, tmp_path: Path) -> None:
     def result(name: str, *more: str) -> BenchResult:
         out = tmp_path / name

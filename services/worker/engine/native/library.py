@@ -79,7 +79,7 @@ class Kernels:
         return name.decode()
 
     def choose_isa(self, name: str) -> None:
-        """Set the instruction set for the whole process while no kernel runs. For tests."""
+        """Set the instruction set of the whole process; no kernel may be running. For tests."""
         self._functions["choose_isa"](self.isas.index(name))
 
     @property
@@ -160,7 +160,7 @@ class Kernels:
         self._functions["attend"](ctypes.byref(call))
 
     def sample(self, logits_RV: torch.Tensor, parameters: "RowParameters") -> Ints:
-        """Sample one token per row; see `Row` in src/sampler.h. float32 or float64."""
+        """Sample one token per row of float32 or float64 logits; `Row` in src/sampler.h describes the parameters."""
         rows, vocabulary = logits_RV.shape
         chosen = np.empty(rows, np.int64)
         columns = [np.ascontiguousarray(column) for column in parameters]
@@ -179,7 +179,7 @@ class Kernels:
         return chosen
 
     def rank(self, logits_V: torch.Tensor, count: int) -> tuple[Ints, Floats, float, float]:
-        """The `count` best tokens, ties in order of id; their logits; the best logit; log(sum(exp(x - best)))."""
+        """The `count` best tokens, ties by id; their logits; the best logit; log(sum(exp(x - best))) over all x."""
         indices, values, totals = np.empty(count, np.int64), np.empty(count), np.empty(2)
         self._functions["rank"](
             _DTYPES[logits_V.dtype],
@@ -219,11 +219,11 @@ def native_kernels() -> Kernels | None:
 
 
 def choose_kernels(wanted: str, device: str, config: ModelConfig | None, dtype: torch.dtype) -> Kernels | None:
-    """The compiled kernels, or None for torch's. "auto" selects the compiled ones where possible. `config` None: for a
-    model whose layers they do not compute, only attention and sampling.
+    """The compiled kernels, or None for torch's. "auto" selects the compiled ones where possible. `config` None:
+    the kernels compute only attention and sampling of the model, not its layers.
 
     Raises:
-        ConfigError: "native" was requested and is not available.
+        ConfigError: `wanted` is unknown, or is "native" and the compiled kernels cannot be used.
     """
     if wanted not in KERNELS:
         raise ConfigError("kernels", f"{wanted!r} is not supported; use one of {', '.join(KERNELS)}")

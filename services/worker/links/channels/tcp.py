@@ -71,7 +71,7 @@ class TcpChannel:
         self._reading = Lock()
         self._unsent: deque[_TcpSend] = deque()
         self._payloads: deque[_Payload] = deque()  # posted but not read yet; they precede all other frames
-        self._first = memoryview(bytearray(_FIRST_BYTES))  # of the frame being read
+        self._first = memoryview(bytearray(_FIRST_BYTES))  # first bytes of the frame being read
         self._timeouts_s = {socket.SO_RCVTIMEO: 0.0, socket.SO_SNDTIMEO: 0.0}  # timeouts currently set on the socket
         self._aborted = ""  # reason for the abort
 
@@ -119,7 +119,7 @@ class TcpChannel:
                 self._writing.notify_all()
 
     def _try(self, sending: _TcpSend, flags: int) -> int:
-        """Number of bytes accepted by the socket."""
+        """Send as many bytes as the socket accepts. Returns their number; 0, too, if the connection has ended."""
         try:
             return self._out.sendmsg(sending.parts, (), flags)
         except BlockingIOError:

@@ -36,7 +36,7 @@ _MOST = 7  # payloads in each direction
 
 
 class Lane(IntEnum):
-    """Smaller values first."""
+    """Lanes by priority: smaller values first."""
 
     URGENT = 0
     BULK = 1
@@ -46,7 +46,7 @@ class TurnMover(Protocol):
     """Moves several payloads in each direction at a time. Called by one thread, except for `abort`."""
 
     def move(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Returns when all have arrived; both sides must request the same.
+        """Send `out`, receive `into`, and return when all have arrived. Both sides must request the same.
 
         Raises:
             Exception: a payload has failed. After `abort` it may return or raise.
@@ -112,7 +112,9 @@ class ChannelTurns:
                 raise ChannelBroken(self._why)
 
     def abort(self) -> None:
-        """Safe from any thread but the mover's. Afterwards nothing accesses posted memory."""
+        """Wake all waiters with an error, and stop the mover. Safe from any thread but the mover's. Afterwards nothing
+        accesses posted memory.
+        """
         self._end("aborted")
         self._mover.abort()
         with self._changed:
@@ -120,7 +122,7 @@ class ChannelTurns:
                 get_logger().error("a communicator does not end", thread=self._thread.name)
 
     def destroy(self) -> None:
-        """Called once for each lane, after `abort`."""
+        """Release everything with the last lane. Call it once for each lane, after `abort`."""
         self._left -= 1
         if self._left:
             return

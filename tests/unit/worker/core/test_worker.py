@@ -67,10 +67,7 @@ def test_when_nothing_follows_the_engine_is_told_at_once_what_to_forget() -> Non
     made = driver()
     made.submit(prompt(3), greedy(1))
     made.want_batch()
-    assert made.pending is not None
-    result, texts = made.engine.run(made.pending)
-    made.pending = None
-    *_, removed = made.feed(StepDone(0.5, result, texts))
+    *_, removed = made.finish_step()
     assert removed == Removed(Batch(2, (1,), (), ()))
     assert made.engine.known_ids == []
 
@@ -137,11 +134,8 @@ def test_the_first_answer_goes_out_with_the_step_that_made_it() -> None:
     made = driver()
     key = made.submit((1, 2), greedy(1))
     made.want_batch()
-    assert made.pending is not None
-    result, texts = made.engine.run(made.pending)
-    made.pending = None
     token = next_token([1, 2])
-    assert made.feed(StepDone(0.5, result, texts)) == [
+    assert made.finish_step() == [
         Emit(
             1,
             (key.handle,),
@@ -161,10 +155,7 @@ def test_each_dispatcher_gets_one_message_with_its_own_tokens() -> None:
     made.open(2)
     keys = [made.submit(prompt(3, first=s), greedy(2), stream_id=s) for s in (1, 2, 1)]
     made.want_batch()
-    assert made.pending is not None
-    result, texts = made.engine.run(made.pending)
-    made.pending = None
-    emits = made.feed(StepDone(0.5, result, texts))
+    emits = made.finish_step()
     assert [(e.stream_id, e.handles) for e in emits if isinstance(e, Emit)] == [
         (1, (keys[0].handle, keys[2].handle)),
         (2, (keys[1].handle,)),

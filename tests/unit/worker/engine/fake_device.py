@@ -21,7 +21,7 @@ from torch.utils.backend_registration import _setup_privateuseone_for_python_bac
 
 from ballast.common.errors import ConfigError
 from ballast.common.sampling import SamplingParams
-from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
+from services.worker.core.batch import IN_FLIGHT, Batch, NewSequence, Slice, StepResult
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.decode_graphs import DecodeGraphs
 from services.worker.engine.model import Model
@@ -274,6 +274,12 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         out = replaying.run_stage(batch, tables, hidden, first_layer=first, last_layer=last)
         assert isinstance(out, StepResult) or (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
         replaying.forget_all()
+    for launching in (runner, replaying):  # tokens that are still being chosen are taken on the device
+        new = NewSequence(1, (5, 6), (), SamplingParams(temperature=0.0))
+        launching.launch(Batch(1, (), (new,), (Slice(1, 0, (5, 6), True),)), [(0,)])
+        ahead = launching.launch(Batch(2, (), (), (Slice(1, 2, (IN_FLIGHT,), True),)), [(0,)])
+        assert len(ahead.collect().token_ids) == 1
+        launching.forget_all()
     counts: list[int] = []
     for each in (operations, TorchOperations(config, config.max_position, dtype, DEVICE)):
         model._operations = each

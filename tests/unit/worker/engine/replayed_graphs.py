@@ -16,7 +16,7 @@ import services.worker.engine.attention_cuda as attention_cuda
 import services.worker.engine.implementation as implementation
 import services.worker.engine.load as load
 import services.worker.engine.model as model
-from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.core.batch import IN_FLIGHT, Batch, NewSequence, Slice
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.operations import FusedOperations
@@ -144,6 +144,31 @@ def tokens_of(engine: Engine) -> list[list[int]]:
     return [job.chosen for job in made]
 
 
+def tokens_ahead(engine: Engine) -> list[list[int]]:
+    """The same, each step launched before the tokens of the previous one are known."""
+    made, pool = jobs(), BlockPool(engine.block_count, engine.block_tokens)
+    added = tuple(NewSequence(job.sequence_id, job.prompt, (), GREEDY) for job in made)
+    tables = [pool.take(len(job.prompt) + job.count) for job in made]
+    launched = [
+        engine.runner.launch(
+            Batch(
+                step,
+                (),
+                () if step else added,
+                tuple(
+                    Slice(i, len(job.prompt) + step - 1, (IN_FLIGHT,), True) if step else Slice(i, 0, job.prompt, True)
+                    for i, job in enumerate(made)
+                ),
+            ),
+            tables,
+        )
+        for step in range(3)
+    ]
+    collected = [each.collect().token_ids for each in launched]
+    engine.runner.forget_all()
+    return [list(tokens) for tokens in zip(*collected, strict=True)]
+
+
 def decodes(engine: Engine, first_block: int) -> tuple[Batch, list[tuple[int, ...]]]:
     """Three, in blocks from there on."""
     pool = BlockPool(3, engine.block_tokens, first_block=first_block)
@@ -186,6 +211,8 @@ def main() -> None:
             assert tokens_of(engine) == expected
             assert torch.equal(hidden_of(engine, 0), expected_TD)
             assert (record.recorded, record.replayed) == (4, 2 * replayed + 2)
+            assert tokens_ahead(engine) == expected
+            assert record.replayed == 2 * replayed + 4
 
 
 if __name__ == "__main__":

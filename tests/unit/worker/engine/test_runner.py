@@ -8,7 +8,7 @@ import torch
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
-from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.core.batch import IN_FLIGHT, Batch, LaunchedStep, NewSequence, Slice
 from services.worker.engine.load import Engine, load_engine
 from tests.support.engine import GREEDY, KERNELS, Job, generate
 
@@ -77,6 +77,41 @@ def test_results_are_aligned_with_the_slices_that_sample(model_dir: Path) -> Non
         assert list(result.token_ids) == [wanted[i].chosen[0] for i in order if i != 5]
         assert len(result.logprobs) == 5
         assert result.execute_s > 0
+
+
+def test_a_launched_step_computes_tokens_that_the_host_does_not_know_yet(model_dir: Path) -> None:
+    """A sequence joins the others later, and one is removed while its last row is computed."""
+    with engine_of(model_dir) as engine:
+        jobs = sampled_jobs(3)
+        generate(engine, jobs, at_once=1)
+        tables = [tuple(range(8 * i, 8 * i + 8)) for i in range(3)]
+        counts = [0, 0, 0]  # tokens in steps launched so far
+        chosen: list[list[int]] = [[], [], []]
+        before: tuple[Batch, LaunchedStep] | None = None
+        for number, ids in enumerate([(0, 1), (1, 0), (2, 1, 0), (0, 1, 2), (2, 1), (1, 2)]):
+            new = [i for i in ids if not counts[i]]
+            slices = tuple(
+                Slice(i, 0, jobs[i].prompt, True)
+                if i in new
+                else Slice(i, len(jobs[i].prompt) + counts[i] - 1, (IN_FLIGHT,), True)
+                for i in ids
+            )
+            added = tuple(NewSequence(i, jobs[i].prompt, (), jobs[i].sampling) for i in new)
+            batch = Batch(number, (0,) if number == 4 else (), added, slices)
+            launched = engine.runner.launch(batch, [tables[i] for i in ids])
+            for i in ids:
+                counts[i] += 1
+            if before is not None:
+                for part, token_id in zip(before[0].slices, before[1].collect().token_ids, strict=True):
+                    chosen[part.sequence_id].append(token_id)
+            before = batch, launched
+        assert [len(tokens) for tokens in chosen] == [4, 5, 3]
+        for job, tokens in zip(jobs, chosen, strict=True):
+            assert tokens == job.chosen[: len(tokens)]
+        engine.runner.forget_all()
+        alone = Batch(9, (), (NewSequence(0, (5,), (), GREEDY),), (Slice(0, 0, (IN_FLIGHT,), True),))
+        with pytest.raises(InvariantViolation, match="no step that samples"):
+            engine.step(alone, tables[:1])
 
 
 def test_the_first_batch_may_have_nothing_to_sample(model_dir: Path) -> None:

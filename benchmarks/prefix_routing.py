@@ -1,0 +1,162 @@
+"""Simulates prefix caching and routing by prefix, on clusters of several sizes and in cells of the regret grid:
+
+    python -m benchmarks.prefix_routing table [--instances 1 4 8] [--trace FILE] [--write]
+    python -m benchmarks.prefix_routing regret --traces DIR [--cells 'chat*'] [--write]
+
+table: sessions on H100s with Llama-3.1-8B, at half of the rate that they can compute without a cache, or at `--load`.
+Chats have four turns that begin with one of twenty prompts of 1,000 tokens (Zipf), agents ten turns that begin with one
+of eight prompts of 2,000; a turn's prompt contains the previous one. With `--trace`, also the requests of a Mooncake
+file (JSON lines with `hash_ids`) on four times the number of `--instances`. `off`: without caching; `cached`: placement
+ignores caches; `routed`: the services' default.
+
+regret: cells whose requests become turns of chats, as far as their lengths allow, without and with prefix caching.
+"""
+
+import argparse
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+from benchmarks.offline import code_commit
+from benchmarks.prefix_caching import PrefixCell, Size, arrivals_from, run
+from benchmarks.quoting import quote
+from benchmarks.regret_cells import CELLS, figures_of, job_of
+from sim.clients import Arrival
+from sim.hardware import find_cluster, find_model, timings
+from sim.jobs.settled import prompt_share
+from sim.jobs.simulation import arrivals_of, specs_of, world_of
+from tools.bench.traces import Trace, TraceRequest
+
+PAGE = Path("benchmarks/results/2026-11-27-prefixes.md")
+MODEL, PIECE_TOKENS = "Llama-3.1-8B", 64
+WAYS = ("off", "cached", "routed")
+_TRACE_BLOCK_TOKENS = 512
+_CHAT_CELLS = "chat-13b-40g-x1.1,chat-14b-80g-x2,chat-70b-160g-x1"
+_AGAIN, _LEAST_GAP_S = 0.7, 8.0  # share of requests that continue a chat, where possible; minimum time between turns
+
+
+def sessions(kind: str, per_s: float, span_s: float, seed: int) -> list[Arrival]:
+    """Requests of random sessions (chats or agents) that begin at `per_s`, by arrival."""
+    rng, at_s, next_id, made = random.Random(seed), 0.0, 10_000, list[Arrival]()
+    turns, begin_tokens, begin_count, gap_s = (4, 1000, 20, 10.0) if kind == "chats" else (10, 2000, 8, 3.0)
+    weights = [1 / rank for rank in range(1, begin_count + 1)]
+    while at_s < span_s:
+        (begin,) = rng.choices(range(begin_count), weights if kind == "chats" else None)
+        hash_ids = [begin * 100 + piece for piece in range(begin_tokens // PIECE_TOKENS)]
+        turn_s = at_s
+        for _ in range(turns):
+            new = rng.randrange(1, 6)
+            hash_ids += range(next_id, next_id + new)
+            next_id += new
+            tokens, answer = len(hash_ids) * PIECE_TOKENS, rng.randrange(50, 150)
+            made.append(Arrival(turn_s, tokens, answer, hash_ids=tuple(hash_ids), hash_tokens=PIECE_TOKENS))
+            turn_s += gap_s * rng.uniform(0.5, 1.5)
+        at_s += rng.expovariate(per_s)
+    return sorted((arrival for arrival in made if arrival.at_s < span_s), key=lambda arrival: arrival.at_s)
+
+
+def rate_of(kind: str, cluster: str, load: float, span_s: float) -> float:
+    """Sessions per second with which prompts take the fraction `load` of the cluster's compute, without a cache."""
+    drawn = sessions(kind, 5.0, span_s, 0)
+    requests = tuple(TraceRequest(one.at_s, one.input_tokens, one.output_tokens) for one in drawn)
+    trace = Trace(source="sessions", format="ballast", requests=requests)
+    share = prompt_share(find_model(MODEL), find_cluster(cluster), timings(), trace)
+    return 5.0 * load / share
+
+
+def table(args: argparse.Namespace) -> str:
+    rows = ["| | | requests | hits | P50 / P99 TTFT ms | P99, x cached | P50 TPOT ms |", f"|{'---|' * 7}"]
+    for kind in args.kinds:
+        for count in args.instances:
+            cluster = f"{count}xH100-80G"
+            size = Size(cluster, MODEL, PIECE_TOKENS, 0)
+            found = sessions(kind, rate_of(kind, cluster, args.load, args.span_s), args.span_s, args.seed)
+            rows += _compare(f"{kind}, {count}", found, size)
+    if args.trace is not None:
+        for count in args.instances:
+            size = Size(f"{4 * count}xH100-80G", MODEL, _TRACE_BLOCK_TOKENS, 0)
+            rows += _compare(f"Mooncake, {4 * count}", arrivals_from(args.trace, args.until_s), size)
+    return "\n".join(rows)
+
+
+def _compare(name: str, arrivals: Sequence[Arrival], size: Size) -> list[str]:
+    cells: dict[str, PrefixCell] = {way: run(0.0, way, arrivals, size) for way in WAYS}
+    rows: list[str] = []
+    for way, cell in cells.items():
+        p50, p99 = f"{cell.ttft_p50_s * 1e3:,.0f}", f"{cell.ttft_p99_s * 1e3:,.0f}"
+        ratio = f"{cell.ttft_p99_s / cells['cached'].ttft_p99_s:.2f}"
+        numbers = f"{cell.request_count:,} | {cell.hit_fraction:.1%} | {p50} / {p99} | {ratio}"
+        rows.append(f"| {name if way == WAYS[0] else ''} | {way} | {numbers} | {cell.tpot_p50_s * 1e3:.1f} |")
+        print(rows[-1], flush=True)
+    return rows
+
+
+def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
+    """The arrivals, with the same times and lengths, as turns of chats: a prompt begins with that of an earlier turn,
+    if one is short enough and at random, or else with one of twenty common prefixes of 512 tokens.
+    """
+    rng, last, next_id, made = random.Random(seed), list[Arrival](), 10_000, list[Arrival]()
+    for arrival in arrivals:
+        pieces = arrival.input_tokens // PIECE_TOKENS + 1
+        open_ = [at for at, one in enumerate(last) if one.at_s < arrival.at_s - _LEAST_GAP_S]
+        fitting = [at for at in open_ if len(last[at].hash_ids) < pieces]
+        begin = rng.randrange(20)
+        before = tuple(begin * 100 + piece for piece in range(min(8, pieces - 1)))
+        if fitting and rng.random() < _AGAIN:
+            before = last.pop(rng.choice(fitting)).hash_ids
+        new = pieces - len(before)
+        turn = arrival._replace(hash_ids=(*before, *range(next_id, next_id + new)), hash_tokens=PIECE_TOKENS)
+        next_id += new
+        made.append(turn)
+        last = [*last[-200:], turn]
+    return made
+
+
+def regret(traces: Path | None, cells: str) -> str:
+    head = "| cell, off / on | hits | P50 TTFT s | P99 TTFT s | x | P50 TPOT s | x | tokens/s | x | drops |"
+    rows = [head, f"|{'---|' * 10}"]
+    for name in [name for name in CELLS if any(fnmatch(name, pattern) for pattern in cells.split(","))]:
+        job = job_of(CELLS[name], traces, "drop", 0)
+        [(_, rules)] = specs_of(job)
+        turns = as_chats(arrivals_of(job.trace), 0)
+        caching = replace(rules, worker=replace(rules.worker, prefix_caching=True))
+        worlds = [world_of(job, each, turns) for each in (rules, caching)]
+        off, on = (figures_of(world.run()) for world in worlds)
+        loads = [instance.load() for instance in worlds[1].instances.values()]
+        hits = sum(load.prefix_hits_total for load in loads) / max(1, sum(load.prefix_queries_total for load in loads))
+        parts = [name, f"{hits:.0%}", f"{off['ttft_p50_s']:.3f} / {on['ttft_p50_s']:.3f}"]
+        for key, digits in (("ttft_p99_s", 3), ("tpot_p50_s", 4), ("tokens_per_s", 0)):
+            parts += [f"{off[key]:,.{digits}f} / {on[key]:,.{digits}f}", f"{on[key] / off[key]:.2f}"]
+        parts.append(f"{off['drops']} / {on['drops']}")
+        rows.append(f"| {' | '.join(parts)} |")
+        print(rows[-1], flush=True)
+    return "\n".join(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["table", "regret"])
+    parser.add_argument("--instances", type=int, nargs="+", default=[1, 4, 8])
+    parser.add_argument("--kinds", nargs="+", choices=["chats", "agents"], default=["chats", "agents"])
+    parser.add_argument("--load", type=float, default=0.5)
+    parser.add_argument("--span-s", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--trace", type=Path, help="lines of JSON with hash_ids")
+    parser.add_argument("--until-s", type=float, default=120.0, help="of that trace (default: 120)")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help="for regret: the folder of its traces")
+    parser.add_argument("--cells", default=_CHAT_CELLS, help="for regret (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    args = parser.parse_args()
+    page = table(args) if args.what == "table" else regret(args.traces, args.cells)
+    if args.write:
+        words = [word if word not in (str(args.traces), str(args.trace)) else "PATH" for word in sys.argv[1:]]
+        command = f"python -m benchmarks.prefix_routing {' '.join(words)}"
+        quote(PAGE, f"prefix-{args.what}", f"`{command}`, commit {code_commit()}:\n\n{page}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
