@@ -24,7 +24,7 @@ _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
 _BURST, _CHANCE, _LONGER = 2.0, 2.0, 1.5  # a burst: multiple of calm counts, and deviations; multiple of the longest
-_INTERVAL_S = 0.25  # between two reads if only tokens come: within the monitor's lease of an entry
+_INTERVAL_S = 0.25  # interval of reads if only tokens come: within the monitor's lease of an entry
 
 
 _NONE = LongDemand()
@@ -32,7 +32,7 @@ _NONE = LongDemand()
 
 @dataclass(slots=True)
 class _TimeBin:
-    index: int  # in units of _BIN_S since time 0
+    index: int  # number of the bin: units of _BIN_S since time 0
     arrived_count: int = 0
     arrived_tokens: int = 0
     ended_count: int = 0

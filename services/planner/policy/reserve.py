@@ -26,7 +26,7 @@ class Reserve:
 
     leaving: tuple[GroupState, ...] = ()  # most loaded first: cancelling a leave is immediate
     parked_count: int = 0
-    waking_s: tuple[float, ...] = ()  # until each waking instance serves
+    waking_s: tuple[float, ...] = ()  # seconds until each waking instance serves
     wake_s: float = 0.0  # time to wake another one
     peak: float = 0.0  # maximum memory demand of the last minute, in instances
     recent_peak_count: int = 0  # maximum number of arrivals within RECENT_S in the last minute

@@ -28,8 +28,8 @@ from services.planner.shell.webhook import Webhook
 
 _MAX_WATCHERS = 64  # streams of layouts that may be open at once
 _LOADS_TIMEOUT_S = 2.0
-_LEARNT_S = 10.0  # between two writes of what was learnt
-_CALL_TIMEOUT_S = 2.0  # of a call to a member; repeated until the transition ends
+_LEARNT_S = 10.0  # minimum interval of writes of what was learnt
+_CALL_TIMEOUT_S = 2.0  # timeout of a call to a member; the call is repeated until the transition ends
 _DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
 _DRAIN_CALL_TIMEOUT_S = 3.0
 
