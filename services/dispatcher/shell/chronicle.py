@@ -38,13 +38,13 @@ class Account:
     request_id: RequestId
     state: str
     error: str
-    at_s: float  # of its arrival or its end
+    at_s: float  # time of its arrival or its end
     was_accepted: bool
     facts: Facts
 
 
 class Past(NamedTuple):
-    """What `ballast record` gets about an ended request."""
+    """Facts about an ended request, for `ballast record`."""
 
     arrived_at_s: float
     prompt_token_count: int

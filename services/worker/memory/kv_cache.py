@@ -49,7 +49,7 @@ class KvGeometry:
     """A snapshot of the cache's sizes, replaced after each change."""
 
     block_tokens: int
-    block_bytes: int  # per block in one layer
+    block_bytes: int  # bytes per block in one layer
     block_count: int
     kv_bytes_per_token: int  # over all layers whose KV is here
 
@@ -191,7 +191,7 @@ class KvWindow:
             self.drop(layer)
 
     def move(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Copy blocks `from -> to` in every held layer."""
+        """Copy blocks (from, to) in every held layer."""
         self._copy(moves, self._held_layers)
 
     def move_retired(self, moves: Sequence[tuple[int, int]]) -> None:
@@ -229,7 +229,7 @@ class KvCache:
     def __init__(self, pool: PhysicalPool, shape: KvShape) -> None:
         self._pool = pool
         self.shape = shape
-        self.mirrors: tuple[KvCache, ...] = ()  # of the instance's other ranks: the same blocks of their heads
+        self.mirrors: tuple[KvCache, ...] = ()  # caches of the instance's other ranks: the same blocks of their heads
         if pool.extent_count * pool.extent_bytes < shape.block_bytes:
             raise ConfigError(
                 "device_memory_bytes",

@@ -75,7 +75,7 @@ class ParameterStore:
         self._others = {name: _ParameterPart(pool, name, specs) for name, specs in others.items()}
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
-        self.mirrors: tuple[ParameterStore, ...] = ()  # of the instance's other ranks, held and dropped together
+        self.mirrors: tuple[ParameterStore, ...] = ()  # stores of the instance's other ranks, held and dropped together
         self.loaded_checksums: dict[int, bytes] = {}  # layer -> checksum as loaded, which never changes
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)

@@ -50,7 +50,7 @@ class Start:
     """Configuration of a rank."""
 
     rank: int
-    devices: Sequence[str]  # of all ranks
+    devices: Sequence[str]  # devices of all ranks
     meeting: str  # a file for their rendezvous
     log: RankLog
     load_one: Callable[..., Engine]  # `load_engine` without device and ranks
@@ -61,7 +61,7 @@ class RankReady:
     """Answer of a rank that has loaded its shard."""
 
     block_count: int
-    checksums: Mapping[int, bytes]  # of its layers
+    checksums: Mapping[int, bytes]  # checksums of its layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class RunLayers:
     """A step through the layers `[first_layer, last_layer)`. Not answered: its all-reduces are the answer."""
 
     packed: PackedStep
-    hidden_shape: tuple[int, ...] | None  # of the hidden states broadcast next; None: it embeds the tokens
+    hidden_shape: tuple[int, ...] | None  # shape of the hidden states broadcast next; None: it embeds the tokens
     first_layer: int
     last_layer: int
 
@@ -121,7 +121,7 @@ class RankChannel:
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
-        """`name`: of the other side."""
+        """`name`: name of the other side."""
         self._socket = connection
         self._name = name
 
@@ -151,7 +151,7 @@ class RankChannel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def send_files(self, files: Sequence[int], within_s: float) -> None:
-        """Sends 1 to 253 files, and closes them.
+        """Send 1 to 253 files, and close them.
 
         Raises:
             RankLost: the other side is gone, or does not read.

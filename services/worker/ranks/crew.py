@@ -65,7 +65,7 @@ class Crew:
             raise
 
     def start(self, devices: Sequence[str], meeting: Path, log: RankLog, load_one: Callable[..., Engine]) -> None:
-        """Configure the ranks; returns when all are about to join the group. `devices`: of all ranks."""
+        """Configure the ranks; returns when all are about to join the group. `devices`: devices of all ranks."""
         for number, rank in enumerate(self._ranks, start=1):
             rank.channel.send(Start(number, devices, str(meeting), log, load_one), _ANSWER_S)
         for rank in self._ranks:

@@ -62,7 +62,7 @@ class RankGroup:
     def abort(self) -> None:
         """End collectives that wait for a rank on a GPU; on the host they end by themselves."""
         if self._device.type == "cuda":
-            self._aborted = True  # before a result of such a sum is visible
+            self._aborted = True  # set before a result of such a sum is visible
             self._group.abort()
 
     def require_whole(self) -> None:
