@@ -194,6 +194,8 @@ class PlannerCore:
         if not self.active:
             self.conductor.observe(journal)
             return commands
+        if first and stored is not None:
+            self.conductor.sizing.begin(stored.learnt)
         if first and not self.conductor.busy:
             commands += self.conductor.take_over(journal, event.at_s, event.cause_id)
             commands += self._report_lost(event)

@@ -14,6 +14,7 @@ from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.replicate import Partial
+from services.planner.policy.reserve import Learnt
 
 _QUIET = Traffic()
 
@@ -44,6 +45,7 @@ class StoredLayout:
     model: ModelInfo | None  # model of its instances; None before the first instance
     partial: Partial = ()  # instances outside of the layout that hold only some layers
     journal: Journal | None = None  # journal of the newest transition
+    learnt: Learnt = field(default_factory=Learnt)
 
 
 class WriteOutcome(Enum):

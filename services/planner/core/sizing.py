@@ -17,7 +17,7 @@ from ballast.common.wanted import Wanted
 from services.planner.core.messages import ClusterLoad
 from services.planner.core.survey import NoSurvey, running_of, survey
 from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
-from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
+from services.planner.policy.reserve import Jumps, Learnt, Reserve, pair_gain, wanted_memory
 
 _LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # intervals of evaluations, with and without parking
 _REACTS_S = 1.0  # time until dispatchers know, in addition to the time to wake and the interval of evaluations
@@ -108,6 +108,15 @@ class Sizing:
             parked=tuple(sorted(m.worker_id for m in members if m.standing in away)),
             reason=self.why if self.wanted_count else "too little is known yet",
         )
+
+    @property
+    def learnt(self) -> Learnt:
+        return Learnt(self._jumps.largest, self._dwell_s)
+
+    def begin(self, before: Learnt) -> None:
+        """Go on from what the planner before has learnt."""
+        self._jumps.begin(before.jumps)
+        self._dwell_s = max(self._dwell_s, min(_MOST_DWELL_S, before.dwell_s))
 
     def later(self, at_s: float) -> None:
         """Schedule the next evaluation."""

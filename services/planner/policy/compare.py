@@ -33,6 +33,7 @@ from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, w
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
+# The middle one holds until the duration of bursts is known.
 LASTS_S = (2.0, 15.0, 60.0)  # durations for which the present rate continues, each a future to predict
 _MIDDLE = len(LASTS_S) // 2
 LOST = 20.0  # multiple of the target from which on waits are lost: by default ten seconds, chosen, not derived
@@ -378,7 +379,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
             waited_s=traffic.oldest_wait_s,
             prompts=tuple([max(1.0, prompt if length is None else length) for length in spread]),
         )
-        for lasts_s in LASTS_S
+        for lasts_s in (*LASTS_S[:_MIDDLE], traffic.burst_left_s or LASTS_S[_MIDDLE], *LASTS_S[_MIDDLE + 1 :])
     ]
 
 

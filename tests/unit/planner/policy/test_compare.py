@@ -10,7 +10,7 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
 from services.planner.policy.candidates import Running
-from services.planner.policy.compare import Comparison, ComparisonTargets, compare, compare_restore, loss_of
+from services.planner.policy.compare import LASTS_S, Comparison, ComparisonTargets, compare, compare_restore, loss_of
 from services.planner.policy.drop import plan_of
 from services.planner.policy.fluid_model import (
     FluidMachine,
@@ -550,3 +550,15 @@ def test_nobody_is_slowed_down_where_all_wait_too_long_whatever_is_done() -> Non
     found = compare(running(alone(EIGHT[:3], BLOCKS - 5), 30), Running(256, 0), flood, PACE)
     assert all(one.prediction.ttft_p99_s > found.targets.lost_s for one in found.candidates)
     assert found.chosen.name == "nothing", found.lines()
+
+
+def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
+    snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
+    burst = replace(LONG, calm_per_s=0.1, recent_count=80, minute_count=120)
+
+    def waits_s(left_s: float) -> float:
+        found = compare(snapshot, Running(256, 4), replace(burst, burst_left_s=left_s), PACE)
+        return found.candidates[0].prediction.ttft_p99_s
+
+    assert waits_s(2.0) < waits_s(LASTS_S[1]) < waits_s(40.0)
+    assert waits_s(0.0) == waits_s(LASTS_S[1]), "until one is known"
