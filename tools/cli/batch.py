@@ -136,7 +136,7 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def _endpoint_of(file: BinaryIO, path: Path) -> str:
-    """The endpoint (`url`) of the first request in a file, as which all others must have. Rewinds the file.
+    """The endpoint (`url`) of the first request in a file; all others must have the same. Rewinds the file.
 
     Raises:
         InvalidRequest: the first line is invalid, or the file has no requests.
