@@ -1,4 +1,4 @@
-"""Measures prefix caching: `python -m benchmarks.prefix_caching --out DIR`, in virtual time and on this machine.
+"""Measures prefix caching: `python -m benchmarks.prefix_caching [--out DIR | --costs]`, in virtual time and on this machine.
 
 The simulator runs the services' own cores. Requests arrive at random at four instances, at about 0.7 of the rate that
 they can compute without caching. A share of every prompt is one of twenty prefixes (Zipf), the rest is unique. `off`:
@@ -13,6 +13,7 @@ The second part measures real time: a step of 256 decodes in a worker's core, an
 
 import argparse
 import json
+import os
 import random
 import time
 import tracemalloc
@@ -28,6 +29,8 @@ from ballast.common.sampling import SamplingParams
 from ballast.common.units import parse_bytes
 from ballast.rpc.codec import LOAD
 from ballastpb.worker.v1 import worker_pb2 as pb_worker
+from benchmarks.offline import code_commit
+from benchmarks.quoting import quote
 from services.dispatcher.core.placement import PlacementRules
 from services.dispatcher.core.prefix_map import PrefixMap
 from services.dispatcher.policy.freeness import WorkerKey
@@ -42,6 +45,7 @@ from sim.jobs.simulation import WorkerSize, production_rules
 from sim.policies import find_policy
 from sim.world import World, WorldOptions
 
+PAGE = Path("benchmarks/results/2026-11-27-prefixes.md")
 WAYS = ("off", "cached", "routed")
 _TRACE_BLOCK_TOKENS = 256  # smaller blocks would only slow down the simulation
 SHARES = (0.0, 0.3, 0.7, 0.9)
@@ -297,7 +301,10 @@ def table(cells: Sequence[PrefixCell], costs: Mapping[str, float], cluster: str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="folder for prefix-caching.md, .json and .png")
+    parser.add_argument("--costs", action="store_true", help=f"the second part only, into {PAGE}")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/prefix-caching"), help="folder for prefix-caching.md, .json and .png"
+    )
     parser.add_argument("--cluster", default="4xH100-80G")
     parser.add_argument("--model", default="Llama-2-13B")
     parser.add_argument("--trace", type=Path, help="lines of JSON with hash_ids, instead of drawn requests")
@@ -308,6 +315,15 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, "host"))
     parser.add_argument("--seed", type=int, default=1)
     args = parser.parse_args()
+    if args.costs:
+        lines = [
+            f"- {name}: {value}" for name, value in (step_costs() | giving_up_costs() | dispatcher_costs()).items()
+        ]
+        load = f"load average {os.getloadavg()[0]:.1f}"
+        command = "`python -m benchmarks.prefix_caching --costs`"
+        quote(PAGE, "prefix-costs", f"{command}, commit {code_commit()}, {load}:\n\n" + "\n".join(lines))
+        print(*lines, sep="\n")
+        return
     args.out.mkdir(parents=True, exist_ok=True)
     instance_count = int(args.cluster.partition("x")[0])
     host_bytes = parse_bytes(args.host_bytes) // instance_count
