@@ -59,11 +59,11 @@ EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 1, 2, 130
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """Plan shared by both runs."""
+    """What both runs have in common: model, memory and scaled trace."""
 
     model: Path
     memory: SizingMemory
-    trace: Trace  # scaled
+    trace: Trace  # the scaled trace
     time_scale: float
     length_scale: float
 
@@ -157,8 +157,8 @@ async def replay(args: argparse.Namespace, plan: DemoPlan, policy: str, console:
 
 
 async def verified(result: BenchResult, model: Path, results_path: Path) -> BenchResult:
-    """The result with the findings of `benchmarks.verify_answers`, on answers of the last policy and on those that
-    differ between the two.
+    """The result with the counts of `benchmarks.verify_answers` for some answers of the last policy, and for all
+    answers that differ between the two policies.
     """
     first, last = next(iter(result.policies)), [*result.policies][-1]
     differing = differing_answers(result.policies[first], result.policies[last])[0]
@@ -170,7 +170,7 @@ async def verified(result: BenchResult, model: Path, results_path: Path) -> Benc
 async def verify(
     result: BenchResult, policy: str, model: Path, results_path: Path, count: int, also: Sequence[int]
 ) -> BenchResult:
-    """The result with `count` answers of one policy verified, and those in `also`."""
+    """The result after verifying `count` answers of one policy, and those with indices in `also`."""
     command = ["-m", "benchmarks.verify_answers", "--results", str(results_path), "--model", str(model)]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
@@ -204,7 +204,7 @@ async def verify(
 
 
 def judge(result: BenchResult) -> list[str]:
-    """Failures; empty: the demo has succeeded. The last policy is the one whose answers were verified."""
+    """Problems that make the demo fail; empty if it has succeeded. Only the last policy must have verified answers."""
     problems = [] if result.complete else ["interrupted"]
     for name, policy in result.policies.items():
         problems += [f"{name}: {problem}" for problem in _unserved(policy)]
@@ -254,7 +254,7 @@ async def demo(args: argparse.Namespace, console: Console) -> int:
 
 
 def merged(result: BenchResult, other: BenchResult) -> BenchResult:
-    """Both policies in one result; all other fields are the first one's."""
+    """`result` with the policies of `other` added; complete if both are."""
     policies = {**result.policies, **other.policies}
     return result.model_copy(update={"policies": policies, "complete": result.complete and other.complete})
 

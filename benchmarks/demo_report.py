@@ -2,8 +2,8 @@
 
     python -m benchmarks.demo_report out/demo/results.json [--quote docs/demo.md README.md]
 
-prints it as Markdown; with --quote it also replaces the text between two marks in these files: the whole report, or its
-verdicts only.
+The command prints the table as Markdown. With --quote it also replaces the text between two marks in these files by the
+whole report or by its verdicts only.
 """
 
 import argparse
@@ -41,7 +41,7 @@ def compare(result: BenchResult) -> RenderableType:
 
 
 def markdown(result: BenchResult) -> str:
-    """The table, its verdicts, and the conditions of the measurement."""
+    """Markdown of the table, the verdicts, and the conditions of the measurement."""
     policies = result.policies
     head = ["", *policies]
     rows = [[label, *map(cell, policies.values())] for label, cell in _ROWS]
@@ -51,7 +51,7 @@ def markdown(result: BenchResult) -> str:
 
 
 def verdicts(result: BenchResult) -> str:
-    """The verdicts, and the conditions of the measurement."""
+    """Markdown of the verdicts and the conditions of the measurement."""
     machine = result.environment
     where = (
         f"{result.trace.request_count} requests over {result.trace.span_s:.0f} s (time x{result.trace.time_scale:g},"
@@ -63,7 +63,7 @@ def verdicts(result: BenchResult) -> str:
 
 
 def differing_answers(one: PolicyResult, other: PolicyResult) -> tuple[list[int], int]:
-    """(indices of answers that differ, answers that both runs finished). Prompts and sampling are the same in both."""
+    """(indices of answers that differ, number of answers that both runs finished). Both have the same requests."""
     answers = {r.index: r.output_token_ids for r in one.requests if r.end_s is not None and not r.error}
     both = [r for r in other.requests if not r.error and r.index in answers]
     return [r.index for r in both if answers[r.index] != r.output_token_ids], len(both)

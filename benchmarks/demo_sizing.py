@@ -2,13 +2,14 @@
 
 Everything is derived from the trace and one measurement of the machine:
 
-- `length scale`: lengths are shortened until the mean request is MEAN_TOKENS long. Memory is sized in requests: each
-  worker's KV holds SEQUENCES_EACH mean ones beside the parameters, which weigh several times as much.
+- `length scale`: lengths are shortened until the mean request is MEAN_TOKENS long. A worker's memory holds the
+  parameters and the KV of SEQUENCES_EACH mean requests, which is several times smaller.
 - A probe keeps that KV full for some seconds and measures the output tokens per second that un-dropped memory allows.
 - `time scale`: arrivals are compressed or stretched until the densest PEAK_WINDOW_S of the trace need BURST_LOAD times
   that rate, or its mean AVERAGE_LOAD times, whichever is slower: a trace that is dense throughout should not become a
   single burst. It spans at most `max_span_s`: SHIPPED_SPAN_S for the project's own trace, so that the demo takes
-  minutes, and OTHER_SPAN_S for others (`--max-span-s`). If that makes it too fast, lengths are shortened further.
+  minutes, and OTHER_SPAN_S for others (`--max-span-s`). If this limit makes the trace too fast, lengths are shortened
+    further.
 """
 
 import math

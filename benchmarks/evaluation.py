@@ -32,10 +32,11 @@ _SPIKE_WINDOW_S = 100  # its burst of some twelve seconds and the time around it
 _KNOBS = "recompute,swap,migrate,static-pipeline,drop"
 _DEGREES = "recompute,static-pipeline,static-pipeline:degree=4,drop"
 _RESTORES = "recompute,drop,drop:restore=off"
-# Traces are compressed into seconds here: a wait of half a second stands for one of seconds.
+# Traces are compressed into seconds here, so the TTFT target is lowered as well.
 _COMPARED = ",".join((*COMPARED, "drop:ttft-target-s=0.1"))
-# Requests limited by memory: prompts are a third of their tokens, so that compute is not scarce, and a worker holds
-# eight of them. The rate follows from a probe: the burst needs this much memory, and the average half of it.
+# Requests are limited by memory, not by compute: prompts are less than a third of their tokens, and a worker's KV holds
+# eight requests. The rate follows from a probe and _LOAD: requests need half the KV memory on average, and 1.7 times
+# the KV memory in the burst.
 _SIZES = ("--mean-tokens", "120", "--answer-share", "0.7", "--sequences-each", "8", "--probe-s", "3")
 _LOAD = ("--demand", "0.5", "--peak", "1.7")
 
@@ -53,7 +54,7 @@ class Command:
 
     @property
     def preset(self) -> str:
-        """Four workers share two cores: with half the arithmetic, memory still runs out first."""
+        """Name of the model preset. Four workers share two cores, so theirs needs half the arithmetic."""
         return "ballast" if self.workers == 2 else "ballast-half"
 
     def words(self) -> list[str]:
@@ -64,7 +65,7 @@ class Command:
 
 @dataclass(frozen=True)
 class EvaluationPart:
-    """A part of the evaluation. Each command has its own folder in the part's."""
+    """A part of the evaluation. Each command writes to a folder of its name in the folder of the part."""
 
     name: str
     commands: dict[str, Command]
@@ -77,7 +78,7 @@ def parts(traces: Path | None) -> list[EvaluationPart]:
     long = {"workers-2": Command(2, 22, "twice:spike", restores)}
     if traces is not None:
         compared["workers-2-real"] = Command(2, 12, f"{traces / SPIKE}@{_SPIKE_WINDOW_S}+burstgpt", against)
-        # At half the real speed: the duration of drops and restores does not scale with it.
+        # At half the real speed, as the duration of drops and restores does not scale.
         long["workers-2-real"] = Command(2, 160, f"twice:{traces / SPIKE}+burstgpt", restores)
     slow_links = ("--ablation", "--set", "worker.link_bytes_per_s=50000000")
     return [
@@ -98,7 +99,7 @@ def parts(traces: Path | None) -> list[EvaluationPart]:
 
 def run_part(part: EvaluationPart, out: Path, *, plan_only: bool) -> int:
     for name, command in part.commands.items():
-        model = out / "models" / command.preset  # the same for all parts
+        model = out / "models" / command.preset  # shared by all parts
         if not plan_only and not model.exists():
             make_preset(command.preset, model)
         how = ["--plan-only"] if plan_only else ["--model", str(model)]

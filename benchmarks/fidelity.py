@@ -2,11 +2,11 @@
 
     python -m benchmarks.fidelity --out out/fidelity
 
-Two workers with a small model and the real engine. The simulator and the emulated engine use the measurements of
-`ballast profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a
-step beyond the engine's own, and of a request beyond its steps. Four workloads: steady, bursty (limited by compute,
-where a drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and long
-prompts. Rates follow from profile and calibration, so that they fit any machine.
+The real run has two workers with a small model. The simulator and the emulated engine use the measurements of `ballast
+profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a step beyond
+the engine's own, and of a request beyond its steps. The four workloads are steady, bursty (limited by compute, where a
+drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and long prompts.
+Rates follow from profile and calibration, so that they fit any machine.
 
 Workers, dispatcher and client share this machine's cores. The processor time that the other processes use per step and
 per token is measured with a few concurrent requests (benchmarks/fidelity_probes.py), and simulated. The remaining
@@ -74,7 +74,7 @@ from tools.model.tiny import make_preset
 
 WORKERS = 2
 BLOCK_TOKENS, SEQUENCES, BATCH_TOKENS = 16, 64, 512
-_KV_REQUESTS = 8  # of the workload with the longest requests, so that a worker is not filled by chance
+_KV_REQUESTS = 8  # requests of the longest workload that fit into a worker: a few random ones do not fill it
 _ONE_PIPELINE = ("--overload-policy", "static-pipeline", "--pipeline-degree", str(WORKERS))
 _GOALS = {"mean": 0.15, "p99": 0.30}
 SYSTEMS = ("real", "emulated", "simulated")
@@ -86,7 +86,7 @@ class FidelityWorkload:
     prompt_tokens: int  # mean; lengths are uniform between half and one and a half times this
     output_tokens: int
     load: float  # relative to the capacity of two workers at the usual batch size
-    burst_load: float = 0.0  # in the middle fifth; 0: none
+    burst_load: float = 0.0  # load in the middle fifth of the time; 0: no burst
 
 
 WORKLOADS = (
@@ -100,8 +100,8 @@ WORKLOADS = (
 CALIBRATION = FidelityWorkload("calibration", 320, 48, 0.2)
 _CALIBRATION_SEED = 7919  # added to the workloads' seeds
 _CALIBRATION_ROUNDS = 16
-_DAMPING = 0.6  # each factor also affects the other's figure
-_CALIBRATED_WITHIN = 0.01  # tolerance of both means
+_DAMPING = 0.6  # exponent of a correction, as each factor affects both TTFT and TPOT
+_CALIBRATED_WITHIN = 0.01  # relative tolerance of mean TTFT and TPOT
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class Overheads:
 
 
 class StageProfile:
-    """An `ExecutionModel` from measured stages."""
+    """An `ExecutionModel` with measured costs."""
 
     def __init__(self, machine: MeasuredCosts) -> None:
         self._machine = machine
@@ -135,7 +135,9 @@ class StageProfile:
 
 
 def draw(workload: FidelityWorkload, machine: Machine, span_s: float, seed: int) -> Trace:
-    """Rates from the profile: a request's prefill plus its share of decodes in batches of half the KV."""
+    """Random requests of a workload over `span_s`. The rate is relative to the profiled time of a request: its prefill,
+    plus its share of decode steps in batches that fill half of the KV.
+    """
     execution, layers = machine.execution, machine.model.layer_count
     whole = execution.cost_of(layers, is_first=True, is_last=True)
     batch = _KV_REQUESTS // 2
@@ -172,13 +174,13 @@ async def served(cluster: LocalCluster, trace: Trace, console: Console) -> Polic
 
 
 def overheads(seen: Seen, machine: Machine, profile: CostProfile, budget: int) -> Overheads:
-    """Overheads: the requests' times minus those of the profile."""
+    """Overheads of the real path: measured times minus those predicted from the profile."""
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
     shared = contention((*seen.levels, *seen.pipelined), seen.background, os.cpu_count() or 1)
     step_s, sequence_s, together = fitted(seen.levels, whole, shared)
     request_s = max(0.0, seen.first_s - step_s - whole.chunk_cost_s(Chunk(0, PROMPT_TOKENS)))
     known = Overheads(step_s, request_s, sequence_s, contention=replace(shared, together=together))
-    # Behind a third of the request, other requests' prompts are in the pipeline.
+    # Without the third level: there, prompts of other requests are in the pipeline as well.
     missing_s = [level.tpot_s - pipelined_s(machine, profile, budget, known, level) for level in seen.pipelined[:2]]
     # Each token takes one message from stage to stage, and one back to the leader.
     return replace(known, hop_s=max(0.0, statistics.fmean(missing_s)) / WORKERS)
@@ -192,7 +194,7 @@ def pipelined_s(machine: Machine, profile: CostProfile, budget: int, known: Over
 
 
 def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, budget: int) -> str:
-    """Text with the probes' results and the calibration."""
+    """Text with the results of the probes, beside their predictions, and with the calibration."""
     shared = known.contention
     assert shared is not None, "measured"
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -220,7 +222,7 @@ def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, b
 
 
 def slowed(machine: Machine, known: Overheads) -> Machine:
-    """The machine with the slowdown of its services."""
+    """The machine with the overhead per step and the slowdown factors of `known`."""
     measured = machine.execution
     assert isinstance(measured, MeasuredCosts)
 
@@ -246,7 +248,7 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
 def calibrated(
     machine: Machine, profile: CostProfile, budget: int, alone: Overheads, trace: Trace, runs: Sequence[PolicyResult]
 ) -> Overheads:
-    """The overheads with which the simulated calibration run has the measured means."""
+    """The overheads with which a simulation of the calibration run has the measured mean TTFT and TPOT."""
     known = alone
     ttft_s = statistics.fmean(run.ttft_s.mean or 0.0 for run in runs)
     tpot_s = statistics.fmean(run.tpot_s.mean or 0.0 for run in runs)
@@ -309,7 +311,7 @@ def simulated(
             "link_fraction": 1.0,
             "chunk_bytes": 512 * 1024.0,
             "remap_s": machine.remap_s_per_byte * budget / 2,
-            "rpc_s": known.request_s / 2,  # simulated: to the worker, and back
+            "rpc_s": known.request_s / 2,  # simulated twice: to the worker and back
             "disk_bytes_per_s": machine.disk_bytes_per_s,
         }
     )
@@ -331,7 +333,7 @@ def simulated(
 
 
 def geometry_of(engine: EmulatedEngine) -> Geometry:
-    """The real memory's extents, taken from the emulated memory, which the same code lays out."""
+    """Geometry of a real worker's memory, taken from the emulated one: the same code lays out both."""
     info, pool = engine.info, engine.memory.pool
     return Geometry(
         pool.extent_bytes,
@@ -348,7 +350,7 @@ def _element_bytes(dtype: str) -> int:
     return {"float64": 8, "float32": 4}.get(dtype, 2)
 
 
-# ------------------------------------------------------------ what is told
+# ------------------------------------------------------------ the report
 
 Results = Mapping[str, Mapping[str, PolicyResult]]  # workload -> system -> result
 
@@ -358,7 +360,7 @@ def drops(result: PolicyResult) -> int:
 
 
 def differences(results: Mapping[str, PolicyResult], system: str) -> dict[str, float]:
-    """Relative differences between that system and the real one: mean and P99 of TTFT and TPOT."""
+    """Relative differences between the results of `system` and the real ones: mean and P99 of TTFT and TPOT."""
 
     def share(of: Summary, real: Summary, figure: str) -> float:
         here, there = getattr(of, figure), getattr(real, figure)
@@ -432,7 +434,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
         console.print("probing one pipeline ...")
         seen = replace(lone, pipelined=await probe_pipeline(cluster, lone.background))
     known = known_from([(seen, before)])
-    # Rates from measurements, so that the load is as intended whatever else the machine does.
+    # Rates follow from measurements, so that the load is as intended on a busy machine as well.
     asked = [workload for workload in WORKLOADS if workload.name in args.workloads]
     traces = {w.name: draw(w, slowed(machine, known), args.seconds, args.seed) for w in asked}
     real: dict[str, PolicyResult] = {}
@@ -445,8 +447,8 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
             console.print(f"around {name}:")
             simulations[name] = simulated(machine, profile, budget, known_from(looks[-2:]), trace)
     known = known_from(looks)
-    # The emulated worker already has the real one's overhead, and waits where the engine would be slowed down by
-    # others.
+    # The emulated worker runs the real code, so it has the overhead per step already. It waits, where a real engine
+    # would be slowed down by other processes.
     file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0, sequence_s=0.0)))
     async with cluster_of(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)]) as cluster:
         emulated = {name: await served(cluster, trace, console) for name, trace in traces.items()}

@@ -1,9 +1,9 @@
 """Probes of a cluster on this machine for a comparison with its simulation: the time of a step beyond the engine's own,
 and the processor time used by everything around the engines.
 
-Identical requests at several levels of concurrency: one in total, one per worker, and several per worker; repeated with
-the workers as stages of one pipeline. Processor time is read from /proc for each process, without the busiest thread of
-a worker, which is its engine's.
+Identical requests are sent at several levels of concurrency: one in total, one per worker, and several per worker; then
+again with the workers as stages of one pipeline. Processor time is read from /proc for each process, except that of the
+busiest thread of a worker, which is its engine's.
 """
 
 import asyncio
@@ -24,15 +24,15 @@ from sim.processors import Contention
 from tools.local.cluster import LocalCluster
 
 PROMPT_TOKENS = 64
-LONE_TOKENS, TOKENS = 24, 64  # of an answer
+LONE_TOKENS, TOKENS = 24, 64  # answer tokens of a single request, and of each of several concurrent ones
 _ROUNDS, _LONE_ROUNDS = 5, 4  # rounds in total, and rounds of single requests among the others
 _EACH = (1, 4, 8)  # concurrent requests per worker
 _PIPELINED_EACH = (4, 16)
-_LEAST_S = 1e-5  # processors; smaller values cannot be measured
+_LEAST_S = 1e-5  # smaller processor times cannot be measured
 _FORMING_S = 4.0  # time for the planner to form one pipeline
 _IDLE_S = 2.0
 _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
-_AFTER_NAME = 2  # fields of /proc/PID/stat are counted from 1, and names may contain blanks
+_AFTER_NAME = 2  # number of the name's field in /proc/PID/stat, from 1; names may contain blanks
 _USER_FIELD, _SYSTEM_FIELD = 14, 15
 _TOGETHER = np.arange(1.0, 1.5, 0.02)
 _STEP_SHARES, _SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01), np.arange(0.0, 0.1, 0.01)  # of a lone request's step
@@ -40,7 +40,7 @@ _STEP_SHARES, _SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01), np.arange(0.0, 0.1, 
 
 @dataclass(frozen=True, slots=True)
 class Level:
-    """Measurement at one level of concurrency."""
+    """Measurements at one level of concurrency."""
 
     request_count: int
     step_count: int  # steps until each request has one more token
@@ -49,7 +49,7 @@ class Level:
 
     @property
     def each(self) -> float:
-        """Requests per worker if each has all layers."""
+        """Sequences per step."""
         return self.request_count / self.step_count
 
 
@@ -62,7 +62,7 @@ class Seen:
 
 
 def at_times(seen: Seen, then: Sequence[Seen]) -> Seen:
-    """Estimate of the pipeline's measurements at the time of others, scaled by the change of the machine's speed."""
+    """Mean of the probes `then`, with the pipeline levels of `seen` scaled by the change of the machine's speed."""
     levels = tuple(
         replace(
             level,
@@ -80,7 +80,7 @@ def at_times(seen: Seen, then: Sequence[Seen]) -> Seen:
 
 
 async def probe(alone: LocalCluster) -> Seen:
-    """Measure a cluster whose workers serve on their own, without other load."""
+    """Probe a cluster whose workers serve alone, without other load."""
     workers = len(alone.processes["worker"])
     async with AsyncClient(alone.address) as client:
         await _round(client, workers, LONE_TOKENS)  # warm-up
@@ -94,7 +94,7 @@ async def probe(alone: LocalCluster) -> Seen:
 
 
 async def probe_pipeline(cluster: LocalCluster, background: float) -> tuple[Level, ...]:
-    """Measure one pipeline of all workers, with one microbatch per stage in flight."""
+    """Probe one pipeline of all workers, with one microbatch per stage in flight."""
     workers = len(cluster.processes["worker"])
     counts = [(count, min(count, workers) * workers) for count in (1, *(each * workers for each in _PIPELINED_EACH))]
     async with AsyncClient(cluster.address) as client:
@@ -122,12 +122,12 @@ async def _levels(
 
 
 def tokens_of(count: int) -> int:
-    """Answer length at that concurrency."""
+    """Answer tokens of each of `count` concurrent requests."""
     return LONE_TOKENS if count == 1 else TOKENS
 
 
 async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, float]:
-    """(TTFT, time between tokens while all requests have some)."""
+    """Send `count` requests at once. Returns (mean TTFT, mean time between tokens while all of them decode)."""
     began_s = time.perf_counter()
     times = await asyncio.gather(*(_one(client, number, tokens) for number in range(count)))
     since_s, until_s = max(each[0] for each in times), min(each[-1] for each in times)
@@ -140,7 +140,7 @@ async def _round(client: AsyncClient, count: int, tokens: int) -> tuple[float, f
 
 
 async def _one(client: AsyncClient, number: int, tokens: int) -> list[float]:
-    """Arrival times of the request's tokens."""
+    """Send one request. Returns the arrival times of its tokens."""
     prompt = [7 + (number + i) % 400 for i in range(PROMPT_TOKENS)]
     sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     times: list[float] = []
@@ -153,7 +153,7 @@ async def _one(client: AsyncClient, number: int, tokens: int) -> list[float]:
 
 
 class Spent:
-    """Processor time since construction."""
+    """Processor time of a cluster and of this process since construction."""
 
     def __init__(self, cluster: LocalCluster) -> None:
         self._pids = {process.pid: service for service, group in cluster.processes.items() for process in group}
@@ -181,7 +181,7 @@ def _spent_s(path: Path) -> float:
     return (int(fields[_USER_FIELD - first]) + int(fields[_SYSTEM_FIELD - first])) * _TICK_S
 
 
-# ------------------------------------------------------------ what follows from it
+# ------------------------------------------------------------ fits
 
 
 def contention(levels: Sequence[Level], background: float, processors: int) -> Contention:
@@ -209,7 +209,7 @@ def fitted(levels: Sequence[Level], whole: CostModel, known: Contention) -> tupl
 def predicted(
     levels: Sequence[Level], whole: CostModel, known: Contention, step_s: float, sequence_s: float
 ) -> Mapping[int, float]:
-    """Predicted seconds between tokens at that concurrency."""
+    """Number of concurrent requests -> predicted seconds between tokens."""
     return {x.request_count: _predicted(x, whole, known, step_s, sequence_s, known.together) for x in levels}
 
 

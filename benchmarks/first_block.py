@@ -2,8 +2,8 @@
 TOKENS]`.
 
 Long answers fill nine tenths of the memory of two instances; then requests arrive at one instant, and demand is a tenth
-above capacity. Prints the milliseconds from that instant until the planner has decided on a drop, until a member has
-adopted the layout with its memory, and until its requests have the blocks.
+above capacity. The program prints the milliseconds from that instant until the planner has decided on a drop, until a
+member has adopted the new layout, and until its requests use the blocks gained.
 """
 
 import argparse
@@ -18,13 +18,13 @@ from sim.jobs.simulation import WorkerSize, production_rules
 from sim.policies import find_policy
 from sim.world import World, WorldOptions
 
-_BURST_S = 29.0  # in the trace's time
+_BURST_S = 29.0  # earliest time of the burst in the trace
 _BURST_TOKENS = 15_360
 _LOOK_S = 0.0005
 
 
 class BlockDelays(NamedTuple):
-    """Milliseconds since the burst."""
+    """Milliseconds from the burst to each event."""
 
     decided: float
     taken_up: float
@@ -35,7 +35,7 @@ class BlockDelays(NamedTuple):
 
 
 def run(seed: int, model: str, cluster: str, prompt: int) -> BlockDelays | None:
-    """None: no drop within seconds."""
+    """Simulate one burst. None if dropped memory is not used within five seconds."""
     rng = random.Random(seed)
     at_s = _BURST_S + rng.random() / 2
     arrivals = [Arrival(i / 2, 1400, 4000) for i in range(40)]

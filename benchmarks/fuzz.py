@@ -45,7 +45,7 @@ from tools.model.tiny import make_tiny
 
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)
-_ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # ends a service whatever the message contains
+_ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # methods that stop a service on purpose, and are not called
 _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
 _HTTP_S = 10.0
@@ -67,7 +67,7 @@ class FuzzReport:
     messages: int = 0
     outcomes: Counter[str] = field(default_factory=Counter[str])
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
-    waits_s: list[float] = field(default_factory=list[float])  # gaps of the real client
+    waits_s: list[float] = field(default_factory=list[float])  # duration of each request of the real client
     ended: list[str] = field(default_factory=list[str])
     same_tokens: bool = False
 
@@ -77,7 +77,7 @@ class FuzzReport:
 
     @property
     def errors(self) -> list[str]:
-        """Requests answered with 500: request and response."""
+        """Requests to a gateway that were answered with 500, with the answers."""
         return [outcome for outcome in self.outcomes if outcome.startswith("http: 500")]
 
 
@@ -159,7 +159,7 @@ class FuzzTarget:
 
 
 class Fuzz:
-    """A run against the caller's cluster."""
+    """A fuzz run against a running cluster. `ports`: addresses that get raw bytes."""
 
     def __init__(self, cluster: LocalCluster, seed: int, ports: Sequence[str]) -> None:
         self._cluster = cluster
@@ -182,7 +182,7 @@ class Fuzz:
         self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
 
     async def run(self, messages: int, concurrent: int = 16) -> FuzzReport:
-        """Send `count` messages, `concurrent` at a time. Service errors are recorded, not raised."""
+        """Send `messages` messages, `concurrent` calls at a time. Errors of services are recorded, not raised."""
         report, before = self.report, self._memory()
         async with AsyncClient(self._cluster.address) as client:
             expected = (await client.generate(token_ids=_PROMPT, sampling=_SAMPLING)).token_ids
@@ -194,7 +194,7 @@ class Fuzz:
             for task in beside:
                 task.cancel()
             await asyncio.wait(beside)
-            await asyncio.sleep(1.0)  # until a crashing process has ended
+            await asyncio.sleep(1.0)  # time for a crashing process to end
             crash = self._cluster.crash()
             if crash is not None:
                 report.ended.append(str(crash))
@@ -241,7 +241,7 @@ class Fuzz:
         self.report.outcomes[outcome] += 1
 
     async def _be_honest(self, client: AsyncClient) -> None:
-        """A real client that checks its tokens."""
+        """Send valid requests, one after the other, and record their durations."""
         while True:
             began_s = time.monotonic()
             with contextlib.suppress(BallastError):
@@ -267,7 +267,7 @@ class Fuzz:
 
 
 async def _call(channel: grpc.aio.Channel, target: FuzzTarget, data: Sequence[bytes]) -> str:
-    """Call a method with raw bytes. Returns the status."""
+    """Call a method with raw bytes. Returns the name of the gRPC status, or of the exception without one."""
     method = target.method
     kind = f"{'stream' if method.client_streaming else 'unary'}_{'stream' if method.server_streaming else 'unary'}"
     call = getattr(channel, kind)(target.path)

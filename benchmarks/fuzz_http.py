@@ -56,11 +56,11 @@ _LONG = ("ü" * 300, "{" * 200, "\ud800", "../../etc/passwd", "<|im_end|>", "%s%
 _NUMBERS = (0, 1, -1, 2, 7, 100, 2**31, 2**63, -(2**63), 2**70, 0.0, -0.5, 0.3, 1e-300, 1e300)
 _HEADERS = ("authorization", "traceparent", "tracestate", "content-type", "x-request-id", "accept", "origin", "cookie")
 _MAX_DEPTH = 6
-_MOST_TOKENS = 8  # limit for most requests that are otherwise valid
+_MOST_TOKENS = 8  # maximum of most numbers, so that valid requests are short
 
 
 class JsonMaker:
-    """Generates values of a JSON schema; one in eight has the wrong type."""
+    """Generates values of a JSON schema; about one in 25 ignores the schema."""
 
     def __init__(self, rng: random.Random, root: Mapping[str, Json]) -> None:
         self._rng, self._defs = rng, root.get("$defs", {})
@@ -148,7 +148,7 @@ class HttpFuzz:
         return body
 
     async def send(self, within_s: float) -> str:
-        """Send a newly generated request. Returns its status, or why there is none."""
+        """Send a newly generated request. Returns a text with its HTTP status, or with the error if there is none."""
         data = self.request()
         try:
             async with asyncio.timeout(within_s):
@@ -166,7 +166,7 @@ class HttpFuzz:
 
 
 async def spoil_state(rng: random.Random, url: str) -> str:
-    """Corrupt one key of the state server. Returns a description."""
+    """Delete a random key of the state server, or set it to a wrong value. Returns what happened."""
     client = redis.asyncio.Redis.from_url(url)
     try:
         keys = cast(Sequence[bytes], await client.keys())

@@ -1,4 +1,4 @@
-"""First checks on a GPU: which parts of Ballast work there, and what its calls cost, on one page.
+"""First checks on a GPU: which parts of Ballast work on it, and how long its basic operations take, on one page.
 
 python -m benchmarks.gpu_check [--out out/gpu_check.md] [--only NAME ...]
 
@@ -135,7 +135,7 @@ def prove(part: CheckPart) -> CheckVerdict:
     return CheckVerdict(part, passed, time.monotonic() - began_s, said)
 
 
-# ------------------------------------------------------------ what things cost
+# ------------------------------------------------------------ costs
 
 
 def median_us(act: Callable[[], object]) -> float:
@@ -148,7 +148,9 @@ def median_us(act: Callable[[], object]) -> float:
 
 
 def memory_calls(driver: BindingsDriver) -> Iterator[tuple[str, float]]:
-    """Microseconds per extent of the smallest size, 64 of them in a row."""
+    """Microseconds per extent to map it, allow access and unmap it, for 64 extents of the smallest size in a row; and
+    those of a wait for an idle device.
+    """
     size_bytes = driver.granularity_bytes
     whole_bytes = _EXTENTS * size_bytes
     handles = [driver.create(size_bytes) for _ in range(_EXTENTS)]
@@ -226,10 +228,10 @@ def _attend(step: GpuAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
     torch.cuda.synchronize(q.device)
 
 
-# ------------------------------------------------------------ one page
+# ------------------------------------------------------------ the page
 
 
-# ------------------------------------------------------------ what KV costs activations
+# ------------------------------------------------------------ activations beside KV
 
 
 def priorities(devices: str, transport: str, *options: str) -> Iterator[tuple[str, float]]:

@@ -33,12 +33,12 @@ from tools.local.cluster import LocalCluster
 from tools.model.tokenizer import write_tokenizer
 
 PARTS = ("decode", "sample", "prompt", "drop", "serve")
-_TEXT_TOKENS = 512  # of the vocabulary; the others have negligible probability, so that each token has text
+_TEXT_TOKENS = 512  # tokens of the vocabulary that have text; the others have negligible probability
 
 
 @dataclass(frozen=True, slots=True)
 class PaceShape:
-    """Shape of a Llama model, and how much of it to measure."""
+    """Shape of a Llama model, and the sizes at which to measure it."""
 
     hidden: int
     intermediate: int
@@ -113,7 +113,7 @@ def write_random(folder: Path, shape: PaceShape, device: torch.device) -> None:
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}))
 
 
-# ------------------------------------------------------------ what the device can do at most
+# ------------------------------------------------------------ limits of the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ class Decodes:
         return self
 
     def step(self) -> float:
-        """Execute one step. Returns the seconds."""
+        """Execute one decode step. Returns its duration in seconds."""
         slices = tuple(Slice(i, self._position, (token,), True) for i, token in enumerate(self._tokens))
         began_s = time.perf_counter()
         result = self._engine.step(Batch(next(self._steps), (), (), slices), self._tables)
@@ -185,7 +185,7 @@ class Decodes:
 
 
 def read_by_a_step(engine: Engine) -> int:
-    """Parameter bytes read by a step: all layers and the head."""
+    """Parameter bytes that a decode step reads: all layers and the head."""
     parameters = engine.memory.parameters
     layers = (t.nbytes for i in range(engine.config.layer_count) for t in parameters.layer(i).values())
     return sum(layers) + parameters.part("head")["weight"].nbytes
@@ -257,7 +257,9 @@ def _timed(act: Callable[[], object]) -> float:
 
 
 def drop_table(engine: Engine, shape: PaceShape) -> Iterator[str]:
-    """Time of dropping and restoring half of the layers, without a cluster, three times."""
+    """Lines of a table: how long dropping and restoring half of the layers takes in one engine, in the last of three
+    rounds.
+    """
     memory = engine.memory
     layers = list(range(shape.layers // 2, shape.layers))
     yield "| what | ms | blocks of KV |"
@@ -268,7 +270,7 @@ def drop_table(engine: Engine, shape: PaceShape) -> Iterator[str]:
         took_s = _timed(act)
         rows.append((name, took_s * 1e3, memory.kv.block_count))
 
-    for _ in range(3):  # the last one counts
+    for _ in range(3):  # only the last round is reported
         rows.clear()
         timed(f"{len(layers)} of {shape.layers} layers are dropped", partial(memory.drop_layers, layers))
         timed("their KV is given up", memory.release_retired)
@@ -289,7 +291,7 @@ def drop_table(engine: Engine, shape: PaceShape) -> Iterator[str]:
 
 @dataclass(slots=True)
 class PaceLoad:
-    """Requests of one concurrency, and the arrival times of their tokens."""
+    """Concurrent requests, and the arrival times of their tokens."""
 
     first_s: list[float]
     stamps_s: list[float]
@@ -312,7 +314,9 @@ class PaceLoad:
             self.tokens += len(chunk.token_ids)
 
     def hole_s(self, since_s: float, until_s: float) -> float:
-        """Longest time between two tokens of any request."""
+        """Longest time without a token of any request, from half a second before `since_s` to half a second after
+        `until_s`.
+        """
         inside = [t for t in sorted(self.stamps_s) if since_s - 0.5 <= t <= until_s + 0.5]
         return max((b - a for a, b in itertools.pairwise(inside)), default=0.0)
 
@@ -371,7 +375,7 @@ async def _run(load: PaceLoad, client: AsyncClient, prompts: Sequence[Sequence[i
 
 
 async def _ballast(address: str, *words: str) -> tuple[int | None, str]:
-    """Exit status and last line of a command."""
+    """Run a `ballast` command. Returns its exit status and the last line of its output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "tools.cli.main", words[0], "--address", address, *words[1:],
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,

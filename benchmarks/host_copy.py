@@ -32,7 +32,7 @@ def _rate(size_bytes: int, seconds: list[float]) -> float:
 
 
 def _use(root: Path, layer_bytes: int, ready: "Queue[float]", leave: Event) -> None:
-    """Start as a worker from the copy, and report the time."""
+    """Fill parameters from the copy, as a starting worker does, and put the processor time into `ready`."""
     target = torch.ones(layer_bytes, dtype=torch.uint8)
     begin_s = time.process_time()
     copy = open_copy(root, "benchmark")

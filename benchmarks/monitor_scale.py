@@ -1,9 +1,9 @@
-"""What a monitor of so many instances spends its core on, and how old reports are at best.
+"""Processor time that a monitor of many instances spends on each of its tasks, and the minimum age of reports.
 
     python -m benchmarks.monitor_scale [--instances 1000,10000] [--rounds 3]
 
-Streams and watchers are in this process, so that gRPC's share of a message (about 0.1 ms) is not in it; the servicer,
-the shell and the core are those of the service. Processor time; a report carries what a busy instance says.
+Instances are simulated in this process, so that gRPC's share of a message (about 0.1 ms) is not included; the servicer,
+the shell and the core are those of the service. Reports are those of busy instances.
 """
 
 import argparse
@@ -94,7 +94,7 @@ async def _nobody(address: str) -> bool:
 
 
 class _ReportingInstance:
-    """One instance's call of the servicer, and the reports that it sends."""
+    """One instance's report stream to the servicer."""
 
     def __init__(self, servicer: MonitorServicer, number: int) -> None:
         self._sent: asyncio.Queue[pb.ReportRequest] = asyncio.Queue()
@@ -126,7 +126,7 @@ def layout_of(streams: Sequence[_ReportingInstance]) -> Layout:
 
 @dataclass(slots=True)
 class MonitorCosts:
-    """Processor seconds of each thing, and how often it is done in a second."""
+    """Costs of the monitor's tasks: rows of (task, processor seconds, times per second)."""
 
     rows: list[tuple[str, float, float]]
 
@@ -135,12 +135,12 @@ class MonitorCosts:
 
     @property
     def share(self) -> float:
-        """Share of a core that is spent however often instances report."""
+        """Fraction of a core that the tasks take, without reports."""
         return sum(seconds * per_s for _, seconds, per_s in self.rows)
 
 
 def timed(act: Callable[[], object], times: int = 5) -> float:
-    """The least of a few tries."""
+    """Processor seconds of `act`: the minimum of some runs."""
     least_s = math.inf
     for _ in range(times):
         began_s = time.process_time()
@@ -150,7 +150,7 @@ def timed(act: Callable[[], object], times: int = 5) -> float:
 
 
 def _read_as_planner(answer: bytes) -> None:
-    """All reports are new to it."""
+    """Read a cluster status like a planner to which all reports in it are new."""
     monitor = LeaderAddress(StateServer("redis://127.0.0.1:1"), "monitor", None)
     MonitorEvents(monitor).loads_of(pb.GetClusterStatusResponse.FromString(answer))
 
@@ -160,7 +160,7 @@ async def measure(count: int, rounds: int) -> None:
     rules = MonitorRules(lease_s=3600.0, warmup_s=0.0, pressure=pressure)
     shell = MonitorShell(MonitorCore(rules), _NoRegistry(), _NoState(), monitor_id="m", is_refused=_nobody)
     servicer = MonitorServicer(shell)
-    shell.core.handle(m.LeadershipChanged(time.monotonic(), "c", 1))  # without the registry of the monitor before
+    shell.core.handle(m.LeadershipChanged(time.monotonic(), "c", 1))  # leads without a registry to read
     streams = [_ReportingInstance(servicer, number) for number in range(count)]
     for stream in streams:
         await stream.announce()

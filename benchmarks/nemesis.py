@@ -37,12 +37,12 @@ from tools.model.tiny import make_tiny
 _FLAGS = "--workers 4 --dispatchers 2 --monitors 2 --planners 2 --fault-every-s 4 --at-once 3"
 _STAGES = ("preparing", "committing", "exchanging", "done")
 _TRIES = 30  # attempts to hit a stage that lasts for milliseconds
-_CHANGES_S = 120.0  # time limit for that
+_CHANGES_S = 120.0  # time limit for all attempts
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`change`, `stage`: the victim is killed when this change is in that stage; empty: it is stopped for `pause_s`."""
+    """A fault of one worker: it is killed when `change` is in `stage`, or, without a change, stopped for `pause_s`."""
 
     victim: int  # 0: the pair's leader, 1: its other stage
     workers: int
@@ -99,7 +99,7 @@ class NemesisMoment(Chaos):
         return wait
 
     async def _find_stage(self) -> None:
-        """Returns when the change is in the case's stage.
+        """Begin changes until one is in the case's stage.
 
         Raises:
             TimeoutError: the stage was missed in every attempt.

@@ -1,16 +1,17 @@
-"""ConServe's figures on its hardware, simulated: offline work beside online requests, and what it does to these.
+"""ConServe's experiments on its hardware, simulated: offline work beside online requests, and how it delays these.
 
     python -m benchmarks.offline 5|6|7|8|curve [--seconds 150] [--write]
     python -m benchmarks.offline regret --traces DIR [--cells 'chat*,code*'] [--write]
 
-5: slices of traces (`--traces DIR`, `--slices`); 6: on for 180 s and off for 180 s; 7: rates and burstiness; 8: offline
-requests as long as online ones, rule by rule; curve: harvest against P99 TTFT over the bound; regret: cells of
-`benchmarks.regret` without offline work and with, drop's policy. One A100-40G with Llama-2-7B; online requests
-of 1,024 and 128 tokens, offline ones of a summarisation's lengths, without end. In tok/s prompts and answers count.
-`--write` puts the table into docs/offline.md, with the code's commit; runs of that commit are kept in `--out`.
+5: slices of traces (`--traces DIR`, `--slices`). 6: requests for 180 s, none for 180 s. 7: rates and burstiness. 8:
+offline requests as long as online ones, and Ballast's rules added one by one. curve: harvest (offline tokens per
+second) against P99 TTFT, for several bounds on TPOT. regret: cells of `benchmarks.regret` with policy drop, without and
+with offline work. The others have one A100-40G with Llama-2-7B, online requests of 1,024 + 128 tokens, and endless
+offline requests with the lengths of summarisation. tok/s counts prompts and answers. `--write` puts the table into
+docs/offline.md, with the commit of the code; runs of that commit are kept in `--out`.
 
-Rivals: online work alone; priorities in one batch, as engines have them (a request that runs never yields to one that
-waits); yielding at step boundaries without a bound on steps.
+Rivals: online work alone; priorities in one batch, as in other engines (a running request never yields to a waiting
+one); offline requests that yield at step boundaries, without a bound on the duration of steps.
 """
 
 import argparse
@@ -41,7 +42,7 @@ PAGE = Path("docs/offline.md")
 MODEL, CLUSTER = "Llama-2-7B", "1xA100-40G"
 ONLINE = (1024, 128)
 WARM_S = 10.0
-HOST_BYTES = 64 << 30  # of host memory for what yields
+HOST_BYTES = 64 << 30  # host memory for the KV of offline requests that yield
 _NO_BOUND = 1e9
 _LONGEST_TOKENS = 4000
 _SLICES = "azure_conv_spike640_b,azure_code_spike640_b,azure_conv_spike1400_a,azure_code_spike1400_a"
@@ -53,11 +54,11 @@ class OfflineMode:
     name: str
     slowdown: float = 0.25
     target_s: float | None = None
-    target_share: float | None = None  # of the P99 TPOT of online work alone: the target
+    target_share: float | None = None  # TPOT target as a fraction of the P99 TPOT of online work alone
     offline: bool = True
-    by_class: bool = False  # priorities alone
-    mirrors: bool = True  # what yields keeps its KV on the host
-    ttft_target_s: float | None = None  # for it steps of offline work alone are cut into slices of layers
+    by_class: bool = False  # offline requests merely have a lower priority
+    mirrors: bool = True  # offline requests that yield keep their KV in host memory
+    ttft_target_s: float | None = None  # if set, steps of only offline work are cut into slices of layers
 
     @property
     def is_ours(self) -> bool:
@@ -71,7 +72,7 @@ OURS = OfflineMode("ours, +25 %")
 NO_MIRRORS = OfflineMode("ours, +25 %, no mirrors", mirrors=False)
 BELOW_ALONE = OfflineMode("ours, 0.87 of alone's", target_share=0.87)
 MODES = (ALONE, PRIORITIES, BOUNDARIES, OURS, BELOW_ALONE)
-# Rule by rule, as the paper's figure 8 adds its own.
+# Rules are added one by one, as in figure 8 of the paper.
 PARTS = (
     ALONE,
     PRIORITIES,
@@ -110,9 +111,9 @@ class OfflineOutcome:
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
-    online_per_s: float  # tokens
-    harvest_per_s: float  # tokens
-    lost_share: float  # of the harvested tokens: computed twice
+    online_per_s: float  # tokens of online requests per second
+    harvest_per_s: float  # tokens of offline requests per second
+    lost_share: float  # fraction of the harvested tokens that were computed twice
     yield_count: int
 
 
@@ -129,7 +130,9 @@ def on_off(rate: float, phase_s: float, seconds: float, seed: int) -> list[Arriv
 
 
 def summaries(seed: int, count: int = 4096) -> list[tuple[int, int]]:
-    """Log-normal, of the means that summaries of articles have (2,588 and 291 tokens); the spread is assumed."""
+    """`count` pairs (prompt, answer) of tokens: log-normal with the means of article summaries (2,588 and 291), with an
+    assumed spread.
+    """
     rng = random.Random(seed)
     rows = ((int(rng.lognormvariate(7.72, 0.5)), int(rng.lognormvariate(5.55, 0.5)) + 1) for _ in itertools.count())
     return list(itertools.islice((row for row in rows if row[0] > 16 and sum(row) < _LONGEST_TOKENS), count))
@@ -187,7 +190,7 @@ def run(load: OfflineLoadCase, mode: OfflineMode, seed: int) -> OfflineOutcome:
         stop_after_s=load.seconds,
         offline=offline,
         classes=(PriorityClass.INTERACTIVE,),
-        fast_forwards=not mode.by_class,  # their steps would be told to the trace's clients
+        fast_forwards=not mode.by_class,  # it would report offline tokens to the trace's clients
     )
     return outcome_of(World(options, load.arrivals).run(), load)
 
@@ -226,7 +229,7 @@ _HEAD = (
 
 
 def table_of(found: dict[str, Outcomes]) -> str:
-    """By load."""
+    """Markdown table of the outcomes by load and mode."""
     rows = [*_HEAD]
     for load, outcomes in found.items():
         alone, rival = outcomes[ALONE.name], outcomes[PRIORITIES.name]
@@ -247,7 +250,7 @@ def table_of(found: dict[str, Outcomes]) -> str:
 
 
 def against_the_paper(figure: str, found: dict[str, Outcomes]) -> str:
-    """Figures that ConServe (arXiv 2410.01228) prints, beside the same figures of these runs."""
+    """Markdown table of figures stated for ConServe (arXiv 2410.01228), beside those of these runs."""
 
     def ttft(mode: OfflineMode) -> str:
         return _range([f"{1e3 * each[mode.name].ttft_p99_s:,.0f}" for each in found.values()])
@@ -287,7 +290,7 @@ def _range(values: Sequence[str]) -> str:
 
 
 def code_commit() -> str:
-    """The last commit of what a simulation consists of."""
+    """Last commit that changed the code of a simulation, and whether there are uncommitted changes to it."""
     parts = ["ballast", "services", "sim", "benchmarks/offline.py"]
     last = subprocess.run(["git", "log", "-1", "--format=%h", "--", *parts], capture_output=True, text=True, check=True)
     changed = subprocess.run(["git", "status", "--porcelain", "--", *parts], capture_output=True, text=True, check=True)
@@ -312,7 +315,7 @@ class KeptRuns:
 
 
 def draw(load: str, outcomes: Outcomes, path: Path) -> None:
-    """Harvest against P99 TTFT, a point for each mode."""
+    """Draw harvest against P99 TTFT, with a point for each mode."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -335,7 +338,7 @@ def draw(load: str, outcomes: Outcomes, path: Path) -> None:
 
 
 def beside(traces: Path, cells: str) -> str:
-    """Cells of the regret grid once more, with offline work without end beside the requests."""
+    """Markdown table of cells of the regret grid, simulated without and with endless offline requests."""
     rows = ["| cell, without / with | P50 TTFT s | P99 TTFT s | P99 TPOT s | drops | harvest tok/s |", f"|{'---|' * 6}"]
     for name in [name for name in CELLS if any(fnmatch(name, pattern) for pattern in cells.split(","))]:
         job = job_of(CELLS[name], traces, "drop", 0)
@@ -354,7 +357,7 @@ def beside(traces: Path, cells: str) -> str:
 
 
 def figure(which: str, args: argparse.Namespace) -> str:
-    """Its tables, and for the curve a picture."""
+    """Run an experiment. Returns its tables, and draws the curve."""
     kept, found = KeptRuns(args.out, code_commit()), dict[str, Outcomes]()
     for load in loads_of(which, args):
         if args.load not in load.name:

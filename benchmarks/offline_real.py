@@ -1,13 +1,13 @@
-"""Offline work beside online requests on real services, with an emulated GPU at its pace or a small model on a CPU:
+"""Offline work beside online requests on real services, with an emulated GPU or a small model on a CPU.
 
     python -m benchmarks.offline_real [--cpu] [--seconds 40] [--rounds 3] [--write]
 
-One cluster of one A100-40G with Llama-2-7B, or with `--cpu` of one worker that computes a model of 8 layers of 512 with
-generated parameters: online requests of 64 and 24 tokens, offline ones of 256 and 24. In each round online work alone,
-priorities (offline requests are of class default, online ones interactive) and ours, one after the other, with the same
-arrivals. The table gives ratios within a round, since a busy machine slows all three down. Every token is checked:
-those of the emulated GPU against what it must say, those of the small model's online requests against the same without
-offline work.
+The cluster has one emulated A100-40G with Llama-2-7B or, with `--cpu`, one worker that computes a random model with 8
+layers of width 512 (online requests of 64 + 24 tokens, offline ones of 256 + 24). Each round runs three modes one after
+the other, with the same arrivals: online work alone, priorities (offline requests have class default, online ones
+interactive) and ours. The table gives ratios within a round, since a busy machine slows all three down. Every token is
+checked: those of the emulated GPU against the tokens that it must generate, those of the small model's online requests
+against the same requests without offline work.
 """
 
 import argparse
@@ -34,7 +34,7 @@ from tools.model.tiny import make_tiny
 VOCABULARY = 4096
 OFFLINE_COUNT = 48  # offline requests that are open at a time
 WARM_S = 5.0
-DRAIN_S = 3.0  # for what has been cancelled to leave
+DRAIN_S = 3.0  # time for cancelled requests to leave the worker
 MODES: tuple[tuple[str, PriorityClass | None], ...] = (
     ("online alone", None),
     ("priorities", PriorityClass.DEFAULT),
@@ -46,13 +46,13 @@ MODES: tuple[tuple[str, PriorityClass | None], ...] = (
 class ServedFigures:
     ttfts: list[float] = field(default_factory=list[float])
     gaps: list[float] = field(default_factory=list[float])
-    harvest: int = 0  # tokens, of prompts and answers
-    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict[tuple[int, ...], list[int]])  # online
+    harvest: int = 0  # prompt and answer tokens of offline requests
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict[tuple[int, ...], list[int]])  # online only
 
 
 @dataclass(frozen=True, slots=True)
 class RealLoad:
-    """Requests of a measurement. `lengths`: of online requests, None for those of the emulated GPU."""
+    """Requests of a measurement. Lengths: (prompt, answer) tokens of each; None: as in `benchmarks.offline`."""
 
     lengths: tuple[int, int] | None = None
     offline_lengths: tuple[int, int] | None = None
@@ -65,7 +65,7 @@ ON_CPU = RealLoad((64, 24), (256, 24), 1.5, 512)
 
 
 class OnlineStream:
-    """Online requests as they arrive, and as many offline ones as always are open."""
+    """Sends online and offline requests, and checks and times their tokens."""
 
     def __init__(self, client: AsyncClient, found: ServedFigures, load: RealLoad, seed: int) -> None:
         self._client = client
@@ -132,7 +132,7 @@ async def measure(
 
 
 async def run(args: argparse.Namespace, folder: Path) -> str:
-    """The table: of each mode the rounds."""
+    """Run all rounds. Returns a Markdown table with a row for each mode."""
     load = ON_CPU if args.cpu else EMULATED
     if args.cpu:
         model = make_tiny("llama", folder / "model", layers=8, hidden=512, heads=8, kv_heads=4, max_len=1024)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.packing [--seconds 700] [--placement lean,mell,...] [--traces DIR] [--write]
 
-Llama-2-7B on RTX 4090 and Llama-2-13B on A100-40G; instances start instantly and stop when empty. Lengths are
-log-normal with ten times the means of LMSYS-Chat-1M (695 and 2,145 tokens), as scaled by the paper, which states no
-quantiles. Arrivals are Poisson with its rates; with --traces, also those of the Azure conversations at a fifth of their
-rate. `--write` inserts the table into docs/packing.md.
+The models are Llama-2-7B on RTX 4090 and Llama-2-13B on A100-40G; instances start instantly and stop when empty.
+Lengths are log-normal with ten times the means of LMSYS-Chat-1M (695 and 2,145 tokens), as scaled by the paper, which
+states no quantiles. Arrivals are Poisson with its rates; with --traces, also those of the Azure conversations at a
+fifth of their rate. `--write` inserts the table into docs/packing.md.
 """
 
 import argparse
@@ -91,7 +91,7 @@ def table(found: Sequence[PackingCell]) -> str:
 
 
 def against_the_paper(found: Sequence[PackingCell]) -> str:
-    """Each of the paper's claims compared with MELL as printed, repaired, and lean, over all cells."""
+    """Markdown table: the paper's claims beside MELL as printed, repaired, and lean, as ranges over all cells."""
     by = {(cell.gpu, cell.load, cell.placement): cell.outcome for cell in found}
     places = sorted({(cell.gpu, cell.load) for cell in found})
 

@@ -68,7 +68,7 @@ def _met(record: BenchRecord, slo: Slo) -> bool:
 
 
 def part(whole: Trace, begin_s: float, seconds: float) -> Trace:
-    """The requests of a period; its beginning becomes time zero."""
+    """The requests that arrive within `seconds` from `begin_s`, which becomes time zero."""
     ends_s = begin_s + seconds
     requests = [replace(r, arrival_s=r.arrival_s - begin_s) for r in whole.requests if begin_s <= r.arrival_s < ends_s]
     return replace(whole, requests=tuple(requests))
@@ -86,7 +86,7 @@ async def _on_counts(client: AsyncClient, counts: list[int]) -> None:
 
 
 async def measure(emulation: Emulation, policy: str, trace: Trace, workers: int, dispatchers: int) -> ParkingRun:
-    """Run one cluster.
+    """Replay the trace on a cluster with this policy.
 
     Raises:
         BallastError: a service did not start, or has crashed.

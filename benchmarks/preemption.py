@@ -2,14 +2,16 @@
 
     python -m benchmarks.preemption [--arrivals 200] [--steps 200] [--write]
 
-Reaction: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive
-at random. For those that arrive during an offline-only step, measures the time from arrival until the step was
-preempted, and the duration of a slice. Cost: steps of 64 prompt tokens of a model with 8 layers on one core,
-alternately whole and in 4 slices; processor time of the thread.
+Benefit: a worker with an emulated A100-40G and Llama-2-7B computes endless offline summaries; online requests arrive at
+random. The program measures the time from an arrival during an offline-only step until the step is preempted, and the
+longest slice. The same for the CPU engine, a model with 8 layers in slices of 2: alone, in the second of two stages,
+and in two ranks, from a random moment of a step until it has been preempted. Cost: the thread's processor time for
+steps of 64 prompt tokens of that model on one core, alternately whole and in 4 slices.
 """
 
 import argparse
 import asyncio
+import functools
 import os
 import random
 import sys
@@ -20,17 +22,19 @@ from itertools import count
 from pathlib import Path
 from typing import Any, cast
 
+import torch
+
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.common.targets import for_all
 from benchmarks.offline import CLUSTER, MODEL, PAGE, code_commit, quantile, summaries
 from benchmarks.quoting import quote
-from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.core.batch import Batch, NewSequence, Preempted, Slice
 from services.worker.core.events import Event, SequenceKey, StepDone, StepPreempted, Submitted
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.connection import EmulatedOpener
 from services.worker.emulation.engine import emulate
-from services.worker.engine.load import load_engine
+from services.worker.engine.load import Engine, load_engine
 from services.worker.links.config import TransportConfig
 from services.worker.links.pace import StagePace
 from services.worker.links.plane import DataPlane
@@ -38,18 +42,20 @@ from services.worker.output_stream import OutputStream
 from services.worker.pipeline.build import BuiltInstance, join, stage_core
 from services.worker.pipeline.hub import Hub
 from services.worker.policy.harvest import Harvest
+from services.worker.ranks.channel import RankLog
+from services.worker.ranks.load import load_ranked
 from services.worker.shell import WorkerShell
 from sim.jobs.machines import catalogue_machine
 from tools.model.tiny import make_tiny
 
-TTFT_TARGET_S = 0.1  # makes the steps consist of slices of 6 ms
+TTFT_TARGET_S = 0.1  # with this target, offline steps consist of slices of 6 ms
 VOCABULARY = 4096
 OFFLINE_COUNT = 32
-LAYERS, TOKENS, SLICES = 8, 64, 4
+LAYERS, HIDDEN, TOKENS, SLICES = 8, 512, 64, 4
 
 
 class Reactions:
-    """Observes the core's events and the durations of slices."""
+    """Wraps a core's `handle` and a clock's `run` to record the ends of steps and the longest slice."""
 
     def __init__(self, handle: Callable[[Event], Any], run: Callable[..., None]) -> None:
         self.steps: list[tuple[float, bool]] = []  # (end of a step, whether it was preempted)
@@ -69,7 +75,7 @@ class Reactions:
 
 
 async def react(arrivals: int, seed: int) -> tuple[list[float], float]:
-    """(seconds from arrivals until a step was preempted, the longest slice)."""
+    """(seconds from each arrival during an offline-only step until its preemption, longest slice in seconds)."""
     machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
     engine = emulate(machine)
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -159,30 +165,73 @@ async def _read(stream: OutputStream) -> None:
         pass
 
 
-def cost_of_slices(folder: Path, steps: int) -> list[float]:
+class SlicedSteps:
+    """Steps of one prompt each."""
+
+    def __init__(self, engine: Engine, first_layer: int = 0) -> None:
+        self._engine, self._first_layer, self._step_id = engine, first_layer, 0
+        first, self._prompt = engine.memory.kv.window.first_block, tuple(range(5, 5 + TOKENS))
+        self._table = tuple(range(first, first + TOKENS // engine.block_tokens + 1))
+        self._hidden = torch.zeros(TOKENS, HIDDEN, dtype=torch.float32) if first_layer else None
+
+    def run(self, safepoint_layers: int, preempted: Callable[[], bool] = lambda: False) -> None:
+        self._step_id += 1
+        batch = Batch(
+            self._step_id,
+            (self._step_id - 1,) if self._step_id > 1 else (),
+            (NewSequence(self._step_id, self._prompt, (), SamplingParams(temperature=0.0, ignore_eos=True)),),
+            (Slice(self._step_id, 0, self._prompt, True),),
+            safepoint_layers=safepoint_layers,
+        )
+        layers = {"first_layer": self._first_layer, "last_layer": LAYERS}
+        self._engine.runner.run_stage(batch, [self._table], self._hidden, **layers, preempted=preempted)
+
+
+def reactions_of_engine(steps: SlicedSteps, layer_count: int, count: int, seed: int) -> tuple[list[float], float]:
+    """(seconds from random moments of a step until it has given way, median of a slice)."""
+    whole: list[float] = []
+    for _ in range(20):
+        began_s = time.monotonic()
+        steps.run(LAYERS // SLICES)
+        whole.append(time.monotonic() - began_s)
+    step_s, rng, found = quantile(whole, 0.5), random.Random(seed), list[float]()
+    for _ in range(count):
+        at_s = time.monotonic() + rng.uniform(0.0, step_s * (1 - SLICES / LAYERS / 2))
+        try:
+            steps.run(LAYERS // SLICES, lambda at_s=at_s: time.monotonic() >= at_s)
+        except Preempted:
+            found.append(time.monotonic() - at_s)
+    return found, step_s * LAYERS / SLICES / layer_count
+
+
+def engine_reactions(folder: Path, count: int, seed: int) -> list[str]:
+    model = make_tiny("llama", folder / "model", layers=LAYERS, hidden=HIDDEN, heads=8, kv_heads=4, max_len=1024)
+    load = functools.partial(load_engine, model, device_memory_bytes=512 << 20, dtype="float32")
+    lines: list[str] = []
+    for name, first_layer, ranks in (("alone", 0, 1), ("second of two stages", LAYERS // 2, 1), ("two ranks", 0, 2)):
+        with load() if ranks == 1 else load_ranked(load, ["cpu"] * ranks, RankLog()).engine as engine:
+            found, slice_s = reactions_of_engine(SlicedSteps(engine, first_layer), LAYERS - first_layer, count, seed)
+        p50, p99 = (quantile(found, fraction) * 1e3 for fraction in (0.5, 0.99))
+        gave_way = f"{len(found)} of {count} steps gave way after P50 {p50:.1f}, P99 {p99:.1f} ms"
+        lines.append(f"CPU engine, {name}: {gave_way}; a slice takes {slice_s * 1e3:.1f} ms (median)")
+    return lines
+
+
+def cost_of_slices(folder: Path, count: int) -> list[float]:
     """Processor time of a sliced step relative to a whole one, for each pair of steps."""
-    model = make_tiny("llama", folder / "model", layers=LAYERS, hidden=512, heads=8, kv_heads=4, max_len=1024)
+    model = make_tiny("llama", folder / "model", layers=LAYERS, hidden=HIDDEN, heads=8, kv_heads=4, max_len=1024)
     ratios: list[float] = []
     with load_engine(model, device_memory_bytes=512 << 20, dtype="float32") as engine:
-        first, prompt = engine.memory.kv.window.first_block, tuple(range(5, 5 + TOKENS))
-        table = tuple(range(first, first + TOKENS // engine.block_tokens + 1))
-        sampling = SamplingParams(temperature=0.0, ignore_eos=True)
+        steps = SlicedSteps(engine)
 
-        def step_s(step_id: int, safepoint_layers: int) -> float:
-            batch = Batch(
-                step_id,
-                (step_id - 1,) if step_id > 1 else (),
-                (NewSequence(step_id, prompt, (), sampling),),
-                (Slice(step_id, 0, prompt, True),),
-                safepoint_layers=safepoint_layers,
-            )
+        def step_s(safepoint_layers: int) -> float:
             began_s = time.thread_time()
-            engine.runner.run_stage(batch, [table], None, first_layer=0, last_layer=LAYERS, preempted=lambda: False)
+            steps.run(safepoint_layers)
             return time.thread_time() - began_s
 
-        for number in range(1, 2 * steps, 2):
-            slices = [0, LAYERS // SLICES][:: 1 if number % 4 == 1 else -1]
-            took_s = dict(zip(slices, [step_s(number, slices[0]), step_s(number + 1, slices[1])], strict=True))
+        for number in range(count):
+            slices = [0, LAYERS // SLICES][:: 1 if number % 2 == 0 else -1]
+            took_s = {each: step_s(each) for each in slices}
             ratios.append(took_s[LAYERS // SLICES] / took_s[0])
     return ratios
 
@@ -203,6 +252,9 @@ def main() -> int:
     )
     print(reaction, flush=True)
     with tempfile.TemporaryDirectory() as folder:
+        engines = engine_reactions(Path(folder), args.steps, args.seed)
+    print("\n".join(engines), flush=True)
+    with tempfile.TemporaryDirectory() as folder:
         ratios = cost_of_slices(Path(folder), args.steps)
     low, median, high = (f"{quantile(ratios, fraction) - 1:+.1%}" for fraction in (0.25, 0.5, 0.75))
     cost = f"{args.steps} steps in {SLICES} slices: {median} of processor time (quartiles {low}, {high})"
@@ -210,7 +262,12 @@ def main() -> int:
     if args.write:
         command = f"python -m benchmarks.preemption {' '.join(sys.argv[1:])}"
         load = f"load average {os.getloadavg()[0]:.0f}"
-        quote(PAGE, "offline-preemption", f"`{command}`, commit {code_commit()}, {load}:\n\n- {reaction}\n- {cost}")
+        quote(
+            PAGE,
+            "offline-preemption",
+            f"`{command}`, commit {code_commit()}, {load}:\n\n"
+            + "\n".join(f"- {line}" for line in (reaction, *engines, cost)),
+        )
     return 0
 
 

@@ -1,13 +1,13 @@
-"""Prefix caching beside vLLM's scheduler and cache, on the same requests with the same memory, in virtual time:
+"""Ballast's prefix caching compared with vLLM's, on the same requests with the same memory, in virtual time:
 
     python -m benchmarks.prefix_beside [--blocks 2000 4000 8000] [--new-tokens 40 300] [--write]
     PYTHONPATH=.:VLLM python -m benchmarks.prefix_beside ...            # VLLM: where `vllm` can be imported from
 
-500 requests: 50 chats of four turns behind one of twenty system prompts of 1,000 tokens (Zipf), and 30 agents of ten
-turns behind one of eight prompts of 2,000 tokens. A turn's prompt is the one before with its answer and some tokens
-more; it comes a moment after that answer's end. A step lasts as long as Llama-2-7B on an A100-40G takes by the
-roofline, whoever formed it; both have 16 tokens a block, 32 places and 2,048 tokens a step. vLLM's part is its own
-`Scheduler` and `KVCacheManager`, which run without a GPU; no model runs.
+The 500 requests are 50 chats of four turns that begin with one of twenty system prompts of 1,000 tokens (Zipf), and 30
+agents of ten turns that begin with one of eight prompts of 2,000 tokens. A turn's prompt consists of the previous
+prompt, its answer and some new tokens; it arrives a moment after the end of that answer. No model runs: each step lasts
+as long as the roofline estimates for Llama-2-7B on an A100-40G. Both systems have blocks of 16 tokens, at most 32
+running requests and 2,048 tokens per step. For vLLM, its own `Scheduler` and `KVCacheManager` run, without a GPU.
 """
 
 import argparse
@@ -52,7 +52,7 @@ class PrefixRequest:
 
 @dataclass(frozen=True, slots=True)
 class PrefixSession:
-    """Turns in order: each the tokens that are new in its prompt, and its answer."""
+    """One chat or agent. `turns`: (new tokens of the prompt, answer) of each turn, in order."""
 
     begin_s: float
     think_s: float
@@ -80,21 +80,21 @@ def sessions_of(span_s: float, new_tokens: tuple[int, int], seed: int) -> list[P
 
 
 class ServedBySteps(Protocol):
-    """A scheduler with its cache: requests go in, steps come out."""
+    """A scheduler with its prefix cache, which forms steps from submitted requests."""
 
     def submit(self, request: PrefixRequest, at_s: float) -> None: ...
 
     def form(self, at_s: float) -> list[Chunk]:
-        """The next step; empty if there is nothing to do."""
+        """The chunks of the next step; empty if there is nothing to do."""
         ...
 
     def done(self, at_s: float) -> Iterable[PrefixRequest]:
-        """End the step: the requests that got a token."""
+        """End the step. Returns the requests that got a token."""
         ...
 
     @property
     def hit_fraction(self) -> float:
-        """Of the prompt tokens of requests that begin."""
+        """Fraction of the prompt tokens of started requests that were found in the cache."""
         ...
 
 
@@ -150,16 +150,22 @@ class ServedByBallast:
         return told
 
     @property
-    def hit_fraction(self) -> float:
+    def counts(self) -> tuple[int, int]:
+        """(prompt tokens found in the cache, all prompt tokens) of started requests."""
         index = self._core.group_scheduler.scheduler.prefixes
-        return index.hit_tokens_total / max(1, index.queried_tokens_total)
+        return index.hit_tokens_total, index.queried_tokens_total
+
+    @property
+    def hit_fraction(self) -> float:
+        found, asked = self.counts
+        return found / max(1, asked)
 
 
 class ServedByVllm:
     """vLLM's scheduler and cache manager."""
 
     def __init__(self, model_dir: Path, block_count: int) -> None:
-        # Untyped: not a dependency of the project.
+        # vLLM is untyped here, as it is no dependency of the project.
         config, interface = _module("vllm.config"), _module("vllm.v1.kv_cache_interface")
         utils, self._request = _module("vllm.v1.core.kv_cache_utils"), _module("vllm.v1.request")
         self._sampling, self._outputs = _module("vllm.sampling_params"), _module("vllm.v1.outputs")
@@ -261,13 +267,13 @@ class PrefixServing:
 
 
 def serve(server: ServedBySteps, sessions: Sequence[PrefixSession], cost: CostModel) -> PrefixServing:
-    """Serve all turns, each session's one after the other."""
+    """Serve all sessions in virtual time. A turn arrives `think_s` after the previous answer of its session."""
     numbers, found, now_s = itertools.count(1), PrefixServing(0.0), 0.0
     due: list[tuple[float, int, int, tuple[int, ...]]] = [
         (session.begin_s, index, 0, ()) for index, session in enumerate(sessions)
-    ]  # (.., turn, what is before it)
+    ]  # (arrival, session, turn, tokens before the turn)
     heapq.heapify(due)
-    open_: dict[int, tuple[int, int]] = {}  # request -> session, turn
+    open_: dict[int, tuple[int, int]] = {}  # request -> (session, turn)
     while due or open_:
         while due and due[0][0] <= now_s:
             at_s, index, turn, before = heapq.heappop(due)

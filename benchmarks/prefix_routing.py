@@ -1,21 +1,21 @@
-"""Prefix caching and routing in the simulator, on clusters and in cells of the regret grid:
+"""Simulates prefix caching and routing by prefix, on clusters of several sizes and in cells of the regret grid:
 
     python -m benchmarks.prefix_routing table [--instances 1 4 8] [--trace FILE] [--write]
     python -m benchmarks.prefix_routing regret --traces DIR [--cells 'chat*'] [--write]
 
-table: sessions on H100s with Llama-3.1-8B, at half of what they can compute without a cache, or at `--load`. Chats have
-four turns behind one of twenty prompts of 1,000 tokens (Zipf), agents ten turns behind one of eight of 2,000; a turn's
-prompt has all of the one before. With `--trace` also the requests of a Mooncake file (JSON lines with `hash_ids`) on
-four times as many GPUs as instances. `off`: without caching; `cached`: placement ignores caches; `routed`: as services
-do by default.
+table: sessions on H100s with Llama-3.1-8B, at half of the rate that they can compute without a cache, or at `--load`.
+Chats have four turns that begin with one of twenty prompts of 1,000 tokens (Zipf), agents ten turns that begin with one
+of eight prompts of 2,000; a turn's prompt contains the previous one. With `--trace`, also the requests of a Mooncake
+file (JSON lines with `hash_ids`) on four times the number of `--instances`. `off`: without caching; `cached`: placement
+ignores caches; `routed`: the services' default.
 
-regret: the requests of a cell as turns of chats, as far as their lengths allow, without prefix caching and with it.
+regret: cells whose requests become turns of chats, as far as their lengths allow, without and with prefix caching.
 """
 
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -35,11 +35,12 @@ MODEL, PIECE_TOKENS = "Llama-3.1-8B", 64
 WAYS = ("off", "cached", "routed")
 _TRACE_BLOCK_TOKENS = 512
 _CHAT_CELLS = "chat-13b-40g-x1.1,chat-14b-80g-x2,chat-70b-160g-x1"
-_AGAIN, _LEAST_GAP_S = 0.7, 8.0  # share of a cell's requests that go on with a chat, and the least time between turns
+Told = Callable[[Sequence[str]], None]  # gets the rows so far: what a run that is ended has done stays
+_AGAIN, _LEAST_GAP_S = 0.7, 8.0  # share of requests that continue a chat, where possible; minimum time between turns
 
 
 def sessions(kind: str, per_s: float, span_s: float, seed: int) -> list[Arrival]:
-    """Turns of sessions that begin at that rate."""
+    """Requests of random sessions (chats or agents) that begin at `per_s`, by arrival."""
     rng, at_s, next_id, made = random.Random(seed), 0.0, 10_000, list[Arrival]()
     turns, begin_tokens, begin_count, gap_s = (4, 1000, 20, 10.0) if kind == "chats" else (10, 2000, 8, 3.0)
     weights = [1 / rank for rank in range(1, begin_count + 1)]
@@ -59,7 +60,7 @@ def sessions(kind: str, per_s: float, span_s: float, seed: int) -> list[Arrival]
 
 
 def rate_of(kind: str, cluster: str, load: float, span_s: float) -> float:
-    """Sessions a second with which prompts take that share of the computing, without a cache."""
+    """Sessions per second with which prompts take the fraction `load` of the cluster's compute, without a cache."""
     drawn = sessions(kind, 5.0, span_s, 0)
     requests = tuple(TraceRequest(one.at_s, one.input_tokens, one.output_tokens) for one in drawn)
     trace = Trace(source="sessions", format="ballast", requests=requests)
@@ -67,7 +68,7 @@ def rate_of(kind: str, cluster: str, load: float, span_s: float) -> float:
     return 5.0 * load / share
 
 
-def table(args: argparse.Namespace) -> str:
+def table(args: argparse.Namespace, told: Told) -> None:
     rows = ["| | | requests | hits | P50 / P99 TTFT ms | P99, x cached | P50 TPOT ms |", f"|{'---|' * 7}"]
     for kind in args.kinds:
         for count in args.instances:
@@ -75,11 +76,12 @@ def table(args: argparse.Namespace) -> str:
             size = Size(cluster, MODEL, PIECE_TOKENS, 0)
             found = sessions(kind, rate_of(kind, cluster, args.load, args.span_s), args.span_s, args.seed)
             rows += _compare(f"{kind}, {count}", found, size)
+            told(rows)
     if args.trace is not None:
         for count in args.instances:
             size = Size(f"{4 * count}xH100-80G", MODEL, _TRACE_BLOCK_TOKENS, 0)
             rows += _compare(f"Mooncake, {4 * count}", arrivals_from(args.trace, args.until_s), size)
-    return "\n".join(rows)
+            told(rows)
 
 
 def _compare(name: str, arrivals: Sequence[Arrival], size: Size) -> list[str]:
@@ -95,8 +97,8 @@ def _compare(name: str, arrivals: Sequence[Arrival], size: Size) -> list[str]:
 
 
 def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """The same arrivals and lengths, of turns of chats: a prompt begins with that of the turn before, where one is
-    short enough, and else with a common beginning of 512 tokens.
+    """The arrivals, with the same times and lengths, as turns of chats: a prompt begins with that of an earlier turn,
+    if one is short enough and at random, or else with one of twenty common prefixes of 512 tokens.
     """
     rng, last, next_id, made = random.Random(seed), list[Arrival](), 10_000, list[Arrival]()
     for arrival in arrivals:
@@ -115,7 +117,7 @@ def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
     return made
 
 
-def regret(traces: Path | None, cells: str) -> str:
+def regret(traces: Path | None, cells: str, told: Told) -> None:
     head = "| cell, off / on | hits | P50 TTFT s | P99 TTFT s | x | P50 TPOT s | x | tokens/s | x | drops |"
     rows = [head, f"|{'---|' * 10}"]
     for name in [name for name in CELLS if any(fnmatch(name, pattern) for pattern in cells.split(","))]:
@@ -133,7 +135,7 @@ def regret(traces: Path | None, cells: str) -> str:
         parts.append(f"{off['drops']} / {on['drops']}")
         rows.append(f"| {' | '.join(parts)} |")
         print(rows[-1], flush=True)
-    return "\n".join(rows)
+        told(rows)
 
 
 def main() -> int:
@@ -150,11 +152,18 @@ def main() -> int:
     parser.add_argument("--cells", default=_CHAT_CELLS, help="for regret (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
     args = parser.parse_args()
-    page = table(args) if args.what == "table" else regret(args.traces, args.cells)
-    if args.write:
+
+    def told(rows: Sequence[str]) -> None:
+        if not args.write:
+            return
         words = [word if word not in (str(args.traces), str(args.trace)) else "PATH" for word in sys.argv[1:]]
         command = f"python -m benchmarks.prefix_routing {' '.join(words)}"
-        quote(PAGE, f"prefix-{args.what}", f"`{command}`, commit {code_commit()}:\n\n{page}")
+        quote(PAGE, f"prefix-{args.what}", f"`{command}`, commit {code_commit()}:\n\n" + "\n".join(rows))
+
+    if args.what == "table":
+        table(args, told)
+    else:
+        regret(args.traces, args.cells, told)
     return 0
 
 

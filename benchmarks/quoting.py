@@ -9,7 +9,7 @@ def quote(page: Path, name: str, text: str) -> None:
     """Replace the text between the page's marks of this name.
 
     Raises:
-        ConfigError: there are none, or the page cannot be read or written.
+        ConfigError: the page does not have these marks, or cannot be read or written.
     """
     begin, end = f"<!-- begin {name}: written by a program -->", f"<!-- end {name} -->"
     try:

@@ -71,7 +71,7 @@ Run = tuple[str, str, int]  # (cell, policy, draw)
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One policy in one cell: medians over `draws`."""
+    """Figures of one policy in one cell: medians over `draws` runs."""
 
     policy: str
     draws: int
@@ -87,7 +87,7 @@ class Judged:
 
 @dataclass(frozen=True, slots=True)
 class RegretRow:
-    """One cell and all policies that were run in it."""
+    """Results of one cell, with all policies that were run in it."""
 
     cell: str
     target_s: float
@@ -156,7 +156,7 @@ class RegretRow:
         return self.policies[policy].tokens_per_s / best if best else 1.0
 
     def faults(self, policy: str) -> list[str]:
-        """Rules that the policy violates here."""
+        """Texts: the rules that the policy violates in this cell, and how many draws broke an invariant."""
         broken = self.policies[policy].broken
         missed = [f"{rule.short.format(rule.of(self, policy))}" for rule in RULES if not rule.kept(self, policy)]
         return [*missed, f"{broken} broken"] if broken else missed
@@ -240,8 +240,8 @@ def _judged(name: str, runs: Sequence[Mapping[str, Any]], *, saturated: bool) ->
 
 
 def table(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> str:
-    """Markdown: P50/P99 TTFT in seconds, P50 TPOT in ms, tokens/s until the last arrival; then the rules that ours
-    violates.
+    """Markdown table with a row for each cell: P50/P99 TTFT in seconds, P50 TPOT in ms and tokens/s of each policy;
+    then the figures of `ours` relative to its rivals', and the rules that it violates.
     """
     lines = [
         f"| cell (prompts' share, demand) | {' | '.join(policies)} | P99 TTFT of {ours} over the best (as it is) |"
@@ -307,7 +307,9 @@ def summary(rows: Sequence[RegretRow], policies: Sequence[str], ours: str) -> It
 
 
 def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
-    """P99 TTFT predicted by the planner for its decisions compared with the outcome; short waits are equal."""
+    """Text that compares the P99 TTFT predicted for the planner's decisions with the outcome. Waits below GOOD_S count
+    as equal.
+    """
     found = [
         (max(one["predicted_s"], GOOD_S), max(one["was_s"], GOOD_S))
         for run in runs
@@ -325,7 +327,7 @@ def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None:
-    """Cells from top to bottom, in the order of the grid; one mark per policy, further right is worse."""
+    """Draw the cells from top to bottom, in the grid's order, with one mark per policy; further right is worse."""
     looks = styles([(name, name.split(":")[0]) for name in policies])
     with mpl.rc_context(RC):
         figure = Figure(figsize=(8.0, 1.9 + 0.24 * len(rows)), layout="constrained")
@@ -356,7 +358,7 @@ def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None
 
 
 class RegretRuns:
-    """Figures of runs, one file each."""
+    """Figures of runs, kept in one file each."""
 
     def __init__(self, out: Path, traces: Path | None) -> None:
         self._folder = out / "runs"
@@ -401,7 +403,7 @@ class RegretRuns:
 
 
 def measure(runs: RegretRuns, cells: Sequence[str], policies: Sequence[str], draws: int, processes: int) -> None:
-    """Run draw 0 of everything, then the other draws of saturated cells."""
+    """Run draw 0 of each cell with each policy, then the other draws of saturated cells."""
     runs.make([(cell, policy, 0) for policy in (CALM, *reversed(policies)) for cell in cells], processes)
     saturated = [cell for cell in cells if is_saturated([r for r in runs.of(cell, policies) if r["draw"] == 0])]
     runs.make([(c, policy, d) for c in saturated for policy in policies for d in range(1, draws)], processes)

@@ -34,7 +34,7 @@ from sim.results import Outcome, SimRun
 from tools.bench.traces import Trace, TraceRequest, read_trace
 from tools.bench.upscale import upscaled
 
-CALM = "calm"  # in place of a policy: every eighth request, with recompute
+CALM = "calm"  # used like a policy: recompute with every eighth request
 _THINNED = 8
 _TICK_S = 3.0
 _NEIGHBOURS = 20
@@ -198,7 +198,7 @@ def job_of(cell: Cell | Made, traces: Path | None, policy: str, draw: int) -> Si
 
 
 def run_cell(name: str, traces: Path | None, policy: str, draw: int) -> Mapping[str, Any]:
-    """Figures of one simulation. If it ends with a broken invariant, there is only its message."""
+    """Figures of one simulation. If an invariant breaks, `failed` has its message, and most figures are missing."""
     cell, began_s = CELLS[name], time.process_time()
     job = job_of(cell, traces, policy, draw)
     found: dict[str, Any] = {"cell": asdict(cell), "policy": policy, "draw": draw, "failed": None}
@@ -216,7 +216,7 @@ def run_cell(name: str, traces: Path | None, policy: str, draw: int) -> Mapping[
 
 
 def decided(predicted: Predicted, zero_s: float) -> Mapping[str, Any]:
-    """The planner's predictions for its decisions, and their outcomes."""
+    """One decision of the planner: its predictions and the outcome."""
     served, settled_at_s = predicted.served, predicted.settled_at_s
     return {
         "at_s": predicted.at_s - zero_s,
@@ -252,7 +252,7 @@ def figures_of(run: SimRun) -> dict[str, Any]:
         "ttft_p99_s": _quantile(waits_s, 0.99),
         "tpot_p50_s": _quantile(tpots_s, 0.5),
         "tpot_p99_s": _quantile(tpots_s, 0.99),
-        "tokens_per_s": loaded / last_s if last_s else 0.0,  # until the last arrival
+        "tokens_per_s": loaded / last_s if last_s else 0.0,  # as a mean until the last arrival
         "duration_s": run.duration_s,
         "preemptions": run.samples[-1].preemptions_total if run.samples else 0,
         "mean_demand": fmean(demand) if demand else 0.0,

@@ -6,8 +6,8 @@ A cell is named by its properties, e.g. `any-3-10%-mixed-burst`: instances, memb
   40 GB.
 - lengths: `think`: long answers as of reasoning models; `chat`: answers of 400 tokens; `mixed`: nine short answers per
   long one.
-- arrivals: `burst`: 40 s of the load within a third of it; `ramp`: grows to the load over 90 s; `short`: 5 s of four
-  times the load every 30 s.
+- arrivals: `burst`: a third of the load, except for 40 s at the load; `ramp`: grows to the load over 90 s; `short`:
+  half the load, except for 5 s at four times the load every 30 s.
 - load: peak memory demand as a fraction of the capacity, if a token took 30 ms.
 
 If the name ends in `-classes`, requests have the three priority classes in turn.

@@ -39,7 +39,7 @@ def _world(job: SimJob) -> World:
 
 
 def without(job: SimJob, predicted: Predicted, zero_s: float) -> SimRun:
-    """The same run without this change and all later ones."""
+    """A second run of the job, without this change and all later ones."""
     assert predicted.settled_at_s is not None
     world = _world(replace(job, stop_after_s=predicted.settled_at_s - zero_s + _AFTER_S))
     world.planner.decides_until_s = predicted.at_s
@@ -49,8 +49,8 @@ def without(job: SimJob, predicted: Predicted, zero_s: float) -> SimRun:
 def outcome(
     records: Sequence[RequestRecord], begin_s: float, end_s: float, until_s: float, lost_after_s: float = math.inf
 ) -> Prediction | None:
-    """P99 wait in seconds of requests that waited at `begin_s` or arrived until `end_s`, and their mean TPOT. None:
-    there were none. A request still waiting at `until_s` is taken to have waited until then.
+    """P99 wait in seconds of requests that waited at `begin_s` or arrived until `end_s`, and mean TPOT between the two.
+    None if there are no such requests or tokens. A request without a token at `until_s` counts as waiting until then.
     """
     waits_s, ahead_s, tokens, took_s = list[float](), list[float](), 0, 0.0
     for record in records:

@@ -1,14 +1,13 @@
-"""What relaying costs: the time that dispatcher and gateway add to a first token, and tokens relayed per second.
+"""Cost of relaying: the time that dispatcher and gateway add to a first token, and tokens relayed per second.
 
     python -m benchmarks.relay [--gateways 0 1 2] [--rate 100 200] [--markdown FILE] [--json FILE]
     python -m benchmarks.relay --beside REF [--rate 40] [--seconds 30] [--markdown FILE]
 
-Engines are timers, all else is real: state server, workers, one dispatcher, gateways, and clients in processes of
-their own. 0 gateways: clients speak gRPC to the dispatcher. Requests straight to a worker, over gRPC and over HTTP
-alternate in one run, at each of the rates; where gRPC's own median is more than twice that of an idle cluster the
-machine is the limit, and the row says so. The machine is shared by all processes, so beside the rate that was reached
-stands what their own processor time comes to for a token. With --beside a gateway of an older commit answers every
-other call of each kind, in the same cluster.
+The workers' engines are timers; the rest is real: state server, workers, one dispatcher, gateways, and clients in
+separate processes. With 0 gateways clients speak gRPC to the dispatcher. Requests directly to a worker, over gRPC and
+over HTTP alternate in one run, at each of the rates; a row is marked as saturated if gRPC's median is more than twice
+that of an idle cluster. As all processes share the machine, their processor time per token is reported as well. With
+--beside, every other call of each kind goes to a gateway of an older commit in the same cluster.
 """
 
 import argparse
@@ -46,9 +45,9 @@ from tools.model.tokenizer import write_tokenizer
 _ROOT = Path(__file__).resolve().parents[1]
 _WORKERS, _CLIENTS = 2, 2
 _PROMPT = list(range(8, 136))
-_ANSWER_TOKENS = 8  # of the requests whose first token counts
+_ANSWER_TOKENS = 8  # answer tokens of requests whose TTFT is measured
 _IDLE_RATE_PER_S, _IDLE_SECONDS = 10.0, 3.0
-_SATURATED_RATIO = 2.0  # of gRPC's median under load to that of an idle cluster
+_SATURATED_RATIO = 2.0  # gRPC's median under load over that of an idle cluster; if higher, the machine is the limit
 _ROUTES = ("worker", "dispatcher", "gateway")
 
 
@@ -57,7 +56,7 @@ class Relayed:
     gateways: int  # 0: clients speak gRPC to the dispatcher
     streams: int
     tokens: int
-    messages: int  # to clients
+    messages: int  # messages to clients
     elapsed_s: float
     dispatcher_cpu_s: float
     gateway_cpu_s: float
@@ -65,12 +64,12 @@ class Relayed:
 
 @dataclass(frozen=True)
 class Added:
-    """Times to the first text. `idle_p50_ms`: over gRPC, at an unhurried pace."""
+    """Times to the first text. `idle_p50_ms`: over gRPC, at a low rate."""
 
-    rate_per_s: float  # of each route
+    rate_per_s: float  # requests per second on each route
     idle_p50_ms: float
     route_ms: Mapping[str, Sequence[float]]  # _ROUTES -> p50, p90, p99
-    dispatcher_cpu_ms: float  # for a request
+    dispatcher_cpu_ms: float  # processor time per request
     gateway_cpu_ms: float
 
     @property
@@ -80,19 +79,19 @@ class Added:
 
 @dataclass(frozen=True)
 class Beside:
-    """Calls of one kind through today's gateway and through an older one, in turn."""
+    """Calls of one kind that alternate between the current gateway and an older one."""
 
     kind: str
-    p50_ms: tuple[float, float]  # of whole calls: today's, the older one's
+    p50_ms: tuple[float, float]  # durations of whole calls: the current gateway's, the older one's
     p99_ms: tuple[float, float]
-    cpu_ms: tuple[float, float]  # for a call
+    cpu_ms: tuple[float, float]  # processor time per call
 
 
 class Bench:
-    """Two timed workers, a dispatcher and gateways, as a context."""
+    """Context manager with two timed workers, a dispatcher and gateways."""
 
     def __init__(self, *, gateways: int, step_s: float, older: Path | None = None) -> None:
-        """`older`: another commit's files, of which there is one gateway more."""
+        """`older`: folder with the files of another commit, from which an additional gateway runs."""
         self._trees = [_ROOT] * gateways + ([older] if older else [])
         self._step_s = step_s
         self._stack = AsyncExitStack()
@@ -153,7 +152,7 @@ class Bench:
 
 
 def _cpu_s(pids: Sequence[int]) -> float:
-    """Of these processes and their children."""
+    """Processor seconds of these processes and their children."""
     trees = [psutil.Process(pid) for pid in pids]
     times = [process.cpu_times() for tree in trees for process in [tree, *tree.children()]]
     return sum(one.user + one.system for one in times)
@@ -182,7 +181,9 @@ async def measure_throughput(gateways: int, streams: int, tokens: int, step_s: f
 
 
 async def run_client(address: str, streams: int, tokens: int, *, http: bool) -> None:
-    """Messages are counted, not parsed: the client's cost is not the question."""
+    """Run the streams of one client process and print counts and times as JSON. Messages are counted, not parsed, to
+    keep the client cheap.
+    """
     begin_s = time.monotonic()
     if http:
         counts = await asyncio.gather(*(_http_stream(address, tokens) for _ in range(streams)))
@@ -230,7 +231,7 @@ def _http_request(tokens: int, path: str = "completions", **fields: object) -> b
 
 
 async def measure_added_time(rate_per_s: float, duration_s: float) -> Added:
-    """Requests on each route in turn, at an even pace, over connections that are there already."""
+    """Measure times to the first text. Requests alternate between the routes at an even pace, on open connections."""
     async with Bench(gateways=1, step_s=0.002) as bench, open_channel(bench.worker_addresses[0]) as channel:
         direct, over_http = DirectClient(), RelayClient(bench.gateway_addresses[0])
         reader = asyncio.create_task(direct.run(worker_pb2_grpc.WorkerServiceStub(channel)))
@@ -263,7 +264,7 @@ async def measure_added_time(rate_per_s: float, duration_s: float) -> Added:
 async def in_turn(
     routes: Sequence[Callable[[], Awaitable[float]]], rate_per_s: float, duration_s: float
 ) -> list[list[float]]:
-    """So many requests of each route per second. Returns their times, without those of the first 20."""
+    """Call each route `rate_per_s` times per second, after 20 warm-up calls. Returns the times of each route."""
     results: list[list[float]] = [[] for _ in routes]
 
     async def run(index: int) -> None:
@@ -286,14 +287,14 @@ async def in_turn(
 
 
 class RelayClient:
-    """Keeps its connections to a gateway."""
+    """HTTP client of a gateway that reuses its connections."""
 
     def __init__(self, address: str) -> None:
         self._address = address.rsplit(":", 1)
         self._idle: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
 
     async def first_s(self) -> float:
-        """Until the first text."""
+        """Send a completion request. Returns the seconds until the first text."""
         return (await self._call(_http_request(_ANSWER_TOKENS)))[0]
 
     async def whole_s(self, request: bytes) -> float:
@@ -324,12 +325,12 @@ class RelayClient:
 
 
 class DirectClient:
-    """Speaks to a worker as a dispatcher would, and notes when first tokens arrive."""
+    """Client of a worker that speaks the dispatcher's protocol and measures TTFT."""
 
     def __init__(self) -> None:
         self.welcomed = asyncio.Event()
         self._outgoing: asyncio.Queue[worker_pb2.AttachRequest] = asyncio.Queue()
-        self._waiting: dict[int, tuple[float, asyncio.Future[float]]] = {}  # handle -> when submitted, its time
+        self._waiting: dict[int, tuple[float, asyncio.Future[float]]] = {}  # handle -> (time of submission, its TTFT)
         self._next_handle = 1
 
     async def first_s(self) -> float:
@@ -392,7 +393,7 @@ def _kinds() -> dict[str, bytes]:
 
 
 async def measure_beside(tree: Path, rate_per_s: float, duration_s: float) -> list[Beside]:
-    """So many calls a second through each gateway, for so many seconds for each kind."""
+    """Compare the current gateway with that of `tree`: `rate_per_s` calls through each, for `duration_s` per kind."""
     async with Bench(gateways=1, step_s=0.002, older=tree) as bench:
         clients = [RelayClient(address) for address in bench.gateway_addresses]
         found: list[Beside] = []

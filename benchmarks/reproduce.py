@@ -1,4 +1,4 @@
-"""The evaluation of KunServe (EuroSys '26) in one command, by simulation: figures, results, and a table of figures.
+"""Simulates the evaluation of KunServe (EuroSys '26): pictures, results, and a table that compares them with the paper.
 
     python -m benchmarks.reproduce [--out out/reproduce] [--only longbench-14b,...] [--trace FILE]
     python -m benchmarks.reproduce --write                # puts the last run's table into docs/reproduction.md
@@ -41,7 +41,7 @@ SCENARIOS = Path(__file__).parent / "scenarios" / "kunserve"
 PAGE = Path("docs/reproduction.md")
 _PLAIN, _OURS, _STATIC = "recompute", "drop", "static-pipeline"
 _WITHIN = 1.5
-BURST_AT_S = 45.0  # in all scenarios
+BURST_AT_S = 45.0  # start of the burst in all scenarios
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,12 +158,12 @@ class PaperLine:
 
 
 def lines_of(results: Mapping[str, BenchResult]) -> list[PaperLine]:
-    """Rows of the simulated workloads."""
+    """The paper's claims about the simulated workloads, with their simulated values."""
     return [PaperLine(claim, claim.measure(results[claim.workload])) for claim in CLAIMS if claim.workload in results]
 
 
 def table(lines: Sequence[PaperLine]) -> str:
-    """Markdown."""
+    """The lines as a Markdown table."""
     rows = ["| figure | what | workload | paper | simulated | ratio | within 1.5 x |", "|---|---|---|---|---|---|---|"]
     for line in lines:
         claim = line.claim
@@ -179,7 +179,9 @@ def table(lines: Sequence[PaperLine]) -> str:
 
 
 def regime(results: Mapping[str, BenchResult]) -> str:
-    """Load under which the figures were measured, in Markdown: a compute-bound cluster cannot use memory."""
+    """Markdown table of the load in each run. It shows whether memory was scarce: a compute-bound cluster gains nothing
+    from more memory.
+    """
     rows = [
         "| workload (prompts' share of the densest half minute) | policy | mean KV demand | peak | P50 / P99 TTFT (s) |"
         " P50 / P99 TPOT (ms) | bubbles | drops | recomputed |",
@@ -213,11 +215,11 @@ def _figure(value: float | None, unit: str) -> str:
     return f"{shown} {unit}".rstrip()
 
 
-# ---------------------------------------------------------------- how a figure is taken
+# ---------------------------------------------------------------- measures
 
 
 def _over(result: BenchResult, ours: str, theirs: str, of: Callable[[PolicyResult], float | None]) -> float | None:
-    """Theirs relative to ours."""
+    """Figure of policy `theirs` divided by that of `ours`; None if one is missing."""
     if ours not in result.policies or theirs not in result.policies:
         return None
     mine, other = of(result.policies[ours]), of(result.policies[theirs])
@@ -249,7 +251,9 @@ def _less(of: Callable[[PolicyResult], float | None], new: str, old: str) -> Cal
 
 
 def _violations(result: BenchResult) -> float | None:
-    """Percentage points by which fewer requests violate the SLO, averaged over scales and rivals."""
+    """Percentage points by which drop's share of requests that violate the SLO is below its rivals', as a mean over
+    scales and rivals.
+    """
     ours = result.policies.get(_OURS)
     rivals = [policy for name, policy in result.policies.items() if not name.startswith(_OURS)]
     if ours is None or not rivals:

@@ -30,7 +30,7 @@ _MOST = 24
 
 
 def drawn(name: str, seed: int, per_s: float, prompts: tuple[int, int], answers: tuple[int, int], limit: int) -> SimJob:
-    """Poisson arrivals, at four times the rate for a fifth of the time."""
+    """A job with Poisson arrivals and uniform lengths. The middle fifth of the requests has four times the rate."""
     rng, at_s, requests = random.Random(seed), 0.0, list[TraceRequest]()
     for number in range(limit):
         burst = 4.0 if 2 * limit / 5 < number < 3 * limit / 5 else 1.0

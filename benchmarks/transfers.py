@@ -3,11 +3,11 @@
     python -m benchmarks.transfers [--seconds 2] [--rounds 5] [--speeds 25,100,400,unlimited] [--out FOLDER]
         [--devices cpu,cpu] [--transport auto]
 
-Two processes, real links. One acts as a stage: it repeatedly "executes" for --stage-ms and sends an activation, while
-KV is sent over the same link in the same direction. naive: whole pieces of KV in the queue of the activations. chunked:
-the same queue, with pieces split into chunks. coordinated: the production links, with a separate lane and schedule for
-bulk data, in chunks that fit into a stage. Speeds (MB/s) below "unlimited" are emulated on both sides of the link.
---devices: where activations and KV are stored: cuda:0,cuda:1, or cuda:0,cuda:0 with --transport tcp.
+Two processes have a real link. One acts as a stage: it repeatedly "executes" for --stage-ms and sends an activation,
+while KV is sent over the same link in the same direction. naive: whole pieces of KV are queued with activations.
+chunked: likewise, but pieces are split into chunks. coordinated: the links send as in production, bulk data in a lane
+and with a schedule of its own, in chunks that fit into a stage. Speeds (MB/s) below "unlimited" are emulated on both
+sides of the link. --devices: where activations and KV are stored: cuda:0,cuda:1, or cuda:0,cuda:0 with --transport tcp.
 
 The three ways alternate in every round. Percentiles are medians over the rounds, so that other load during one round
 does not matter. The clock is shared by all processes of the machine.
@@ -45,7 +45,7 @@ from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 RESULTS = Path(__file__).parent / "results"
 STAMPED, BULK = 1, 2
 ACTIVATION_BYTES = 16 * 1024
-PIECE_BYTES = 8 * 1024 * 1024  # of one sequence: unit of sending for naive
+PIECE_BYTES = 8 * 1024 * 1024  # KV of one sequence, which naive sends at once
 PIECES_AHEAD = 2
 CHUNKS_AHEAD = 4
 MICROBATCHES = 2  # maximum activations in flight, as in a pipeline of two stages
@@ -110,7 +110,7 @@ class TransferExchange:
 
 
 class TransferStage:
-    """Executes and sends, like `pipeline.stage_runner`."""
+    """Emulates a stage: sleeps for the time of its execution and sends an activation, over and over."""
 
     def __init__(self, plane: DataPlane, link: Link, stage_s: float, seed: int, device: str = "cpu") -> None:
         self._plane = plane
@@ -120,7 +120,7 @@ class TransferStage:
         self._activation = torch.zeros(ACTIVATION_BYTES, dtype=torch.uint8, device=device)
 
     def run(self, seconds: float) -> int:
-        """Returns the number of activations sent."""
+        """Run for some seconds. Returns the number of activations sent."""
         on_the_way: deque[Future[None]] = deque()
         pace, count = self._plane.pace, 0
         end_s = time.monotonic() + seconds
@@ -143,7 +143,7 @@ class TransferStage:
 
 
 class TransferPeer:
-    """The receiving process."""
+    """The process that receives, controlled by lines of JSON."""
 
     def __init__(self) -> None:
         self._process = subprocess.Popen(
@@ -200,7 +200,7 @@ def run_peer() -> None:
 class Round:
     ages_s: dict[str, list[float]]
     bytes_per_s: dict[str, float]
-    in_flight_bytes: int  # bulk, coordinated only
+    in_flight_bytes: int  # limit on bulk data in flight in the way "coordinated"
 
 
 def measure_round(link: Link, stage: TransferStage, peer: TransferPeer, seconds: float, device: str) -> Round:

@@ -52,7 +52,7 @@ def _sampling(i: int) -> SamplingParams:
 
 
 class UpgradeLoad:
-    """Sequential requests and their outcomes."""
+    """Requests sent at a fixed interval, and counts of their outcomes."""
 
     def __init__(self, client: AsyncClient, gateway_url: str) -> None:
         self._client = client
@@ -62,7 +62,7 @@ class UpgradeLoad:
         self.endings: Counter[str] = Counter()
 
     async def run(self, stopping: asyncio.Event) -> None:
-        """Run until `stopping`, then wait for running requests."""
+        """Send requests until `stopping` is set, then wait for the running ones."""
         async with asyncio.TaskGroup() as tasks:
             for number in itertools.count():
                 if stopping.is_set():
@@ -103,7 +103,7 @@ class UpgradeLoad:
 
 
 class Scene:
-    """The cluster, its planner, and the findings."""
+    """Changes a cluster's layout through its planner, and records which workers are kept out."""
 
     def __init__(
         self, planner: "planner_pb2_grpc.PlannerServiceAsyncStub", old: subprocess.Popen[bytes] | None
@@ -125,7 +125,7 @@ class Scene:
         return [member.worker_id for group in answer.layout.groups for member in group.members]
 
     async def drop(self, names: list[str]) -> str:
-        """Outcome of a drop; the reason if it was refused."""
+        """Merge these workers by a drop. Returns the final phase, or the reason if the planner refused."""
         request = pb.DropRequest(worker_ids=names, request_id=uuid.uuid4().hex)
         try:
             return await self._ended((await self._planner.Drop(request, timeout=30)).epoch)
@@ -133,7 +133,7 @@ class Scene:
             return f"refused: {error.details()}"
 
     async def restore(self) -> str:
-        """Outcome of a restore. The planner may have begun one by itself."""
+        """Restore. Returns the final phase, or the reason if the planner refused: it may have begun one itself."""
         request = pb.RestoreRequest(request_id=uuid.uuid4().hex)
         try:
             return await self._ended((await self._planner.Restore(request, timeout=30)).epoch)
@@ -152,7 +152,7 @@ class Scene:
 
 @contextlib.contextmanager
 def tree_of(ref: str) -> Generator[Path]:
-    """Context manager with the files of a commit."""
+    """Context manager that yields a folder with the files of a commit."""
     with tempfile.TemporaryDirectory() as folder:
         archive = subprocess.run(["git", "archive", ref], cwd=_ROOT, check=True, stdout=subprocess.PIPE)
         subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
@@ -175,7 +175,9 @@ def old_worker(tree: Path, cluster: LocalCluster, log: Path) -> Generator[subpro
 
 
 async def check(tree: Path, logs: Path, old_services: Sequence[Service]) -> Counter[str]:
-    """Outcomes of the requests and of the drops. Without `old_services` there is an additional old worker."""
+    """Counts of the outcomes of requests, drops and restores in a cluster whose `old_services` run from `tree`. Without
+    such services there is an additional old worker.
+    """
     model = Path(make_tiny("llama", logs / "tiny", max_len=512))
     trees = dict.fromkeys(old_services, tree)
     flags: dict[Service, Sequence[str]] = {"worker": _WORKER}

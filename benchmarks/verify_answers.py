@@ -56,7 +56,7 @@ def choose(requests: Sequence[RequestResult], count: int, also: Sequence[int] = 
 
 
 class AnswerReference:
-    """A checkpoint computed by `transformers`; `dtype` is that of the verified answers."""
+    """A checkpoint executed by `transformers`. `dtype`: that of the verified answers."""
 
     def __init__(self, model_dir: Path, dtype: str) -> None:
         self._exact = load_reference(model_dir, "float64")
@@ -64,8 +64,8 @@ class AnswerReference:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(exact_TV, noise_T): float64 logits at every token of the answer, and how much two of them may change
-        relative to each other by rounding.
+        """(exact_TV, noise_T): float64 logits at every token of the answer, and the most by which rounding may change
+        the difference of two of them.
         """
         ids = torch.tensor([[*prompt, *answer[:-1]]])
         exact_TV = self._exact(ids, use_cache=False).logits[0, len(prompt) - 1 :]
@@ -76,7 +76,7 @@ class AnswerReference:
 
 
 def compare(exact_TV: torch.Tensor, noise_T: torch.Tensor, answer: Sequence[int]) -> tuple[int, int]:
-    """Tokens of `answer` that differ from the reference's choice, and excused near-ties."""
+    """(tokens of `answer` that differ from the reference's choice, further ones that are excused as near-ties)."""
     served_T = torch.tensor(answer)
     gap_T = exact_TV.amax(dim=-1) - exact_TV.gather(1, served_T[:, None])[:, 0]
     differs_T = exact_TV.argmax(dim=-1) != served_T

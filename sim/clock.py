@@ -50,7 +50,7 @@ class Clock:
         self.after(first_s, label, step)
 
     def step(self) -> bool:
-        """Run the next event. False if there is none."""
+        """Run the next event. Returns False if there is none."""
         return self.run(1) == 1
 
     def run(self, count: int) -> int:

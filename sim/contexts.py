@@ -10,7 +10,7 @@ from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec, timings
 from sim.memory import Geometry
 
 COUNTS = (1, 2, 3, 4, 8)  # instances per group
-_BLOCK_TOKENS = 64  # as on GPU workers
+_BLOCK_TOKENS = 64  # block size on GPU workers
 # (model, GPU, GPUs per instance): with few exceptions one instance holds less than the model permits.
 PAIRS = (
     ("Llama-3.1-8B", "L4", 1),
@@ -24,7 +24,7 @@ PAIRS = (
 @dataclass(frozen=True, slots=True)
 class LongestContext:
     model: str
-    gpus: str  # per instance
+    gpus: str  # GPUs per instance
     tokens: dict[int, int | None]  # instances per group -> tokens; None: the parameters do not fit
     max_model_len: int
 

@@ -19,7 +19,7 @@ _PREFIXES = (0, 512, 2048, 8192)
 _COUNTS = (16, 64, 256, 1024, 2048)
 _DECODES = (1, 8, 32, 128, 256)
 _MANY = 5  # index of the term for matrix products on CPUs
-_DIGITS = 6  # of coefficients; hides differences between linear algebra libraries
+_DIGITS = 6  # digits of coefficients; hides differences between linear algebra libraries
 
 
 class ExecutionModel(Protocol):
@@ -40,7 +40,7 @@ class SimRoofline:
         experts_bytes = model.expert_parameter_count * ELEMENT_BYTES / layers
         head_count = model.other_parameter_count / 2  # the other half is the embedding, a lookup
         fixed_s = _measured(gpu.layer_floor_s, timings.layer_floor_s)
-        row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # on every GPU
+        row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # read on every GPU
         if gpus > 1:
             link = gpu.scale_up_bytes_per_s if gpus <= cluster.gpus_per_host else gpu.nic_bytes_per_s
             sent_bytes = 2 * (gpus - 1) / gpus * model.hidden_size * ELEMENT_BYTES  # per GPU of a ring all-reduce

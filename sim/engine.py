@@ -174,7 +174,7 @@ class SimBackground:
         checksum_bytes_per_s: float,
         host_bytes_per_s: float,
     ) -> None:
-        """`checksum_bytes_per_s`: 0: instantaneous. `host_bytes_per_s`: to and from host memory."""
+        """`checksum_bytes_per_s`: 0: instantaneous. `host_bytes_per_s`: speed of copies to and from host memory."""
         self._host_bytes_per_s = host_bytes_per_s
         self._host_free_at_s = 0.0
         self._kept: set[int] = set()  # layers in host memory

@@ -107,8 +107,8 @@ class FastForward:
         self.plain = plain
         self.pace = FastForwardPace(before, len(plain.sequences), at_s)
         self.landed = 0  # completed steps
-        self.used_block_count = before.used_block_count  # after the last completed step
-        self.shares: dict[int, Share] = {}  # by stream
+        self.used_block_count = before.used_block_count  # blocks used after the last completed step
+        self.shares: dict[int, Share] = {}  # shares by stream
         self._report = before
         by_stream: dict[int, list[Running]] = {}
         for sequence in plain.sequences:

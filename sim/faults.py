@@ -14,11 +14,11 @@ class FaultKind(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    at_s: float  # in the trace's time
+    at_s: float  # time in the trace
     kind: FaultKind
     worker: int  # index, from 0
-    duration_s: float | None = None  # of PAUSE and SLOW, or until the restart; None: for the rest of the run
-    factor: float = 1.0  # of SLOW
+    duration_s: float | None = None  # duration of PAUSE and SLOW, or time until the restart; None: the rest of the run
+    factor: float = 1.0  # slowdown of SLOW
 
     def check(self, worker_count: int) -> None:
         """Validate the fault.

@@ -20,7 +20,7 @@ from sim.jobs.settled import capacity_tokens, prompt_s
 
 _TICK_S = 0.25
 _LOOK_TICKS = 2  # ticks between two rebalancing rounds of a placement: its epoch
-_MARGIN_TOKENS = 24  # per request, for the growth until the next round
+_MARGIN_TOKENS = 24  # margin per request, for the growth until the next round
 _MOST_RUNNING = 256
 _UNEVEN = 0.2  # difference in memory use between the fullest and the emptiest instance that triggers balancing
 _SETTLED = 0.2  # fraction of the time before means are taken
@@ -63,7 +63,7 @@ class FleetPlacement(Protocol):
     def ended(self, job: Job) -> None: ...
 
     def look(self) -> list[tuple[Job, Node]]:
-        """Moves to make now."""
+        """Moves to make now: (job, target) pairs."""
         ...
 
 

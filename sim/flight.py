@@ -14,6 +14,6 @@ class Flight(NamedTuple):
 
 
 def flight_of(batch: Batch, work: BatchCost, *, token_bytes: int) -> Flight:
-    """`token_bytes`: activations per token."""
+    """The flight of a batch. `token_bytes`: size of a token's activations."""
     token_count = sum([len(part.token_ids) for part in batch.slices])
     return Flight(work, BATCH_BYTES * (1 + len(batch.slices)) + token_count * token_bytes)

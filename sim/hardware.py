@@ -24,9 +24,9 @@ class Gpu(_CatalogueEntry):
     memory_bytes: int = Field(gt=0)
     flops_per_s: float = Field(gt=0)
     memory_bytes_per_s: float = Field(gt=0)
-    scale_up_bytes_per_s: float = Field(gt=0)  # to another GPU of the same host, one direction
+    scale_up_bytes_per_s: float = Field(gt=0)  # speed to another GPU of the same host, one direction
     nic_bytes_per_s: float = Field(gt=0)  # both directions together
-    host_bytes_per_s: float = Field(gt=0)  # from host memory
+    host_bytes_per_s: float = Field(gt=0)  # speed of reads from host memory
     gpus_per_host: int = Field(ge=1)
     # Measured values, where known; None: those of timings.yaml
     layer_floor_s: float | None = Field(None, ge=0)

@@ -28,7 +28,7 @@ class Geometry:
     layer_count: int
     layer_parameters: int
     other_parameters: int
-    block_bytes: int  # of one KV block in one layer
+    block_bytes: int  # bytes of one KV block in one layer
     rest_bytes: int = 0  # remainder of the budget smaller than an extent
 
     @staticmethod

@@ -149,7 +149,7 @@ class Reporting(Protocol):
 class Monitors(NamedTuple):
     """Monitors, from a worker's view."""
 
-    leader: Callable[[], MonitorNode | None]  # as found in the state server, which the worker polls
+    leader: Callable[[], MonitorNode | None]  # the leader found in the state server, which the worker polls
     by_name: Mapping[str, MonitorNode]  # known addresses: tried if the leader does not answer
 
 

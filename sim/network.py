@@ -32,7 +32,7 @@ class NetworkEndpoint:
 @dataclass(slots=True)
 class _Resource:
     bytes_per_s: float
-    flows: "dict[_Pair, None]" = field(default_factory=dict["_Pair", None])  # in order of start
+    flows: "dict[_Pair, None]" = field(default_factory=dict["_Pair", None])  # active transfers in order of start
 
 
 @dataclass(slots=True)

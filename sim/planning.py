@@ -71,7 +71,7 @@ class PlannerNode:
         self._migrations = migrations
         self.process = Process(name)
         self.core = PlannerCore(rules)
-        self.records: list[TransitionRecord] = []  # of ended transitions
+        self.records: list[TransitionRecord] = []  # records of ended transitions
         self.touched = True  # the core has handled an event since this was reset
         self.published: list[Epoch] = []  # epochs of layouts, as seen by watchers
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
@@ -91,7 +91,7 @@ class PlannerNode:
         self._timer = 0
         self._numbers = 0
         self._candidacy: Candidacy | None = None
-        self._reach: Reach | None = None  # as last published
+        self._reach: Reach | None = None  # last published reach
         self._empties = False  # another balancing round is due
         self.feed(p.TimerFired(clock.now_s, "start"))
         if elected:
@@ -238,8 +238,8 @@ class PlannerNode:
         self._ask_loads(hear)
 
     def _publish_reach(self) -> None:
-        """As in `services.planner.shell.reaching`: publish after each new layout, and repeatedly while too little is
-        known.
+        """Publish the reach as `services.planner.shell.reaching` does: after each new layout, and repeatedly while too
+        little is known.
         """
 
         def hear(load: p.ClusterLoad, why: str) -> None:

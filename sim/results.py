@@ -75,11 +75,11 @@ def leaves(samples: Sequence[SimSample]) -> tuple[int, int]:
 class SimRun:
     records: list[RequestRecord]
     samples: list[SimSample]
-    transitions: list[TransitionRecord]  # in the world's time: subtract `zero_s`
+    transitions: list[TransitionRecord]  # instants are in the world's time: subtract `zero_s`
     predicted: list[Predicted]  # predictions of the planner with outcomes, in the world's time
     signals: list[tuple[float, Signal]]
     zero_s: float  # the world's time at which the trace begins
-    duration_s: float  # until the end of the last request
+    duration_s: float  # time until the end of the last request
     event_count: int
     step_count: int
     trace_hash: str

@@ -27,7 +27,7 @@ class WorkerRules:
     swaps_online: bool = True  # False: for offline requests only
     swap_blocks_per_step: int = 0  # 0: as many as can be copied during a step
     activation_log: bool = False  # a stand-in for a lost stage computes its layers alone
-    prefix_caching: bool = False  # for clients with `hash_ids`
+    prefix_caching: bool = False  # True: for clients with `hash_ids`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

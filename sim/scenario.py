@@ -72,7 +72,7 @@ class Scenario(BaseModel):
     policies: tuple[str, ...] = ("recompute", "drop")
     rate_scale: float = Field(1.0, gt=0)
     burst_scale: float = Field(1.0, gt=0)  # factor on requests in the busiest half minute
-    network_gbps: float | None = Field(None, gt=0)  # of each GPU's network card; None: the catalogue's
+    network_gbps: float | None = Field(None, gt=0)  # speed of each GPU's network card; None: the catalogue's
     time_scale: float = Field(1.0, gt=0)
     length_scale: float = Field(1.0, gt=0)
     answer_scale: float | None = Field(None, gt=0)  # scale of answers, instead of length_scale

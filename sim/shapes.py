@@ -11,8 +11,8 @@ from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec
 
 _PARAMETERS_AT_MOST = 0.75  # maximum fraction of an instance's memory: the rest is for KV
 _MOST_GPUS = 64
-_BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")  # with biases for query, key and value
-_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # with norms for queries and keys
+_BIASED = ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM")  # have biases for query, key and value
+_NORMED = ("Qwen3ForCausalLM", "Qwen3MoeForCausalLM")  # have norms for queries and keys
 _NOT_COUNTED = ("kv_lora_rank", "ssm_state_size", "state_size", "linear_num_key_heads")
 
 

@@ -20,7 +20,7 @@ from sim.lines import Lines
 from sim.process import Process
 
 STATE = "state"  # the server's name in `Lines`
-_TIMEOUT_S = 2.0  # of an operation, as in the services
+_TIMEOUT_S = 2.0  # timeout of an operation, as in the services
 _POLL_S = 1.0  # interval at which dispatchers poll the layout
 _BEGAN_S = 1e6  # initial value of the server's clock, so that tokens differ from epochs
 _REMEMBERED_S = 10.0

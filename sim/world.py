@@ -71,18 +71,18 @@ class WorldOptions:
     timings: Timings
     rules: ClusterRules
     execution: ExecutionModel | None = None  # None: from the catalogue
-    geometry: Geometry | None = None  # of each device's memory; None: that of a GPU with large pages
+    geometry: Geometry | None = None  # geometry of each device's memory; None: that of a GPU with large pages
     dispatcher_count: int = 1
     monitor_count: int = 1  # one is active, the others are standbys
     planner_count: int = 1
     seed: int = 0
-    deadline_s: float = 3600.0  # per request
+    deadline_s: float = 3600.0  # deadline of each request
     check_every: int = 0  # check all invariants after this many events; 0: never
     contention: Contention | None = None  # None: unlimited processors
     marks: bool = False  # mark KV and layers, and verify the marks when batches read them
     fast_forwards: bool = True  # combine decode-only steps: the same run in less time
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # in the trace's time; later requests stay open
+    stop_after_s: float | None = None  # time in the trace; later requests stay open
     offline: OfflineLoad | None = None  # beside the trace
     classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to the trace's requests in turn
 
@@ -571,7 +571,7 @@ def _limits(options: WorldOptions) -> WorkerLimits:
 def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
     model = options.model
     layer_bytes, other_bytes = model.layer_parameter_bytes, model.other_parameter_bytes
-    if options.geometry is not None:  # of another model
+    if options.geometry is not None:  # the geometry is that of another model
         layer_bytes = geometry.layer_parameters * geometry.extent_bytes
         other_bytes = geometry.other_parameters * geometry.extent_bytes
     return ModelInfo(

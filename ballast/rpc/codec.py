@@ -191,7 +191,13 @@ def _check_traffic(message: pb.Traffic) -> None:
         raise InvalidRequest("traffic", f"no such waits: {message}")
     if not all(
         0.0 <= value <= border.MAX_SECONDS
-        for value in (message.calm_per_s, message.known_s, message.oldest_wait_s, message.long.wait_s)
+        for value in (
+            message.calm_per_s,
+            message.known_s,
+            message.oldest_wait_s,
+            message.burst_left_s,
+            message.long.wait_s,
+        )
     ):
         raise InvalidRequest("traffic", f"rates are not negative: {message}")
 

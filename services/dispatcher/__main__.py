@@ -57,7 +57,7 @@ _NAME = "dispatcher"
 _PLANNER_LOOKUP_S = 2.0
 _LAYOUT_POLL_S = 1.0
 _CONNECTION_AGE_S = 300.0  # maximum age of a connection: clients then resolve the name again and find added dispatchers
-_CLOSE_GRACE_S = 1.0  # for the last responses to reach their clients
+_CLOSE_GRACE_S = 1.0  # time for the last responses to reach their clients
 
 
 class MonotonicClock:

@@ -1,4 +1,4 @@
-"""What dispatchers share through the state server. Serving goes on without it, with the last known layout.
+"""The state that dispatchers share through the state server. Without it they serve with the last known layout.
 
 Keys, all under `ballast:`
   layout                    read here, written by the planner (services.planner.store)
@@ -52,7 +52,7 @@ _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
-_RESUMABLE_S = 45  # after the registration of a dead dispatcher has expired
+_RESUMABLE_S = 45  # time after the registration of a dead dispatcher has expired
 BACKLOG_INTERVAL_S = 0.05  # short, as no other process knows of a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # how long a first token waits for an unresponsive state server
 _RELEASE_BATCH = 256

@@ -19,14 +19,14 @@ from jinja2.visitor import NodeTransformer
 from ballast.common.errors import ConfigError, InvalidRequest
 
 _DEFAULT, _WITH_TOOLS = "default", "tool_use"
-_MAX_CHARS: Final = 32 << 20  # of the output, and of intermediate strings
+_MAX_CHARS: Final = 32 << 20  # maximum length of the output, and of intermediate strings
 _MAX_WIDTH: Final = 10_000  # maximum padding width
-_MAX_TIME_CHARS: Final = 256  # of a date format
+_MAX_TIME_CHARS: Final = 256  # maximum length of a date format
 _FILLING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _DIGITS: Final = re.compile(r"\d+")
 _GIVEN_WIDTH: Final = re.compile(r"\*|:[^{}]*\{")
 _MOST_TURNS: Final = 2_000_000  # iterations of loops and calls of macros; they take some seconds
-_SHORT_TURNS: Final = 20_000  # the same for a short rendering: some tens of milliseconds
+_SHORT_TURNS: Final = 20_000  # limit for a short rendering: some tens of milliseconds
 _TICK: Final = "_ballast_tick"
 _JOIN: Final = "_ballast_join"
 

@@ -57,7 +57,7 @@ class PromptEncoder:
 
     @property
     def chat_template(self) -> str:
-        """Its source; empty if there is none."""
+        """Source of the chat template; empty if there is none."""
         return self._template.source
 
     async def encode_text(

@@ -173,7 +173,7 @@ class _Heard:
     def __init__(self, announce: pb.Announce) -> None:
         self.announce = announce
         self.load: LoadReport | None = None
-        self.message: cluster_pb2.LoadReport | None = None  # of `load`
+        self.message: cluster_pb2.LoadReport | None = None  # message from which `load` was converted
 
 
 async def _next_unless_closed(

@@ -37,7 +37,7 @@ _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _ROW_PREFIX = f"{KEY_PREFIX}registry:"
 _SCAN_COUNT = 500
 _MOST_MONITORS = 16
-_ROWS_AT_ONCE = 100  # per round trip: bounds the buffers on both sides
+_ROWS_AT_ONCE = 100  # rows per round trip: bounds the buffers on both sides
 
 _MODEL = TypeAdapter(ModelInfo)
 _LOAD = TypeAdapter(LoadReport)
@@ -130,7 +130,7 @@ class RedisSurroundings:
         self._state = state
         self._body: str | None = None  # serialised form of the layout below
         self._layout: Layout | None = None
-        self.monitor_addresses: tuple[str, ...] = ()  # of all running monitors, as last read
+        self.monitor_addresses: tuple[str, ...] = ()  # addresses of all running monitors, as last read
 
     async def read(self) -> tuple[Layout | None, tuple[BacklogWord, ...]]:
         pipe = self._state.redis.pipeline(transaction=False)

@@ -71,14 +71,14 @@ _Answer = (
 
 
 class MonitorEvents:
-    """The events of the active monitor, endlessly. Each new connection begins with SnapshotBegan."""
+    """Endless stream of the active monitor's events. Each new connection begins with SnapshotBegan."""
 
     def __init__(self, monitor: LeaderAddress, dial: Dial = open_channel) -> None:
         self._monitor = monitor
         self._dial = dial
         self._numbers = itertools.count(1)
         self._refusals = Refusals()
-        self._reports: dict[WorkerId, tuple[cluster_pb2.LoadReport, LoadReport]] = {}  # of the last answer
+        self._reports: dict[WorkerId, tuple[cluster_pb2.LoadReport, LoadReport]] = {}  # reports of the last answer
         self._load, self._serves_until_s = ClusterLoad({}), -inf
 
     async def events(self) -> AsyncGenerator[MonitorEvent, None]:

@@ -3,6 +3,7 @@
 ballast:layout           string, base64 of ballastpb.cluster.v1.Layout; dispatchers read it
 ballast:layout:meta      hash {epoch, token (fencing token of who wrote it), model (JSON), partial (JSON)}; for planners
 ballast:reach            string of ballast.common.reach: the longest context the cluster could hold; dispatchers read it
+ballast:learnt           string, JSON of services.planner.policy.reserve.Learnt; for planners
 ballast:layout:changed   channel; carries the new epoch
 ballast:transition       hash {epoch, stage, token, body (JSON)}: the journal of the newest transition
 """
@@ -30,14 +31,17 @@ from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayo
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Partial
+from services.planner.policy.reserve import Learnt
 
 LAYOUT_KEY = f"{KEY_PREFIX}layout"
 META_KEY = f"{KEY_PREFIX}layout:meta"
 REACH_KEY = f"{KEY_PREFIX}reach"
+LEARNT_KEY = f"{KEY_PREFIX}learnt"
 LAYOUT_CHANNEL = f"{KEY_PREFIX}layout:changed"
 JOURNAL_KEY = f"{KEY_PREFIX}transition"
 
 _MODEL = TypeAdapter(ModelInfo | None)
+_LEARNT = TypeAdapter(Learnt)
 _PARTIAL = TypeAdapter(tuple[tuple[str, int], ...])
 
 
@@ -73,11 +77,11 @@ return 'WRITTEN'
 """
 )
 
-# KEYS: reach, lease. ARGV: token, reach, channel.
-_WRITE_REACH = """
+# KEYS: reach or learnt, lease. ARGV: token, value, channel ("": none).
+_WRITE_VALUE = """
 if redis.call('HGET', KEYS[2], 'token') ~= ARGV[1] then return 'FENCED' end
 redis.call('SET', KEYS[1], ARGV[2])
-redis.call('PUBLISH', ARGV[3], 'reach')
+if ARGV[3] ~= '' then redis.call('PUBLISH', ARGV[3], 'reach') end
 return 'WRITTEN'
 """
 
@@ -111,7 +115,7 @@ class RedisLayoutStore:
         self._state = state
         self._write = state.redis.register_script(_WRITE)
         self._write_journal = state.redis.register_script(_WRITE_JOURNAL)
-        self._write_reach = state.redis.register_script(_WRITE_REACH)
+        self._write_value = state.redis.register_script(_WRITE_VALUE)
 
     async def load(self) -> StoredLayout | None:
         """The stored layout and journal; None if nothing is stored.
@@ -123,23 +127,24 @@ class RedisLayoutStore:
         pipe.get(LAYOUT_KEY)
         pipe.hgetall(META_KEY)
         pipe.hgetall(JOURNAL_KEY)
+        pipe.get(LEARNT_KEY)
         # Any: a list of replies.
         replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
         body = cast(str | None, unless_garbage(replies[0], None))
-        meta, noted = (cast(dict[str, str], unless_garbage(reply, {})) for reply in replies[1:])
+        meta, noted = (cast(dict[str, str], unless_garbage(reply, {})) for reply in replies[1:3])
         stored_epoch = _epoch_from(meta.get("epoch", ""))
         if stored_epoch is None:
             return None
-        journal = _journal_from(noted)
+        journal, learnt = _journal_from(noted), _learnt_from(cast(str | None, unless_garbage(replies[3], None)))
         try:
             layout = _layout_from(body or "")
             if layout.epoch != stored_epoch:
                 raise ValueError(f"epoch {layout.epoch} beside {stored_epoch}")
             partial = _partial_from(meta.get("partial", "[]"))
-            return StoredLayout(layout, _MODEL.validate_json(meta["model"]), partial, journal)
+            return StoredLayout(layout, _MODEL.validate_json(meta["model"]), partial, journal, learnt)
         except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, BallastError) as error:
             get_logger().error("stored layout cannot be read, it will be planned anew", why=str(error))
-            return StoredLayout(Layout(stored_epoch, 0, (), "unreadable"), None, (), journal)
+            return StoredLayout(Layout(stored_epoch, 0, (), "unreadable"), None, (), journal, learnt)
 
     async def write(self, command: WriteLayout) -> WriteOutcome:
         args = [
@@ -162,7 +167,12 @@ class RedisLayoutStore:
     async def write_reach(self, reach: Reach, token: int) -> None:
         args = [str(token), write_reach(reach), LAYOUT_CHANNEL]
         keys = [REACH_KEY, lease_key("planner")]
-        await self._state.run(cast(Awaitable[Any], self._write_reach(keys=keys, args=args)))  # Any: as above
+        await self._state.run(cast(Awaitable[Any], self._write_value(keys=keys, args=args)))  # Any: as above
+
+    async def write_learnt(self, learnt: Learnt, token: int) -> None:
+        args = [str(token), _LEARNT.dump_json(learnt).decode(), ""]
+        keys = [LEARNT_KEY, lease_key("planner")]
+        await self._state.run(cast(Awaitable[Any], self._write_value(keys=keys, args=args)))  # Any: as above
 
     async def write_journal(self, command: WriteJournal) -> WriteOutcome:
         journal = command.journal
@@ -208,6 +218,16 @@ def _epoch_from(text: str) -> Epoch | None:
 
 def _partial_from(text: str) -> Partial:
     return tuple((WorkerId(w), Incarnation(incarnation)) for w, incarnation in _PARTIAL.validate_json(text))
+
+
+def _learnt_from(text: str | None) -> Learnt:
+    """Nothing learnt if there is none, or it makes no sense."""
+    try:
+        learnt = Learnt() if text is None else _LEARNT.validate_json(text)
+    except ValidationError as error:
+        get_logger().error("what was learnt cannot be read, it will be learnt anew", why=str(error))
+        return Learnt()
+    return learnt if learnt.is_believable else Learnt()
 
 
 def _journal_body(journal: Journal) -> str:

@@ -1,1 +1,1 @@
-"""From scenarios, traces, and names of models and clusters to simulations and result files."""
+"""Turns scenarios, traces, and names of models and clusters into simulations and result files."""

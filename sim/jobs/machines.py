@@ -20,7 +20,7 @@ from tools.model.tokenizer import write_tokenizer
 
 _GPU_BLOCK_TOKENS = 64
 _GPU_FLAGS = ("--block-size", str(_GPU_BLOCK_TOKENS), "--max-num-seqs", "256", "--max-num-batched-tokens", "2048")
-_STAND_IN_VOCABULARY = 4096  # of a generated tokenizer
+_STAND_IN_VOCABULARY = 4096  # vocabulary size of a generated tokenizer
 _DEFAULT_MEMORY_BYTES = 1 << 30  # the workers' default
 MACHINE_FILE = "machine.json"
 _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
@@ -104,7 +104,7 @@ def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) 
 
 @dataclass(frozen=True, slots=True)
 class EmulatedModel:
-    model: Path  # for dispatchers and workers: a folder with at least a tokenizer
+    model: Path  # folder for dispatchers and workers with at least a tokenizer
     machine: Machine
     machine_file: Path
 

@@ -99,7 +99,7 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
         for _ in range(int(seconds / _STEP_S)):
             layer_s = costs.dense_work_s(running) + held * costs.context_s
             step_s = costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s
-            tokens = _STEP_S * max(_LEAST_SHARE, 1.0 - prompts) / step_s  # per request
+            tokens = _STEP_S * max(_LEAST_SHARE, 1.0 - prompts) / step_s  # tokens per request
             came = _STEP_S * load.rate_per_s
             held += came * load.input_tokens + running * tokens - held * min(1.0, tokens / kept)
             running += came - running * min(1.0, tokens / load.output_tokens)

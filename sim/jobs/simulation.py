@@ -1,4 +1,4 @@
-"""From a trace, a model and a cluster to a result file, by simulation.
+"""Simulates a trace on a model and a cluster, and makes the result file.
 
 Services use their default settings, except for sizes whose defaults suit CPUs (requests and tokens per step).
 """
@@ -87,7 +87,7 @@ class SimJob:
     timings: Timings = field(default_factory=timings)
     check_every: int = 0
     faults: Sequence[Fault] = ()
-    stop_after_s: float | None = None  # in the trace's time; later requests stay open
+    stop_after_s: float | None = None  # time in the trace; later requests stay open
     time_scale: float = 1.0
     length_scale: float = 1.0
     answer_scale: float | None = None

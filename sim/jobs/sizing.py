@@ -42,7 +42,7 @@ class SizingRun:
 
     gpu_count: int
     keeps: bool
-    met_share: float  # of all requests; an upper bound if the run ended early
+    met_share: float  # fraction of all requests; an upper bound if the run ended early
     ended_early_s: float | None  # time in the trace at which a miss was certain
     ttft_p50_s: float | None
     ttft_p99_s: float | None
@@ -50,7 +50,7 @@ class SizingRun:
     drop_count: int
     mean_on: float  # mean number of GPUs with allocated memory, until the last arrival or the end
     leave_count: int  # times that an instance was parked
-    soon_count: int  # of these, instances needed again within a minute
+    soon_count: int  # of `leave_count`, instances needed again within a minute
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Column:
 
     policy: str
     gpu_count: int | None  # None: not even the maximum suffices
-    runs: tuple[SizingRun, ...]  # by number of GPUs
+    runs: tuple[SizingRun, ...]  # runs by number of GPUs
 
     @property
     def answer(self) -> SizingRun | None:
@@ -152,7 +152,7 @@ def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster
 
 
 def first_guess(bounds: SizingBounds, policy: str, model: ModelSpec, cluster: Cluster, timings: Timings) -> int:
-    """Initial number of instances: dropping halves the parameters."""
+    """Number of instances with which the search starts. With dropping, half of the parameters count."""
     wanted = bounds.memory / _USED
     if policy.split(":")[0] == DROP:
         whole = cluster.gpu.memory_bytes * timings.memory_fraction * model.gpus_per_instance
@@ -322,7 +322,7 @@ def _quantile(values: Sequence[float], share: float) -> float | None:
 # ---------------------------------------------------------------- several processes
 
 _Told = tuple[str, int, int, float]
-_queue: "Queue[_Told] | None" = None  # in a search process: reports to the parent
+_queue: "Queue[_Told] | None" = None  # in a search process: queue for reports to the parent
 
 
 def _listen(queue: "Queue[_Told]") -> None:

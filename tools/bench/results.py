@@ -127,7 +127,7 @@ class PolicyResult(_StrictModel):
     failed_sample_count: int
     transitions: list[TransitionResult]
     bubble_fraction: float | None = None
-    offline_token_count: int | None = None  # prompts and answers of offline work beside the trace
+    offline_token_count: int | None = None  # prompt and answer tokens of the offline requests beside the trace
     verified_count: int | None = None  # answers recomputed for comparison
     token_mismatches: int | None = None  # differing tokens of the verified answers; null until verified
     near_ties: int | None = None  # differences excused, as rounding decides between the two best tokens

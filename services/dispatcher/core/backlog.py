@@ -44,7 +44,7 @@ class Backlog:
 
     def __init__(self, order: Order = Order.FIRST_COME, lift_s: float = math.inf) -> None:
         key = _key_of(order)
-        self._classes = [FairQueue(key) for _ in PriorityClass]  # by rank
+        self._classes = [FairQueue(key) for _ in PriorityClass]  # one queue per class, by rank
         self._lift_s = lift_s
         self._now_s = 0.0
         self._callers: Counter[str] = Counter()  # -> number of requests

@@ -84,7 +84,7 @@ class DispatcherCore:
         self._no_worker_check_at_s = math.inf
 
     def next_timer_s(self) -> float:
-        """When a `DispatcherTick` is needed; infinity for never."""
+        """Time of the next `DispatcherTick`; infinity: none is needed."""
         due_s = self._deadlines.next_s()
         if len(self._moves):
             due_s = min(due_s, self._moves.next_s())
@@ -152,7 +152,7 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Any different layout is adopted, whatever its epoch: the store reads the current value in order, and a lower
+        """Adopt any different layout, whatever its epoch: the store reads the current value in order, and a lower
         epoch means that the cluster's state was lost and rebuilt.
         """
         if event.layout == self.fleet.layout:

@@ -28,7 +28,7 @@ class FairQueue:
         self._key = key
         self._front: list[Tracked] = []  # requests taken over, sorted by key
         self._queues: dict[str, list[Tracked]] = {}  # caller -> its requests sorted by key; never empty
-        self._turns: list[_Turn] = []  # of the callers in `_queues`, sorted
+        self._turns: list[_Turn] = []  # turns of the callers in `_queues`, sorted
         self._served: dict[str, float] = {}  # caller in `_queues` -> tokens served
         self._remembered: OrderedDict[str, float] = OrderedDict()
         self._reached = 0.0  # largest number of served tokens at which a caller had its turn

@@ -27,7 +27,7 @@ class Worker:
     key: WorkerKey
     address: str
     group_id: str
-    instance_count: int = 1  # of the group
+    instance_count: int = 1  # instances of the group
     closed_in_layout: bool = False  # draining, leaving or parked
     leads: bool = True
     connected: bool = False
@@ -206,7 +206,7 @@ class Fleet:
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
-        self.model: ModelInfo | None = None  # of the last worker that connected; the same on all
+        self.model: ModelInfo | None = None  # model of the last worker that connected; all serve the same
         self.lives: dict[WorkerId, Incarnation] = {}  # incarnations of all members of the layout
         self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; may contain removed workers
         self.most_tokens = 0  # largest capacity of any worker so far
@@ -245,8 +245,8 @@ class Fleet:
         return any(worker.usable for worker in self._workers.values())
 
     def fits_nobody(self, token_count: int) -> bool:
-        """True if a request of this many tokens exceeds every usable worker. One that has just woken may have reported
-        no blocks yet.
+        """True if a request of this many tokens exceeds every usable worker. A worker that has reported no blocks yet,
+        as when it has just woken, counts as large enough.
         """
         for worker in self._workers.values():
             load = worker.load

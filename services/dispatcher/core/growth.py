@@ -14,7 +14,7 @@ from services.dispatcher.core.tracked import Tracked
 
 _PRIOR_COUNT = 4.0  # pseudo-answers of the configured length
 _MEMORY_COUNT = 1_000.0  # ended answers after which older ones have a third of their weight
-_INTERVAL_S = 1.0  # between two scans of running answers
+_INTERVAL_S = 1.0  # interval of scans of running answers
 
 
 class _Class:
@@ -23,7 +23,7 @@ class _Class:
     def __init__(self, prior_tokens: int) -> None:
         self.ended_count = _PRIOR_COUNT
         self.tokens = _PRIOR_COUNT * prior_tokens
-        self.new_count = 0  # ended since the last scan
+        self.new_count = 0  # answers ended since the last scan
         self.gone_tokens = 0  # total tokens of removed answers
         self.known_tokens = 0  # total tokens of all answers at the last scan
 

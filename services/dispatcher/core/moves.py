@@ -17,7 +17,7 @@ from services.dispatcher.core.tracked import Tracked
 class _Waiting:
     tracked: Tracked
     worker_id: WorkerId
-    incarnation: Incarnation | None  # of the new worker; None: no layout has contained it yet
+    incarnation: Incarnation | None  # incarnation of the new worker; None: no layout has contained it yet
     until_s: float
 
 

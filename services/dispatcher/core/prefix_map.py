@@ -1,4 +1,4 @@
-"""Which workers have cached the KV of which prompt prefixes, according to their reports and the requests sent to them.
+"""Map of the prompt prefixes whose KV workers have cached, by their reports and the requests sent to them.
 
 Evictions are not reported: a worker evicts by LRU and reports the time since which it has kept everything
 (`LoadReport.prefixes_kept_s`). Prefixes last used before that are ignored.
@@ -20,7 +20,7 @@ class PrefixMap:
         """`most_marks`: maximum number of known marks; LRU."""
         self._most_marks = most_marks
         self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # mark -> last use by worker, latest last
-        self._kept_since_s: dict[WorkerKey, float] = {}  # of connected workers
+        self._kept_since_s: dict[WorkerKey, float] = {}  # for each connected worker: see `report`
 
     def __len__(self) -> int:
         return len(self._used)

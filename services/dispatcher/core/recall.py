@@ -1,4 +1,4 @@
-"""Which request to recall from a full worker's queue while another worker has room.
+"""Chooses the request to recall from a full worker's queue while another worker has room.
 
 A placement may turn out wrong: a drop gives a group several times the memory, while requests wait on another worker. So
 with each report of a worker one of its waiting requests may be recalled. Until the worker has returned it, the request

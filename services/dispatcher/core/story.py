@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-_MAX_MOMENTS: Final = 64  # of one request; later ones are only counted
+_MAX_MOMENTS: Final = 64  # moments kept of one request; later ones are only counted
 _RECENT_COUNT: Final = 4096
 
 
@@ -26,10 +26,10 @@ class What(enum.StrEnum):
 class Moment(NamedTuple):
     at_s: float
     what: What
-    token_count: int  # of the answer so far
+    token_count: int  # tokens of the answer so far
     worker_id: str = ""
     detail: str = ""
-    gap_s: float = 0.0  # for RESUMED: since the previous token
+    gap_s: float = 0.0  # for RESUMED: time since the previous token
 
 
 class Story:

@@ -30,17 +30,17 @@ class Tracked:
     queue_s: float = 0.0  # total time in the backlog
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0
-    longest_gap_s: float = 0.0  # between two tokens
+    longest_gap_s: float = 0.0  # longest time between two tokens
     longest_gap_token: int = 0  # index of the token after it
     awaits_token: bool = True  # no token since the last placement
     move_count: int = 0
     cached_token_count: int = 0
     prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
-    blocked_since_s: float | None = None  # since when no worker could run it at once
+    blocked_since_s: float | None = None  # time since which no worker could run it at once
     long: bool = False  # exceeds every single instance: see `LongRequests`
-    groupless_since_s: float | None = None  # since when no group can hold this long request
-    offline: bool = field(init=False)  # of the batch class
+    groupless_since_s: float | None = None  # time since which no group can hold this long request
+    offline: bool = field(init=False)  # True for the batch class
 
     def __post_init__(self) -> None:
         self.offline = self.request.priority.offline

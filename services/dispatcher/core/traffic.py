@@ -2,7 +2,7 @@
 
 import math
 from collections import Counter, deque
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -23,7 +23,8 @@ from ballast.common.traffic import (
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
-_INTERVAL_S = 0.25  # between two reads if only tokens come: within the monitor's lease of an entry
+_BURST, _CHANCE, _LONGER = 2.0, 2.0, 1.5  # a burst: multiple of calm counts, and deviations; multiple of the longest
+_INTERVAL_S = 0.25  # interval of reads if only tokens come: within the monitor's lease of an entry
 
 
 _NONE = LongDemand()
@@ -31,7 +32,7 @@ _NONE = LongDemand()
 
 @dataclass(slots=True)
 class _TimeBin:
-    index: int  # in units of _BIN_S since time 0
+    index: int  # number of the bin: units of _BIN_S since time 0
     arrived_count: int = 0
     arrived_tokens: int = 0
     ended_count: int = 0
@@ -51,6 +52,7 @@ class _TrafficSums:
     ended_count: int = 0
     ended_tokens: int = 0
     lengths: list[int] = field(default_factory=lambda: [0] * LENGTH_COUNTS)
+    burst_left_s: float = 0.0
 
     def add(self, one: _TimeBin) -> None:
         age = self.newest - one.index
@@ -163,6 +165,7 @@ class TrafficCounter:
             open_tokens=self._open_tokens,
             known_s=known_s,
             oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
+            burst_left_s=sums.burst_left_s,
             first_counts=_told(self._first_counts),
             later_count=self._later_count,
             later_s=self._later_s,
@@ -178,6 +181,8 @@ class TrafficCounter:
             closed = self._closed = _TrafficSums(newest, last, [0] * span_count)
             for one in islice(self._bins, max(0, len(self._bins) - 1)):
                 closed.add(one)
+            counts = {one.index: one.arrived_count for one in self._bins if one.index < newest}
+            closed.burst_left_s = _burst_left_s(counts, newest, _calm(closed.spans) / _BINS_PER_SPAN)
         sums = _TrafficSums(
             newest,
             last,
@@ -187,6 +192,7 @@ class TrafficCounter:
             closed.ended_count,
             closed.ended_tokens,
             closed.lengths.copy(),
+            closed.burst_left_s,
         )
         if self._bins:
             sums.add(self._bins[-1])
@@ -211,6 +217,28 @@ def _told(counts: list[int]) -> tuple[int, ...]:
     while end and not counts[end - 1]:
         end -= 1
     return tuple(counts[:end])
+
+
+def _burst_left_s(counts: Mapping[int, int], newest: int, calm_count: float) -> float:
+    """For how much longer the recent rate lasts, at least a bin: a burst as long as the mean of those before, and no
+    longer once it is over. 0: unknown, as there was none recently, none before, or it lasts for longer than these.
+
+    Args:
+        counts: Requests by complete bin.
+        newest: The present bin.
+        calm_count: Requests in a calm bin.
+    """
+    least = _BURST * calm_count + _CHANCE * math.sqrt(calm_count + 1.0)
+    lengths, length, last = list[int](), 0, -1
+    for index in range(newest - int(WINDOW_S / _BIN_S), newest):
+        if counts.get(index, 0) > least:
+            length, last = length + 1, index
+        elif length:
+            lengths.append(length)
+            length = 0
+    if not lengths or last < newest - _BINS_PER_SPAN or length > _LONGER * max(lengths):
+        return 0.0
+    return _BIN_S * max(1.0, sum(lengths) / len(lengths) - length) if length else _BIN_S
 
 
 def _calm(counts: Sequence[int]) -> int:

@@ -67,7 +67,7 @@ class WorkerView:
     max_running_count: int
     max_waiting_count: int
     draining: bool
-    instance_count: int = 1  # of its group
+    instance_count: int = 1  # instances of its group
     kept_block_count: int = 0  # not available to a new request while another one runs
     prompt_token_count: int = 0  # uncomputed prompt tokens there
     max_prompt_token_count: int = 0  # a new request waits while `prompt_token_count` is this large; 0: no limit
@@ -103,7 +103,7 @@ class Need:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoutingRules:
     worker_queue_count: int = 2  # requests that may wait on a full worker
-    large_fraction: float = 0.25  # of a worker's blocks
+    large_fraction: float = 0.25  # fraction of a worker's blocks from which on a request is large
     growth_tokens: int = 64  # assumed length of an answer until it is learnt
 
 

@@ -39,8 +39,8 @@ class _ShapeRanking:
 
     def __init__(self) -> None:
         self.runs: list[_RankedWorker] = []  # could run a request of one block at once
-        self.free_block_counts: list[int] = []  # of the workers in `runs`, ascending
-        self.queues: list[_RankedWorker] = []  # with a free place in the queue
+        self.free_block_counts: list[int] = []  # free blocks of the workers in `runs`, ascending
+        self.queues: list[_RankedWorker] = []  # workers with a free place in the queue
 
 
 class _RankingEntry(NamedTuple):

@@ -38,13 +38,13 @@ class Account:
     request_id: RequestId
     state: str
     error: str
-    at_s: float  # of its arrival or its end
+    at_s: float  # time of its arrival or its end
     was_accepted: bool
     facts: Facts
 
 
 class Past(NamedTuple):
-    """What `ballast record` gets about an ended request."""
+    """Facts about an ended request, for `ballast record`."""
 
     arrived_at_s: float
     prompt_token_count: int
@@ -211,6 +211,8 @@ def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
     if not loads:
         return "no worker is there"
     emptiest = min(load.kv_usage_fraction for load in loads)
+    if tracked.long:
+        return f"behind {core.long.count_before(tracked)} others that no single instance holds, until a group is formed"
     line = core.feed if tracked.offline else core.backlog
     ahead_count = line.count_before(tracked)
     workers = "the only worker has" if len(loads) == 1 else f"the emptiest of {len(loads)} leading workers has"

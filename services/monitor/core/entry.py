@@ -27,7 +27,7 @@ class WorkerEntry:
     load: LoadReport | None = None
     draining: bool = False
     stuck: bool = False  # its engine's step does not end: reported to watchers as lost
-    place: Place | None = None  # as last reported
+    place: Place | None = None  # last reported place
     whole: WholeMemory | None = None
     pace: Pace | None = None
     as_group: GroupLoad | None = None  # load of the instance as its own group; None: to be recomputed

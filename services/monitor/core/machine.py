@@ -31,14 +31,14 @@ from services.monitor.core.groups import Groups
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
 from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressure, PressureRules
 
-TICK_S = 0.1  # between two evaluations: a tenth of the horizon
+TICK_S = 0.1  # interval of evaluations: a tenth of the horizon
 _TYPICAL = Chunk(1000, 128)  # batch by which machines are compared
 # Slowdown factors: from the first one on an instance is another kind of machine, as stages and learnt costs differ by
 # less; beyond the second one the factor is implausible.
 _UNLIKE, _MISTAKEN = 1.25, 30.0
 _REPORTS_PER_S = 150.0  # maximum of all instances, as far as the lease allows: each costs a millisecond on both sides
 _REPORTS_PER_LEASE = 4
-LONG_S = 1.0  # between two `LongRequest` signals
+LONG_S = 1.0  # minimum interval of `LongRequest` signals
 # A request that fills this fraction of its instance, and may continue, asks for a group this factor larger.
 _OUTGROWN, _GROWS = 0.9, 1.5
 LEAST_LOOK_S = 0.02  # minimum between two evaluations of total demand
@@ -65,12 +65,12 @@ def pressure_rules(
 class MonitorRules:
     lease_s: float  # silence for longer means lost
     pressure: PressureRules
-    registry_interval_s: float = 1.0  # between two writes of the registry, which standbys show
+    registry_interval_s: float = 1.0  # interval of writes of the registry, which standbys show
     max_instances: int = 1 << 16  # bounds the memory against invented names
     history_length: int = 50  # load samples per instance: the trend's window at twice the report rate
     backlog_lease_s: float = 1.0  # a dispatcher without a new entry for longer counts as lost
     backlog_forget_s: float = 60.0
-    warmup_s: float = 4.0  # after becoming active: time for workers to find this monitor
+    warmup_s: float = 4.0  # time after becoming active for workers to find this monitor
     step_timeout_s: float = 60.0  # an engine whose step lasts longer counts as lost
     max_remembered: int = 10_000  # departed workers whose newest incarnation is kept
 
@@ -78,7 +78,7 @@ class MonitorRules:
 @dataclass(slots=True)
 class MonitorCore:
     rules: MonitorRules
-    token: int | None = None  # of the lease; None: standby
+    token: int | None = None  # fencing token of the lease; None: standby
     warm: bool = False  # the snapshot is complete
     entries: dict[WorkerId, WorkerEntry] = field(default_factory=dict[WorkerId, WorkerEntry])
     groups: Groups = field(default_factory=Groups)
@@ -172,7 +172,7 @@ class MonitorCore:
 
     def _load_reported(self, event: m.LoadReported) -> list[m.Command]:
         worker_id = self._streams.get(event.stream_id)
-        if worker_id is None:  # of a stream closed meanwhile
+        if worker_id is None:  # its stream was closed meanwhile
             return []
         entry = self.entries[worker_id]
         before, place = entry.load, entry.place

@@ -19,7 +19,7 @@ class WholeMemory:
     """Memory of an instance that holds all layers."""
 
     parameter_bytes: int
-    kv_bytes: int  # of KV over all layers: block slots, not device memory
+    kv_bytes: int  # size of the KV over all layers: block slots, not device memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,8 +123,8 @@ Event = (
 class InstanceUp:
     instance: Instance
     draining: bool
-    place: Place | None = None  # as last reported; None: alone, with all layers
-    parked: bool = False  # as reported
+    place: Place | None = None  # last reported place; None: alone, with all layers
+    parked: bool = False  # True if it reports to be parked
 
 
 @dataclass(frozen=True, slots=True)

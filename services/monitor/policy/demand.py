@@ -32,7 +32,7 @@ class BacklogDemand:
     """Requests waiting in a dispatcher."""
 
     request_count: int
-    token_count: int  # of prompts, and of earlier attempts' output
+    token_count: int  # tokens of prompts, and of earlier attempts' output
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class GroupDemand:
     """Demand and capacity of one group, for watchers and status tools."""
 
     leader_id: WorkerId
-    demand_bytes: int  # at present, plus the growth of running requests until the horizon
+    demand_bytes: int  # present demand, plus the growth of running requests until the horizon
     capacity_bytes: int
     used_bytes: int
     demand_growth_bytes_per_s: float

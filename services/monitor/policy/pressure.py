@@ -1,4 +1,4 @@
-"""When to ask for memory and when to give it back.
+"""Decides when to ask for memory and when to give it back.
 
 Forecast: the bytes wanted now, plus their trend over the horizon if it rises. Wanted bytes include all waiting
 requests, so a burst counts in full when it arrives, before it becomes a trend.
@@ -38,9 +38,9 @@ _LONGEST_WAIT_S = 60.0
 class PressureRules:
     """Thresholds and times of the signals. The first three fields are settings."""
 
-    overload_threshold_fraction: float  # of the capacity: forecast demand above it is an overload
-    relief_threshold_fraction: float  # of the un-dropped memory: usage below it is a relief
-    dwell_s: float  # between any two transitions
+    overload_threshold_fraction: float  # fraction of the capacity: forecast demand above it is an overload
+    relief_threshold_fraction: float  # fraction of the un-dropped memory: usage below it is a relief
+    dwell_s: float  # minimum time between any two transitions
     sample_count: int  # bound of the history
     horizon_s: float = 1.0  # about the duration of a drop, with the evaluation before
     trend_window_s: float = TREND_WINDOW_S
@@ -65,7 +65,7 @@ class PressureRules:
 class Overload:
     """Demand will exceed capacity within the horizon, or does already."""
 
-    required_bytes: int  # to be freed over the whole cluster
+    required_bytes: int  # bytes to be freed over the whole cluster
     horizon_s: float
 
 
@@ -86,7 +86,7 @@ class LongRequest:
 
     need_tokens: int
     prompt_tokens: int = 0  # part of `need_tokens` that is still to be computed
-    leader_id: WorkerId = _NOWHERE  # of its present group; empty: none yet
+    leader_id: WorkerId = _NOWHERE  # leader of its present group; empty: none yet
 
 
 Signal = Overload | Relief | LongRequest
@@ -111,10 +111,10 @@ class Pressure:
 
     rules: PressureRules
     history: deque[ClusterDemand] = field(init=False)
-    forecast: Forecast | None = None  # of the newest sample
+    forecast: Forecast | None = None  # forecast at the newest sample
     quiet_until_s: float = -math.inf  # no signal is raised before this time
     _changeable_from_s: float = -math.inf  # like `quiet_until_s`, but not extended by a relief
-    _relieving: bool = False  # a relief was raised, and groups have not changed since
+    _relieving: bool = False  # True: a relief was raised, and groups have not changed since
     _low_since_s: float | None = None
     _given_back_s: float | None = None  # start of low demand before the last restore, unless a drop followed
     _relief_after_s: float = 0.0  # learnt minimum duration of low demand

@@ -44,7 +44,7 @@ class Planning:
     """Policy for overloads."""
 
     targets: ComparisonTargets = field(default_factory=ComparisonTargets)
-    compares: bool = True  # by predicted loss, including that of doing nothing; False, or without data: by need
+    compares: bool = True  # True: compare by predicted loss, also with no change; False, or without data: drop by need
     # By need, groups become deeper than pairs only if pairs would leave more than this fraction of the wanted KV unmet.
     tolerable_shortfall: float = 0.65
 
@@ -53,10 +53,10 @@ class Planning:
 class DropRequest:
     by: str  # overload or operator
     cause_id: str
-    request_id: str = ""  # of an operator's request; empty: the planner's own
+    request_id: str = ""  # id of an operator's request; empty: the planner's own
     required_bytes: int | None = None
     worker_ids: tuple[WorkerId, ...] = ()
-    again: bool = False  # a second evaluation of an overload
+    again: bool = False  # True: a second evaluation of an overload
     blind_s: float = 0.0  # how long data for a comparison has been missing
     hold_s: float = 0.0  # no automatic restore for this long afterwards
     long: LongNeed | None = None  # set for a request that needs a larger group

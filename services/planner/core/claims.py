@@ -14,13 +14,13 @@ from services.planner.policy.replicate import Partial
 
 @dataclass(frozen=True, slots=True)
 class WorkerClaim:
-    incarnation: Incarnation  # of the reporting instance
+    incarnation: Incarnation  # incarnation of the reporting instance
     place: Place
 
 
 @dataclass(frozen=True, slots=True)
 class Rebuilt:
-    layout: Layout  # with the newest reported epoch
+    layout: Layout  # layout with the newest reported epoch
     partial: Partial  # incarnations that hold only some layers and belong to no group any more
 
 

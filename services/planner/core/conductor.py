@@ -68,7 +68,7 @@ class ConductorRules:
     sizing: SizingRules = field(default_factory=SizingRules)
     planning: Planning = field(default_factory=Planning)
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
-    request_timeout_s: float = 5.0  # after which a pending request is rejected
+    request_timeout_s: float = 5.0  # time after which a pending request is rejected
     retry_s: float = 2.0  # wait after a failed transition that the planner itself began
 
 
@@ -78,7 +78,7 @@ class LayoutContext:
 
     layout: Layout
     model: ModelInfo | None
-    epoch: Epoch  # of the transition
+    epoch: Epoch  # epoch of the transition
     stranded: tuple[Member, ...]  # instances in no group that hold only some layers
     kept_out: KeptOut
 
@@ -97,7 +97,7 @@ class Conductor:
     rules: ConductorRules
     standings: Standings
     coordinator: Coordinator | None = None
-    record: TransitionRecord | None = None  # of the current transition
+    record: TransitionRecord | None = None  # record of the current transition
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
     to_write: Journal | None = None  # not yet known to be stored
     newest: Journal | None = None  # known to be, or to have been, stored
@@ -106,14 +106,14 @@ class Conductor:
     sizing: Sizing = field(init=False)
     _change: DesiredChange | None = None
     _requested_at_s: float = 0.0
-    _load: p.ClusterLoad | None = None  # for the pending change
+    _load: p.ClusterLoad | None = None  # loads for the pending change
     _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
     _began_by_planner: bool = False  # the transition may be aborted for other requests while it is prepared
     _requests: OrderedDict[str, _OperatorRequest] = field(default_factory=OrderedDict[str, _OperatorRequest])
     _own_at_s: float = 0.0  # earliest time of the next transition of the planner's own
     _again_at_s: float = math.inf  # when an overload is evaluated again
     _again_bytes: int = 0  # shortfall of that overload
-    _again_until_s: float = -math.inf  # until when that overload is evaluated again
+    _again_until_s: float = -math.inf  # time until which that overload is evaluated again
     _blind_s: tuple[float, float] | None = None  # first and last rejection of an overload for missing data
     _held_until_s: float = 0.0  # earliest time of an automatic restore
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
@@ -132,12 +132,12 @@ class Conductor:
 
     @property
     def holds_layout(self) -> bool:
-        """True while no other change of the layout is allowed: a transition based on it is not decided."""
+        """True while no other change of the layout is allowed, as a transition based on it is not decided yet."""
         return self.coordinator is not None and not self.coordinator.decided
 
     @property
     def due_at_s(self) -> float:
-        """When `tick` is to be called."""
+        """Time at which `tick` is to be called."""
         if self.coordinator is not None:
             own_s = self.coordinator.tick_at_s if self.to_write is None else math.inf
         else:

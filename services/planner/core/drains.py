@@ -38,7 +38,7 @@ class Drains:
         return [p.AskWorkerToDrain(target.worker_id, target.incarnation, target.address, event.cause_id)]
 
     def _add(self, request_id: str, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Returns False if there are too many pending drains. The oldest answered one is dropped for a new one."""
+        """Add a drain, dropping the oldest answered one if there are too many. Returns False if all are pending."""
         if len(self._by_request) >= self.limit:
             answered = next((r for r, drain in self._by_request.items() if drain.epoch is not None), None)
             if answered is None:

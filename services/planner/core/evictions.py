@@ -19,8 +19,8 @@ from ballast.common.layout import Group
 from services.planner.core.messages import InstanceProbed, Probed, ProbeInstance
 from services.planner.policy.replicate import Placeable
 
-_INTERVAL_S = 1.0  # between an answer and the next probe of the same instance
-_PROBES_PER_S = 100.0  # of all instances together
+_INTERVAL_S = 1.0  # time between an answer and the next probe of the same instance
+_PROBES_PER_S = 100.0  # maximum probes of all instances together
 _WORDS = {Probed.SILENT: "does not answer the planner", Probed.GONE: "nobody listens at its address"}
 
 
@@ -29,7 +29,7 @@ class _Suspect:
     incarnation: Incarnation
     address: str
     why: str
-    due_at_s: float  # of the next probe; inf during a probe
+    due_at_s: float  # time of the next probe; inf during a probe
     found: Probed | None = None  # result of the last probe
 
 

@@ -21,7 +21,7 @@ class Inconsistent:
     disagree_s: float  # duration after which a contradiction counts
     _since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
     _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # last compared with all reports
-    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # of that layout, by members
+    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # groups of that layout, by members
 
     def __bool__(self) -> bool:
         return bool(self._since_s)

@@ -44,8 +44,8 @@ NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerRules:
     coalesce_s: float = 0.1  # joins within this time share an epoch, as in the start of a cluster
-    verify_interval_s: float = 1.0  # between two reads of the stored layout: only a second leader changes it
-    retry_s: float = 0.5  # after the state server gave no answer
+    verify_interval_s: float = 1.0  # interval of reads of the stored layout: only a second leader changes it
+    retry_s: float = 0.5  # wait after the state server gave no answer
     max_drains: int = 1000  # drains whose answers are remembered
     disagree_s: float = 2.0  # an instance's report that contradicts the layout for so long counts, not the layout
     transitions: ConductorRules = field(default_factory=ConductorRules)
@@ -93,9 +93,9 @@ class PlannerCore:
 
     @property
     def settled_epoch(self) -> Epoch:
-        """No transition of this epoch or a lower one will be committed any more; 0 if that is not certain.
+        """The highest epoch up to which no transition will be committed any more; 0 if none is certain.
 
-        Only of stored epochs: a number that was never stored may be another leader's.
+        It is a stored epoch: a number that was never stored may be another leader's.
         """
         certain = self._may_write and self.store.stored_epoch == self.layout.epoch
         if not certain or self.conductor.busy:
@@ -194,6 +194,8 @@ class PlannerCore:
         if not self.active:
             self.conductor.observe(journal)
             return commands
+        if first and stored is not None:
+            self.conductor.sizing.begin(stored.learnt)
         if first and not self.conductor.busy:
             commands += self.conductor.take_over(journal, event.at_s, event.cause_id)
             commands += self._report_lost(event)
@@ -470,7 +472,7 @@ class PlannerCore:
         return not self.store.has_seen_last or bool(newer(self.layout, self.membership.claims()))
 
     def _take_up_claims(self, at_s: float) -> None:
-        """Once all instances and the stored state are known: rebuild a lost layout from the members' reports."""
+        """Rebuild a lost layout from the members' reports, once all instances and the stored state are known."""
         if not (self.active and self.store.is_read and self.membership.complete) or self.in_flight is not None:
             return
         rebuilt = None if self.conductor.busy else rebuild(self.layout, self.membership.claims(), self._layer_count())
@@ -527,7 +529,7 @@ class PlannerCore:
         return [p.SetTimer(due_at_s)]
 
     def _own_at_s(self, at_s: float) -> float:
-        """When a postponed transition of the planner's own may begin; inf if it may already."""
+        """Time at which a postponed transition of the planner's own may begin; inf if it may already."""
         own_at_s = self.conductor.own_at_s
         return own_at_s if self.active and not self.conductor.busy and own_at_s > at_s else math.inf
 

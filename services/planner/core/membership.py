@@ -21,12 +21,12 @@ from services.planner.policy.replicate import Placeable
 class Known:
     placeable: Placeable
     model: ModelInfo | None  # None: from a layout without models
-    confirmed: bool  # by the monitor, over the current connection
-    place: Place | None = None  # as last reported; None: alone, with all layers
+    confirmed: bool  # True if the monitor has confirmed it over the current connection
+    place: Place | None = None  # last reported place; None: alone, with all layers
     protocol: int | None = None  # number of the protocol between workers; None: from a layout
     fresh: bool = True  # it has reported since the layout assigned its group
-    away: bool | None = None  # to be parked; None: undecided
-    parked: bool = False  # as reported
+    away: bool | None = None  # True: it should be parked; None: undecided
+    parked: bool = False  # True if it reports to be parked
 
     def stand(self) -> None:
         """Update the standing from the intended and the reported state."""
@@ -41,7 +41,7 @@ class Known:
 @dataclass(slots=True)
 class Membership:
     max_remembered: int = 10_000  # departed workers whose newest incarnation is kept
-    model: ModelInfo | None = None  # of the cluster
+    model: ModelInfo | None = None  # the cluster's model
     complete: bool = False  # the monitor's snapshot over the present connection is complete
     known: dict[WorkerId, Known] = field(default_factory=dict[WorkerId, Known])
     # Incarnations that ended before the snapshot was complete: a layout that still names them does not restore them.

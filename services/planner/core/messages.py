@@ -14,6 +14,7 @@ from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import Journal, MemberSaid
 from services.planner.policy.replicate import Partial
+from services.planner.policy.reserve import Learnt
 
 _QUIET = Traffic()
 
@@ -24,9 +25,9 @@ class ClusterLoad:
 
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
-    pace: Pace | None = None  # of a typical instance, with the most layers that any holds; None: unknown
+    pace: Pace | None = None  # speed of a typical instance, with the most layers that any holds; None: unknown
     slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors on `pace`, if unlike it
-    fresh_traffic: Traffic | None = None  # without silent dispatchers; None: there are none, and `traffic` is complete
+    fresh_traffic: Traffic | None = None  # traffic without silent dispatchers; None: none is silent
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
         """A copy without the reports of these instances: their groups take no part in plans."""
@@ -41,9 +42,10 @@ class StoredLayout:
     """Content of the state server."""
 
     layout: Layout
-    model: ModelInfo | None  # of its instances; None before the first instance
+    model: ModelInfo | None  # model of its instances; None before the first instance
     partial: Partial = ()  # instances outside of the layout that hold only some layers
-    journal: Journal | None = None  # of the newest transition
+    journal: Journal | None = None  # journal of the newest transition
+    learnt: Learnt = field(default_factory=Learnt)
 
 
 class WriteOutcome(Enum):
@@ -108,9 +110,9 @@ class InstanceUp:
     model: ModelInfo
     draining: bool
     data_address: str = ""  # host:port of its data plane
-    place: Place | None = None  # in the layout, as reported; None: alone, with all layers
+    place: Place | None = None  # reported place in the layout; None: alone, with all layers
     protocol: int = PROTOCOL  # number of the protocol between workers
-    parked: bool = False  # as reported
+    parked: bool = False  # True if it reports to be parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +190,7 @@ class LongRequestRaised:
     cause_id: str
     need_tokens: int
     prompt_tokens: int  # part of `need_tokens` that is still to be computed
-    leader_id: WorkerId  # of its current group; empty: none yet
+    leader_id: WorkerId  # leader of its current group; empty: none yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -384,7 +386,7 @@ class Sized:
     """Instances were chosen to be parked, or to serve again."""
 
     worker_ids: tuple[WorkerId, ...]
-    lines: tuple[str, ...]  # of the comparison
+    lines: tuple[str, ...]  # lines of the comparison
     cause_id: str
 
 
@@ -433,7 +435,7 @@ class OrderStanding:
 @dataclass(frozen=True, slots=True)
 class AnswerDrain:
     request_id: str
-    epoch: Epoch  # from which on the instance gets no new requests
+    epoch: Epoch  # first epoch in which the instance gets no new requests
 
 
 class DrainRefusal(Enum):

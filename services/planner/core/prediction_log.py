@@ -23,11 +23,11 @@ class Predicted:
 
     decision: str  # the chosen candidate
     predicted: Prediction
-    nothing: Prediction  # of the candidate without change
+    nothing: Prediction  # prediction of the candidate without change
     horizon_s: float
     targets: ComparisonTargets
     at_s: float
-    epoch: Epoch | None  # of the transition; None: no change
+    epoch: Epoch | None  # epoch of the transition; None: no change
     before: Traffic
     settled_at_s: float | None = None
     served: Served | None = None  # None: unknown, or not yet known

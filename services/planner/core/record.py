@@ -24,7 +24,7 @@ class TransitionRecord:
     reached_at_s: dict[Stage, float] = field(default_factory=dict[Stage, float])
     statuses: Mapping[WorkerId, Status] = field(default_factory=dict[WorkerId, Status])
     lost: tuple[WorkerId, ...] = ()
-    dropped_at_s: float | None = None  # for a restore: when its oldest group was merged
+    dropped_at_s: float | None = None  # of a restore: time when its oldest group was merged
 
     @property
     def epoch(self) -> Epoch:

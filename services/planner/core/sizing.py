@@ -17,9 +17,9 @@ from ballast.common.wanted import Wanted
 from services.planner.core.messages import ClusterLoad
 from services.planner.core.survey import NoSurvey, running_of, survey
 from services.planner.policy.compare import Comparison, ComparisonTargets, compare_sizes
-from services.planner.policy.reserve import Jumps, Reserve, pair_gain, wanted_memory
+from services.planner.policy.reserve import Jumps, Learnt, Reserve, pair_gain, wanted_memory
 
-_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # between two evaluations, with and without parking
+_LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # intervals of evaluations, with and without parking
 _REACTS_S = 1.0  # time until dispatchers know, in addition to the time to wake and the interval of evaluations
 _REGRET_S = 60.0  # an instance needed again within this time should not have left
 _MOST_DWELL_S = 600.0
@@ -32,9 +32,9 @@ _OVERDUE = 3.0  # multiple of the time to wake after which a waking instance is 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizingRules:
-    parks: bool = False  # whether idle instances are parked
-    advises: bool = False  # without parking: compute the wanted number for an external scaler
-    drops: bool = False  # parameters are dropped under memory pressure, which bridges the time to wake
+    parks: bool = False  # True: idle instances are parked
+    advises: bool = False  # True: without parking, compute the wanted number for an external scaler
+    drops: bool = False  # True: parameters are dropped under memory pressure, which bridges the time to wake
     least_instances: int = 1  # minimum number serving
     dwell_s: float = 10.0  # how long one less must suffice
     last_name: bool = False  # the highest name leaves, as with StatefulSets; otherwise the emptiest instance
@@ -43,7 +43,7 @@ class SizingRules:
 @dataclass(slots=True)
 class Sizing:
     rules: SizingRules
-    wanted_count: int = 0  # by the last evaluation; 0: unknown
+    wanted_count: int = 0  # number of instances wanted by the last evaluation; 0: unknown
     why: str = ""  # reason of that number
     look_at_s: float = math.inf
     _jumps: Jumps = field(default_factory=Jumps)
@@ -99,7 +99,7 @@ class Sizing:
         return {leaver: True}, compared
 
     def wanted(self, layout: Layout) -> Wanted:
-        """How many instances should serve (the current number while unknown), and which serve now."""
+        """The number of instances that should serve (the current one while unknown), and those that serve now."""
         members = [m for group in layout.groups for m in group.members]
         away = (Standing.LEAVING, Standing.PARKED)
         return Wanted(
@@ -108,6 +108,15 @@ class Sizing:
             parked=tuple(sorted(m.worker_id for m in members if m.standing in away)),
             reason=self.why if self.wanted_count else "too little is known yet",
         )
+
+    @property
+    def learnt(self) -> Learnt:
+        return Learnt(self._jumps.largest, self._dwell_s)
+
+    def begin(self, before: Learnt) -> None:
+        """Go on from what the planner before has learnt."""
+        self._jumps.begin(before.jumps)
+        self._dwell_s = max(self._dwell_s, min(_MOST_DWELL_S, before.dwell_s))
 
     def later(self, at_s: float) -> None:
         """Schedule the next evaluation."""

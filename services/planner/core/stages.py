@@ -33,10 +33,10 @@ class CoordinatorRules:
 
     prepare_timeout_s: float = 10.0
     restore_prepare_timeout_s: float = 600.0
-    commit_timeout_s: float = 30.0  # covers the end of a step and remapping
+    commit_timeout_s: float = 30.0  # time for the end of a step and remapping
     exchange_timeout_s: float = 60.0  # time without progress of any member
     abort_timeout_s: float = 10.0
-    bereaved_s: float = 1.0  # after a loss that follows the commit: time for members that depend on the lost one
+    bereaved_s: float = 1.0  # time after a loss that follows the commit, for members that depend on the lost one
     poll_s: float = 0.02  # polling interval for a member that will be ready soon, as requests wait
     slow_poll_s: float = 0.1  # polling interval for a member that is busy for longer: loading parameters, exchanging KV
 

@@ -99,7 +99,7 @@ class StandIns:
         return at_s if self._load is not None and not busy else self._until_s
 
     def asks(self) -> bool:
-        """Returns True once for each loss: its loads must be read now."""
+        """True if loads must be read for a loss now: returned once for each loss."""
         asks, self._asked = not self._asked, True
         return asks
 

@@ -1,4 +1,4 @@
-"""Which instances are to be parked, and the steps to it (pure).
+"""The instances that are to be parked, and the steps that park them (pure).
 
 An instance's standing follows from two facts: whether it should be away, which is decided here and stored in the
 layout, and whether it has parked, which it reports. So no step can be missed: changes of leader, late reports and lost
@@ -15,7 +15,7 @@ from ballast.common.layout import Layout, Member, Standing, group_of
 from services.planner.core import messages as p
 from services.planner.core.membership import Membership
 
-_ORDERS_S = 0.25  # between two orders to the same instance
+_ORDERS_S = 0.25  # interval of orders to the same instance
 _MOST_WAITING = 1000
 
 
@@ -71,7 +71,7 @@ class Standings:
         return True
 
     def help_out(self, layout: Layout) -> bool:
-        """If no instance serves any more, let leaving ones or a parked one serve again. Returns True if one does."""
+        """Let leaving instances or a parked one serve again if no other instance serves. Returns True if one does."""
         members = [m for group in layout.groups for m in group.members]
         if any(m.takes_new or m.standing is Standing.WAKING for m in members):
             return False

@@ -15,13 +15,13 @@ from services.planner.core import messages as p
 class StoreSync:
     verify_interval_s: float
     retry_s: float  # wait before the next attempt if the state server does not answer
-    token: int | None = None  # of the lease; None: standby
+    token: int | None = None  # fencing token of the lease; None: standby
     writing: p.Write | None = None
     reading: bool = False
     is_read: bool = False  # the stored state is known well enough for writing
     read_at_s: float = 0.0  # time of the next read
     journal_at_s: float = 0.0  # earliest time of the next journal write
-    stored_epoch: Epoch | None = None  # as last read or written; None: nothing is stored
+    stored_epoch: Epoch | None = None  # epoch last read or written; None: nothing is stored
     used_epoch: int = 0  # the highest that may have been written
     has_seen_last: bool = True  # this planner knows every epoch that was written
 

@@ -25,7 +25,7 @@ from services.planner.policy.snapshot import (
 
 Loads = Mapping[WorkerId, LoadReport]
 _Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent size -> those of its class
-_MARGIN = 1.1  # of demand: bytes freed in excess
+_MARGIN = 1.1  # multiple of the demand that is freed
 _LIKE_SPEED = 1.1  # speeds are rounded to powers of this
 _MOST_SLOWNESS = 1000.0
 _ALIKE = 1.02  # memories that differ by less are of one class: each class increases the search
@@ -76,7 +76,7 @@ def survey(
     if layout.layer_count != shape.layer_count:
         raise NoSurvey(f"the layout is of {layout.layer_count} layers, the model has {shape.layer_count}")
     parts = dict[tuple[int, int, int], _LayerRange]()
-    begin, end, extent, least_bytes = 0, 0, -1, 0  # of the last member, usually the same for the next
+    begin, end, extent, least_bytes = 0, 0, -1, 0  # values of the last member, usually the same for the next
     groups, led, reported = list[Group](), list[LoadReport](), loads.get
     for group in layout.groups:
         leaders = None
@@ -133,7 +133,7 @@ def running_of(led: Sequence[LoadReport]) -> Running:
 
 
 def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
-    """Maps budget and extent size of each memory to those of the smallest memory of its class."""
+    """Budget and extent size of each memory -> those of the smallest memory of its class."""
     found, least = dict[tuple[int, int], tuple[int, int]](), (0, 0)
     for one in sorted({(m.budget_bytes, m.extent_bytes) for m in memories}):
         if one[0] > least[0] * _ALIKE:

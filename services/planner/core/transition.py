@@ -141,10 +141,10 @@ class Coordinator:
         self.given_up: set[WorkerId] = set()  # lost members that may be alive; what they hold is unknown
         self._began_s = at_s
         self._entered_s = at_s  # start of the stage
-        self._progress_s = at_s  # of a member's last progress
+        self._progress_s = at_s  # time of a member's last progress
         self._first_loss_s = math.inf
         self._sent_s = at_s
-        self._hurried = ""  # why draining groups are ended early; empty: they are not
+        self._hurried = ""  # reason for ending draining groups early; empty: they are not
         self._writing: Journal | None = None
         self.statuses: dict[WorkerId, Status] = {}
 

@@ -18,7 +18,7 @@ from services.planner.policy.merged import group_plan
 from services.planner.policy.snapshot import Columns, GroupState, ModelShape, Snapshot, columns_of
 from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, kinds_of
 
-MOST_STAGES = 8  # of a group made by a comparison
+MOST_STAGES = 8  # maximum stages of a group made by a comparison
 _LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
 # A drop stalls moved sequences for this time plus that of moving the KV over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
@@ -33,8 +33,8 @@ _SAMPLED = 8  # merges of unlike members whose capacity is computed; the others 
 class Running:
     """Running and waiting requests of a snapshot's groups."""
 
-    max_running_count: int  # of an instance that does not report it
-    waiting_count: int  # in the workers' waiting lines
+    max_running_count: int  # maximum for an instance that does not report its own
+    waiting_count: int  # requests in the workers' waiting lines
 
 
 class _Sums(NamedTuple):
@@ -89,7 +89,7 @@ class Pool:
 
     @property
     def label(self) -> str:
-        """The slowdown of its machines, unless it is 1."""
+        """Text with the slowdown of its machines; empty if that is 1."""
         return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
 
 
@@ -119,7 +119,7 @@ def _slowness(group: GroupState) -> float:
 
 
 def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
-    """Machines that are alone in their speed class join the largest class; otherwise they could not be merged."""
+    """The speed classes, with lone machines added to the largest class: otherwise they could not be merged."""
     many = [groups for groups in classes if len(groups) > 1]
     loners = [group for groups in classes if len(groups) == 1 for group in groups]
     if not loners:

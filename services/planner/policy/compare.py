@@ -1,4 +1,4 @@
-"""Whether to drop or restore, and how much: predictions for each candidate, and the choice (pure).
+"""Decides whether to drop or restore, and how much, by predictions for each candidate (pure).
 
 The duration of a burst is unknown, so each candidate is evaluated in several futures. The loss of a prediction is the
 logarithm of how far P99 TTFT and TPOT exceed their targets: doubled waits weigh as much as doubled token times. Beyond
@@ -33,9 +33,10 @@ from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, w
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
-LASTS_S = (2.0, 15.0, 60.0)  # futures: durations for which the present rate continues
+# The middle one holds until the duration of bursts is known.
+LASTS_S = (2.0, 15.0, 60.0)  # durations for which the present rate continues, each a future to predict
 _MIDDLE = len(LASTS_S) // 2
-LOST = 20.0  # times the target: longer waits are lost. Ten seconds by default: chosen, not derived
+LOST = 20.0  # multiple of the target from which on waits are lost: by default ten seconds, chosen, not derived
 _UNSURE = 1.1  # minimum advantage over a smaller change
 _LEAST_S, _MOST_S = 30.0, 120.0  # horizon: two request durations, within these bounds
 _OUTLIVED = 2.0  # times the mean answer: requests that have run for longer are of another kind
@@ -72,7 +73,7 @@ class Evaluation:
     """A candidate and its prediction."""
 
     candidate: Candidate
-    prediction: Prediction  # for the middle future
+    prediction: Prediction  # prediction for the middle future
     loss: float  # a lower bound for candidates that could not be chosen
 
     @property
@@ -101,7 +102,7 @@ class Comparison:
         return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:
-        """For people: the prediction of each candidate."""
+        """The prediction of each candidate in words, one line each."""
         return [f"{'-> ' if c is self.chosen else '   '}{c.told()}" for c in self.candidates]
 
 
@@ -228,12 +229,12 @@ class _Evaluator:
         return self.finish(self.begin(candidate, kinds), kinds)
 
     def begin(self, candidate: Candidate, kinds: Sequence[GroupKind]) -> Evaluation:
-        """Evaluate in the middle future only."""
+        """Evaluate a candidate in the middle future only."""
         prediction = self._predict(kinds, self._futures[_MIDDLE])
         return Evaluation(candidate, prediction, self._loss([prediction]))
 
     def finish(self, begun: Evaluation, kinds: Sequence[GroupKind]) -> Evaluation:
-        """Evaluate in the other futures."""
+        """Evaluate a candidate in the remaining futures as well."""
         others = (*self._futures[:_MIDDLE], *self._futures[_MIDDLE + 1 :])
         predicted = [self._predict(kinds, future) for future in others]
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
@@ -378,7 +379,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
             waited_s=traffic.oldest_wait_s,
             prompts=tuple([max(1.0, prompt if length is None else length) for length in spread]),
         )
-        for lasts_s in LASTS_S
+        for lasts_s in (*LASTS_S[:_MIDDLE], traffic.burst_left_s or LASTS_S[_MIDDLE], *LASTS_S[_MIDDLE + 1 :])
     ]
 
 
@@ -406,7 +407,7 @@ class _Calm(NamedTuple):
     """Latencies of an instance with half-full memory."""
 
     token_s: float
-    prompt_s: float  # of a long prompt
+    prompt_s: float  # prefill time of a long prompt
 
 
 def _calm(machine: FluidMachine, kinds: Sequence[GroupKind], future: Future) -> _Calm:

@@ -30,7 +30,7 @@ _LEAST_STEP_S = 1e-6  # lower bound, whatever costs are reported
 # A distribution of prompt lengths is reduced to these parts: fraction of all, and its representative quantile.
 PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
 _MOST_SHARING = 2.0  # the first waiting prompt gets half of every batch, however many there are
-_PRECISION_S = 0.005  # of a wait
+_PRECISION_S = 0.005  # precision of a wait
 _HALVINGS = 40  # maximum: waits beyond 10^12 s, from reported costs, are less precise
 _COHORTS = 8  # parts of the requests waiting at the beginning, by waiting time
 _NEARLY = 0.1  # fraction of a request that may be missing, as flows have no last one
@@ -44,9 +44,9 @@ class GroupKind:
     group_count: int
     capacity_tokens: float  # KV, in total
     running_count: float
-    used_tokens: float  # of KV
-    uncomputed_tokens: float = 0.0  # of prompts of admitted requests without a token
-    max_running_count: float = 0.0  # in total; 0: the machine's
+    used_tokens: float  # used KV tokens
+    uncomputed_tokens: float = 0.0  # prompt tokens of admitted requests without a token
+    max_running_count: float = 0.0  # maximum in total; 0: the machine's
     stall_s: float = 0.0  # nothing progresses until then, because of a transition
     kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
     kept_s: float = 0.0
@@ -61,10 +61,10 @@ class Future:
     lasts_s: float
     calm_per_s: float
     prompt_tokens: float
-    answer_tokens: float  # of an arriving request
+    answer_tokens: float  # expected answer of an arriving request
     waiting_count: float  # requests without a first token
     waiting_tokens: float
-    remaining_tokens: float = 0.0  # of running answers, if more than of a new one; 0: the same
+    remaining_tokens: float = 0.0  # mean of running answers, if more than of a new one; 0: the same
     waited_s: float = 0.0  # waiting time of the first of them; the last has just arrived
     prompts: tuple[float, ...] = ()  # prompt tokens, by `PARTS`; empty: all equal
 
@@ -97,7 +97,7 @@ class Prediction:
     ahead_p99_s: float  # P99 TTFT without the time waited before the prediction
     tpot_s: float  # mean over the tokens, including waits of preempted requests
     lost_share: float = 0.0  # fraction of the requests whose wait is lost
-    lost_ahead_share: float = 0.0  # the same without the time waited before the prediction
+    lost_ahead_share: float = 0.0  # like `lost_share`, without the time waited before the prediction
 
     def told(self) -> str:
         return f"P99 TTFT {self.ttft_p99_s:.2f} s, TPOT {1e3 * self.tpot_s:.0f} ms"
@@ -271,7 +271,7 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
-        if self.old > 0.0 and remaining > answer:
+        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave some of no running ones
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
@@ -375,7 +375,7 @@ def _lost(waits: Mapping[float, float], limit_s: float) -> float:
 
 
 def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:
-    """Admits as many as there is room for, evenly over instances as routing does; returns how many."""
+    """Admit as many requests as there is room for, evenly over instances, as routing does. Returns their number."""
     if len(flows) == 1:
         let = min(flows[0].room(until_s, mean_tokens), count)
         flows[0].let_in(let, mean_tokens)
@@ -403,7 +403,7 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
 def _waits(
     came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float = 0.0
 ) -> dict[float, float]:
-    """Waits (seconds, number of requests): when the curve of first tokens reaches each arrival.
+    """Number of requests by wait (seconds): until the curve of first tokens reaches their arrival.
 
     Args:
         ready_s: When the first tokens of a step were ready, if the step was not fully used.

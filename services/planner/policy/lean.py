@@ -16,7 +16,7 @@ class HeldRequest:
     """Content of one instance."""
 
     number: int
-    amounts: tuple[int, ...]  # of its requests
+    amounts: tuple[int, ...]  # amounts of its requests
     leaving: bool = False  # takes no new request, and is emptied
 
     @property
@@ -26,7 +26,7 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeanMove:
-    amount: int  # of the request: any of that size
+    amount: int  # amount of the request: any request of that size
     source: int
     target: int
 
@@ -42,7 +42,7 @@ def place(amount: int, instances: Sequence[HeldRequest], capacity: int, reserve:
 
 
 def leaves(instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> list[LeanMove] | None:
-    """The moves that empty the emptiest instance; None: the others have too little room."""
+    """The moves that empty the emptiest instance; None: it is the only one, or the others have too little room."""
     staying = [one for one in instances if not one.leaving and one.amounts]
     if len(staying) < 2:
         return None

@@ -65,7 +65,7 @@ class Item:
 
 @dataclass(slots=True, eq=False)
 class MellBin:
-    number: int  # in order of opening
+    number: int  # number in order of opening
     items: list[Item] = field(default_factory=list[Item])
 
     @property
@@ -84,11 +84,11 @@ class MellMove:
 class Exceptions:
     """Numbers of bins that violate a property of theorem 1, which permits a constant number of each."""
 
-    medium: int  # 1: a medium bin has two medium items
-    small: int  # 2: a small one has three small ones
-    tiny: int  # 3: a tiny one is three quarters full
-    alone: int  # 4: a large item has a medium or small one beside it, if any of them fits
-    hollow: int  # 5: while there are tiny bins, large and medium ones are three quarters full
+    medium: int  # property 1: a medium bin has two medium items
+    small: int  # property 2: a small one has three small ones
+    tiny: int  # property 3: a tiny one is three quarters full
+    alone: int  # property 4: a large item has a medium or small one beside it, if any of them fits
+    hollow: int  # property 5: while there are tiny bins, large and medium ones are three quarters full
 
 
 class Book:

@@ -24,11 +24,11 @@ class MemberPlan:
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
     group_id: GroupId  # the leader's worker id
-    merged: tuple[GroupState, ...]  # by id
+    merged: tuple[GroupState, ...]  # merged groups, by id
     members: tuple[MemberPlan, ...]  # in stage order
     freed_bytes: int
     exchange_bytes: int  # KV of running sequences that changes its holder
-    block_count_before: int  # of all merged groups
+    block_count_before: int  # blocks of all merged groups
     block_count: int  # the minimum over the stages
 
 

@@ -44,7 +44,7 @@ class Move:
 @dataclass(slots=True)
 class _MigrationCandidate:
     group: Group
-    load: LoadReport  # of its leader
+    load: LoadReport  # report of its leader
     drains: bool
 
     @property

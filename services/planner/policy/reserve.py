@@ -12,6 +12,7 @@ from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 
 FEWER = Candidate("one less", added=-1)
 _PEAK_S = 60.0
+_MOST_LEARNT = 1e6  # instances, or seconds
 _SPAN_S, _SPANS, _LEARNS = (
     30.0,
     10,
@@ -25,7 +26,7 @@ class Reserve:
 
     leaving: tuple[GroupState, ...] = ()  # most loaded first: cancelling a leave is immediate
     parked_count: int = 0
-    waking_s: tuple[float, ...] = ()  # until each waking instance serves
+    waking_s: tuple[float, ...] = ()  # seconds until each waking instance serves
     wake_s: float = 0.0  # time to wake another one
     peak: float = 0.0  # maximum memory demand of the last minute, in instances
     recent_peak_count: int = 0  # maximum number of arrivals within RECENT_S in the last minute
@@ -69,6 +70,18 @@ def wanted_memory(snapshot: Snapshot, reserve: Reserve, traffic: Traffic) -> flo
     return (blocks * snapshot.model.block_tokens + traffic.queued_tokens) / home_tokens(snapshot)
 
 
+@dataclass(frozen=True, slots=True)
+class Learnt:
+    """What a planner has learnt about parking, for the next one."""
+
+    jumps: tuple[float, ...] = ()  # the largest rise of demand in each span, in instances; newest last
+    dwell_s: float = 0.0
+
+    @property
+    def is_believable(self) -> bool:
+        return all(0.0 <= value <= _MOST_LEARNT for value in (*self.jumps, self.dwell_s))
+
+
 class Jumps:
     """Learns the size of bursts: the maximum of the last minute, and the largest rise within a short time."""
 
@@ -81,6 +94,15 @@ class Jumps:
     def known(self) -> bool:
         """True if demand was observed for long enough to know its jumps."""
         return len(self._largest) > _LEARNS
+
+    @property
+    def largest(self) -> tuple[float, ...]:
+        """The largest rise of each span, newest last."""
+        return tuple(self._largest)
+
+    def begin(self, before: Sequence[float]) -> None:
+        """Go on from the rises of spans before those seen here."""
+        self._largest = deque([*before, *self._largest], maxlen=_SPANS)
 
     def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:
         """The reserve with the statistics of bursts.

@@ -25,7 +25,7 @@ class Dissolution:
 
     group_id: GroupId
     members: tuple[WorkerId, ...]  # in stage order
-    block_counts: tuple[int, ...]  # of each member with a full replica
+    block_counts: tuple[int, ...]  # blocks of each member with a full replica
     pulls: tuple[Pull, ...]
 
     @property
@@ -82,8 +82,8 @@ def plan_restore(
 
 
 def _too_long(longest_tokens: int, alone_tokens: int) -> str | None:
-    """Why a pipeline's longest request does not fit a single member; None if it does. Checked as by its leader: a batch
-    in flight may add a token, and the next one needs room for one more.
+    """Reason why a pipeline's longest request does not fit a single member; None: it does. Checked as by its leader: a
+    batch in flight may add a token, and the next one needs room for one more.
     """
     if longest_tokens + 2 <= alone_tokens or alone_tokens < 1:
         return None

@@ -19,7 +19,7 @@ class ModelShape:
     layer_parameter_bytes: tuple[int, ...]
     other_parameter_bytes: int  # embedding, head ...: held by every instance
     block_tokens: int
-    block_bytes: int  # per KV block in one layer
+    block_bytes: int  # bytes of a KV block in one layer
     extent_bytes: int = 1  # granularity of memory
 
     @property
@@ -91,8 +91,8 @@ class GroupState(NamedTuple):
     used_block_count: int
     waiting_block_count: int
     running_count: int = 0
-    uncomputed_tokens: int = 0  # of prompts of running requests
-    max_running_count: int = 0  # of all members together; 0: not reported
+    uncomputed_tokens: int = 0  # prompt tokens of running requests that are not computed
+    max_running_count: int = 0  # maximum of all members together; 0: not reported
 
     @property
     def load_blocks(self) -> int:
@@ -110,7 +110,7 @@ class Columns(NamedTuple):
     running: Sequence[int]
     uncomputed: Sequence[int]
     members: AbstractSet[tuple[int, int, float]]  # distinct (budget, extent size, slowdown)
-    max_running: Sequence[int]  # of all members of a group together; 0: not reported
+    max_running: Sequence[int]  # maximum of all members of a group together; 0: not reported
 
 
 class GroupSnapshots(Sequence[GroupState]):

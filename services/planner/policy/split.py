@@ -428,7 +428,7 @@ def _overlap(first: int, last: int, kind: MemberKind) -> int:
 def _name_members(
     ordered: Sequence[SplitMember], groups: Sequence[tuple[MemberKind, float, int]], path: _Path
 ) -> list[SplitStage]:
-    """Assigns a kind's ranges to its members: most KV where most of the executed layers stay."""
+    """Assign the ranges of each kind to its members: most KV where most of the executed layers stay."""
     merged_loads = len({kind for kind, _, _ in groups}) == len(groups)
     stages: list[SplitStage] = []
     for g, (kind, load, _) in enumerate(groups):

@@ -16,7 +16,7 @@ from services.planner.shell.ports import MembersPort
 
 _INTERVAL_S = 10.0  # workers keep a link for a minute after it was last named
 _TIMEOUT_S = 2.0
-MOST = 8  # per worker; workers have their own bound
+MOST = 8  # partners per worker; workers have their own bound
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 import time
 
 from ballast.common.errors import BallastError, InvariantViolation, Unavailable, broken_core
@@ -15,6 +16,7 @@ from services.planner.core import messages as p
 from services.planner.core.machine import PlannerCore
 from services.planner.core.record import TransitionRecord
 from services.planner.policy.migrate import MigrationRules
+from services.planner.policy.reserve import Learnt
 from services.planner.shell import notes
 from services.planner.shell.answers import Answers, change_error, drain_error
 from services.planner.shell.balancing import Balancing
@@ -26,7 +28,8 @@ from services.planner.shell.webhook import Webhook
 
 _MAX_WATCHERS = 64  # streams of layouts that may be open at once
 _LOADS_TIMEOUT_S = 2.0
-_CALL_TIMEOUT_S = 2.0  # of a call to a member; repeated until the transition ends
+_LEARNT_S = 10.0  # minimum interval of writes of what was learnt
+_CALL_TIMEOUT_S = 2.0  # timeout of a call to a member; the call is repeated until the transition ends
 _DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
 _DRAIN_CALL_TIMEOUT_S = 3.0
 
@@ -73,6 +76,8 @@ class PlannerShell:
         self._tasks = Work()
         self._listening: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._learnt = Learnt()
+        self._wrote_learnt_at_s = -math.inf
         self._last_number = 0
         self._bug: asyncio.Future[None] | None = None
 
@@ -266,6 +271,18 @@ class PlannerShell:
                 note_failure("read loads", error)
         self.feed(p.LoadsRead(time.monotonic(), cause_id, load, failure))
         self._publish_wanted()
+        learnt, now_s = self.core.conductor.sizing.learnt, time.monotonic()
+        if self.core.active and learnt != self._learnt and now_s - self._wrote_learnt_at_s >= _LEARNT_S:
+            self._learnt, self._wrote_learnt_at_s = learnt, now_s
+            self._tasks.start(self._write_learnt(learnt), "write what was learnt")
+
+    async def _write_learnt(self, learnt: Learnt) -> None:
+        if (token := self.core.store.token) is None:
+            return
+        try:
+            await self._store.write_learnt(learnt, token)
+        except BallastError as error:
+            get_logger().debug("what was learnt is not written", why=str(error))
 
     def _publish_wanted(self) -> None:
         wanted = self.core.conductor.sizing.wanted(self.core.layout) if self.core.active else None

@@ -11,6 +11,7 @@ from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.transition import MemberSaid
 from services.planner.policy.migrate import Move
+from services.planner.policy.reserve import Learnt
 
 
 class LayoutStore(Protocol):
@@ -24,6 +25,10 @@ class LayoutStore(Protocol):
 
     async def write_reach(self, reach: Reach, token: int) -> None:
         """Publish the reach for dispatchers; a former leader writes nothing. Raises Unavailable without an answer."""
+        ...
+
+    async def write_learnt(self, learnt: Learnt, token: int) -> None:
+        """For the next planner. Raises as above."""
         ...
 
 

@@ -20,8 +20,8 @@ class GpuClock:
     """Ideal time of an engine. Used by the engine thread, except for `heard`."""
 
     def __init__(self) -> None:
-        self.ended_s = 0.0  # of the last step
-        self._heard_s = 0.0  # of the last message without activations
+        self.ended_s = 0.0  # ideal end of the last step
+        self._heard_s = 0.0  # ideal arrival of the last message without activations
         self.due_s = 0.0  # total ideal duration of steps
         self.late_s = 0.0  # total delay of starts, compensated
         self.lost_s = 0.0  # total delay of ends, not compensated

@@ -40,8 +40,8 @@ VERSION = 3
 _LEAST_WAIT_S = 0.0005  # shorter waits are skipped: two event loops take as long
 _CLOSE_WITHIN_S = 2.0
 _OPEN_WITHIN_S = 5.0
-_LOOK_S = 10.0  # between two idle checks
-_WORD_BYTES = 64  # of a join or leave message
+_LOOK_S = 10.0  # interval of idle checks
+_WORD_BYTES = 64  # size of a join or leave message
 _Given = TypeVar("_Given")
 
 
@@ -233,7 +233,7 @@ class EmulatedConnection(Connection):
     # ------------------------------------------------------------ event loop: out
 
     def _send(self, what: tuple[EmulatedFrame, Future[None]]) -> None:
-        """Sends in order, each frame after the ideal duration of the previous and its own bytes."""
+        """Send frames in order, each after the ideal duration of the previous and its own bytes."""
         frame, done = what
         now_s = self._loop.time()
         self._free_at_s = max(now_s, self._free_at_s) + self._card.message_s(frame.size_bytes)

@@ -40,7 +40,7 @@ class EmulatedCopier:
     """A `BlockCopier` that copies marks, and waits for the time of the bytes."""
 
     def __init__(self, memory: DeviceMemory, block_count: int, host_bytes_per_s: float) -> None:
-        """`host_bytes_per_s`: per direction."""
+        """`host_bytes_per_s`: copy speed in each direction."""
         self.block_count = block_count
         self._memory = memory
         self._block_s = memory.kv.shape.block_bytes / host_bytes_per_s

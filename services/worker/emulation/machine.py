@@ -77,13 +77,13 @@ class Machine(_Strict):
 
     kind: Literal["ballast-emulated-machine"] = "ballast-emulated-machine"
     version: Literal[1] = VERSION
-    name: str  # for people
+    name: str  # name shown to people
     model: Outline
-    memory_bytes: int = Field(ge=1)  # for parameters and KV, unless configured otherwise
+    memory_bytes: int = Field(ge=1)  # memory for parameters and KV, unless configured otherwise
     execution: Roofline | MeasuredCosts = Field(discriminator="kind")
-    link_bytes_per_s: float = Field(gt=0)  # of the network cards, both directions together
+    link_bytes_per_s: float = Field(gt=0)  # speed of the network cards, both directions together
     disk_bytes_per_s: float = Field(gt=0)
-    host_bytes_per_s: float = Field(default=24e9, gt=0)  # between host memory and the devices
+    host_bytes_per_s: float = Field(default=24e9, gt=0)  # copy speed between host memory and the devices
     remap_s_per_byte: float = Field(ge=0)
 
 

@@ -161,7 +161,7 @@ class Phantom:
 
 
 def phantom(tensor: torch.Tensor) -> Phantom:
-    """Cast of an emulated worker's tensor."""
+    """The phantom that an emulated worker's tensor is: a cast for type checkers."""
     return cast("Phantom", tensor)
 
 

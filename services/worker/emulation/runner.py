@@ -86,7 +86,7 @@ class Marks:
         self.wrong_total = 0  # slices with a wrong read
 
     def take_in(self, batch: Batch) -> None:
-        """Update for removed and added sequences."""
+        """Forget the batch's removed sequences and add its new ones."""
         for sequence_id in batch.removed:
             self.known.pop(sequence_id, None)
         for new in batch.added:

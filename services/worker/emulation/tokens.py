@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 
 _WORD = "i" if array("i").itemsize == 4 else "l"
-_SPREAD = 2654435761  # spreads neighbouring numbers: 2 ** 32 by the golden ratio
+_SPREAD = 2654435761  # 2 ** 32 divided by the golden ratio: spreads neighbouring numbers
 _WRONG = 0x5BD1E995
 
 
@@ -22,7 +22,7 @@ def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:
 
 
 def next_token(before: int, position: int, vocab_size: int) -> int:
-    """The token at `position` behind a prefix with that hash."""
+    """The token at `position`, after a prefix with the hash `before`."""
     mixed = ((before ^ position) * _SPREAD) & 0xFFFFFFFF
     return (mixed ^ mixed >> 15) % vocab_size
 

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 _HEAD = struct.Struct("<BBHIQQQdII")
 HEAD_BYTES = _HEAD.size
-MAX_BYTES = 64 << 20  # of meta or of marks
+MAX_BYTES = 64 << 20  # maximum size of meta or of marks
 
 
 class FrameType(IntEnum):
@@ -28,7 +28,7 @@ class EmulatedFrame(NamedTuple):
     transfer: int = 0
     epoch: int = 0
     stream: int = 0
-    size_bytes: int = 0  # of the real payload
+    size_bytes: int = 0  # size of the real payload
     meta: bytes = b""
     body: bytes = b""
     at_s: float = 0.0  # ideal arrival of a message, see `clock`

@@ -236,7 +236,7 @@ class StagedDecodes:
     """
 
     def __init__(self, attention: CudaAttention, rows: int, longest: int, block_tokens: int) -> None:
-        """Allocates memory for at most `rows` rows with contexts of at most `longest` tokens."""
+        """Allocate memory for at most `rows` rows with contexts of at most `longest` tokens."""
         self._rows = rows
         self._attention = attention
         self._tile_count = min(rows * _MOST_PARTS, max(rows, _MOST_TILES))

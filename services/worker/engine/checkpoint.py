@@ -185,7 +185,7 @@ def _all_parameters(config: ModelConfig) -> list[Parameter]:
 
 
 def tensor_places(model_dir: Path) -> dict[str, Path]:
-    """Tensor -> the file that contains it. Raises ConfigError if files or tensors are missing."""
+    """The file of each tensor, by the tensor's name. Raises ConfigError if files or tensors are missing."""
     single, index = model_dir / _SINGLE, model_dir / _INDEX
     if index.exists():
         return _places_by_index(model_dir, index)

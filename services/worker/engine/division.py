@@ -102,7 +102,7 @@ def divide(model: Any, layers_name: str, cuts: Mapping[str, RankCut], division: 
 
 
 def _plan(model: Any, layers_name: str) -> dict[str, str]:
-    """Tensor-parallel plan of the layers: pattern of a full name -> style."""
+    """Tensor-parallel plan of the layers: the style of modules by pattern of their full names."""
     told: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     before, _, layers = layers_name.rpartition(".")
     inside = {pattern: style for pattern, style in told.items() if pattern.startswith(f"{layers}.")}

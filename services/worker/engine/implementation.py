@@ -210,9 +210,12 @@ class BallastModel:
 
     def read_layer(self, store: ParameterStore, layer: int) -> None:
         with Checkpoint(self.model_dir, self.kernels) as checkpoint:
-            for rank, one in enumerate(store.of_ranks):
-                config = self.config if rank == self.config.rank else replace(self.config, rank=rank)
+
+            def fill(rank: int, one: ParameterStore) -> None:
+                config = self.config if one is store else replace(self.config, rank=rank)
                 checkpoint.fill(layer_parameters(config, layer, self._layout), one.layer(layer))
+
+            store.fill(layer, fill)
 
     def assemble(
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int

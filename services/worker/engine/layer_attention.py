@@ -179,7 +179,7 @@ class LayerAttentionStep:
 
 
 class _TorchStep:
-    """Any kind of attention with torch, on any device: gathers whole blocks and masks invisible tokens."""
+    """Computes any kind of attention with torch on any device: gathers whole blocks and masks invisible tokens."""
 
     def __init__(self, step: PackedStep, device: torch.device) -> None:
         self._step, self._device = step, device

@@ -112,7 +112,7 @@ class Adaptable(Protocol):
 
 
 def linears_of(model: nn.Module, layers_name: str) -> dict[str, tuple[int, int]]:
-    """Linear modules in a model's layers: name -> (outputs, inputs)."""
+    """(outputs, inputs) of the linear modules in a model's layers, by name."""
     named = model.named_modules()
     found = {n: m for n, m in named if isinstance(m, nn.Linear) and n.startswith(f"{layers_name}.")}
     return {name: (module.out_features, module.in_features) for name, module in found.items()}
@@ -123,7 +123,7 @@ def bytes_of(adapters: Iterable[AdapterFiles], dtype: torch.dtype) -> int:
 
 
 def _read(adapter: AdapterFiles, dtype: torch.dtype, device: torch.device) -> dict[str, tuple[torch.Tensor, ...]]:
-    """Module -> (A, B), B multiplied by the scale before rounding."""
+    """Matrices (A, B) by module name, B multiplied by the scale before rounding."""
     found: dict[str, tuple[torch.Tensor, ...]] = {}
     with safe_open(adapter.folder / WEIGHTS, framework="pt") as opened:
         for module in adapter.ranks:

@@ -30,7 +30,7 @@ class RopeConfig:
     kind: RopeKind
     theta: float
     factor: float = 1.0
-    low_freq_factor: float = 1.0  # this and the following: llama3 only
+    low_freq_factor: float = 1.0  # this and the following fields are for llama3 only
     high_freq_factor: float = 1.0
     original_max_position: int = 0
 
@@ -44,7 +44,7 @@ class ModelFacts:
     layer_count: int
     max_position: int  # longest sequence, prompt and output together
     eos_token_ids: tuple[int, ...]
-    checkpoint_dtype: str | None  # as named in config.json
+    checkpoint_dtype: str | None  # dtype named in config.json
     rank: int = 0
     rank_count: int = 1
 

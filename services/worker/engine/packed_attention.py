@@ -13,7 +13,7 @@ FirstSeen = Callable[[Ints], Ints]
 
 
 class PagedAttention:
-    """An `AttentionBackend`."""
+    """An `AttentionBackend` with the compiled kernels."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels

@@ -42,14 +42,14 @@ class PackedChunk:
 
 @dataclass(frozen=True, slots=True)
 class InFlightTokens:
-    """Tokens that the previous step is still choosing, and the rows that compute them."""
+    """Input tokens that the previous step is still sampling, and the rows of this step that they belong to."""
 
     rows_L: Ints
-    sources_L: Ints  # their rows in `token_ids_R`
-    token_ids_R: torch.Tensor  # on the device: the previous step's
+    sources_L: Ints  # index of each row's token in `token_ids_R`
+    token_ids_R: torch.Tensor  # tokens sampled by the previous step, on the device
 
     def put(self, token_ids_T: torch.Tensor) -> None:
-        """Write them into the step's token ids on the device, without waiting for them."""
+        """Write the tokens into the step's token ids on the device, without waiting for them on the host."""
         rows_L, sources_L = upload([self.rows_L, self.sources_L], token_ids_T.device)
         token_ids_T.index_copy_(0, rows_L, self.token_ids_R.index_select(0, sources_L).to(token_ids_T.dtype))
 
@@ -65,10 +65,10 @@ class PackedStep:
     decode_contexts_S: Ints  # context tokens, the new one included; ascending
     decode_blocks_SW: Ints  # whole tables, padded with the sequence's first block
     chunks: tuple[PackedChunk, ...]
-    first_rows: Ints  # aligned with the batch's slices: row of its first token
-    sample_rows: Ints  # aligned with the batch's slices that sample: row of the last token
+    first_rows: Ints  # for each of the batch's slices, the row of its first token
+    sample_rows: Ints  # for each of the batch's slices that sample, the row of its last token
     blocks_end: int  # highest block id in use, plus one
-    in_flight: InFlightTokens | None = None  # tokens that `token_ids_T` lacks
+    in_flight: InFlightTokens | None = None  # tokens missing from `token_ids_T`
 
     @property
     def row_count(self) -> int:
@@ -86,8 +86,8 @@ class PackedStep:
 
 class _Table(NamedTuple):
     given: Sequence[int]
-    row: int  # in the packer's tables
-    length: int  # in blocks
+    row: int  # row in the packer's tables
+    length: int  # number of blocks
     end: int  # highest block id, plus one
 
 

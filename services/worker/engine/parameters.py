@@ -21,7 +21,7 @@ from services.worker.engine.native.structs import PANEL
 from services.worker.memory.parameters import TensorSpec
 
 EMBEDDING, HEAD = "embedding", "head"  # names of the parts that are not layers
-_PADDING = 16  # in elements: a vector register of float32
+_PADDING = 16  # elements: a vector register of float32
 
 
 class ParameterLayout(Enum):
@@ -58,8 +58,8 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    name: str  # within its part
-    shape: tuple[int, ...]  # as in the checkpoint: [out] or [out, in]
+    name: str  # name within its part
+    shape: tuple[int, ...]  # shape in the checkpoint: [out] or [out, in]
     sources: tuple[Source, ...]  # empty: all zeros
     layout: ParameterLayout = ParameterLayout.ROWS
     padding: int = 0  # zeros after the outputs; panels pad implicitly
@@ -121,9 +121,7 @@ def layer_parameters(
         return Parameter(name, (size,), (Source(tensor, 0, size),), padding=padding)
 
     def projection(name: str, inputs: int, tensor: str) -> Parameter:
-        """Projection back to the hidden size: ranks split the inputs (columns), and the sum over
-        ranks is the product.
-        """
+        """Projection to the hidden size: ranks split the inputs (columns), and the sum over ranks is the product."""
         return matrix(name, (hidden, inputs), (Source(f"{tensor}.weight", 0, hidden, column_share=share),))
 
     def added_once(name: str, tensor: str) -> Parameter:

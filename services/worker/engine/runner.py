@@ -33,7 +33,7 @@ from services.worker.memory.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class _RunningStep:
-    """A step whose tokens are chosen on the device."""
+    """A launched step: its tokens may still be sampled on the device."""
 
     runner: "ModelRunner"
     step_id: int
@@ -76,7 +76,7 @@ class ModelRunner:
         self._packer = Packer(kv.shape.block_tokens)
         self._laid_out: tuple[PackedStep, torch.Tensor, torch.Tensor, AttentionStep] | None = None
         self._latest: _RunningStep | None = None
-        self._collected_s = 0.0  # when a step was last collected
+        self._collected_s = 0.0  # time at which a step was last collected
         self._prompts = PromptLogprobs(lambda hidden_RD: self._model.logits(hidden_RD))
 
     @property
@@ -126,7 +126,7 @@ class ModelRunner:
         return launched
 
     def elapsed_s(self, started_s: float) -> float:
-        """Time that the step being collected took since its launch, or since the one before it was collected."""
+        """Seconds since the step was launched, or since the step before it was collected if that was later."""
         began_s, self._collected_s = max(started_s, self._collected_s), time.perf_counter()
         return self._collected_s - began_s
 
@@ -183,7 +183,7 @@ class ModelRunner:
         return launched
 
     def _with_tokens_in_flight(self, slices: Sequence[Slice], packed: PackedStep) -> PackedStep:
-        """Resolve references to tokens of the latest step."""
+        """The step with references to tokens of the latest step, if its slices have any."""
         waiting = [i for i, part in enumerate(slices) if part.token_ids[0] == IN_FLIGHT]
         if not waiting:
             return packed

@@ -75,7 +75,7 @@ class Choosing(Protocol):
 
     @property
     def token_ids_R(self) -> torch.Tensor:
-        """They, on the device."""
+        """The sampled tokens, on the device."""
         ...
 
     def collect(self) -> Sampled:

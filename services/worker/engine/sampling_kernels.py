@@ -207,7 +207,7 @@ def _drawn(logits_ptr, vocabulary, best, scale, last, uniform, token, TILE: tl.c
 
 @triton.jit
 def draw(
-    logits_ptr,  # as in find_best
+    logits_ptr,  # this and the following as in `find_best`, except for `chosen_ptr`
     numbers_ptr,
     wholes_ptr,
     chosen_ptr,  # [R] int32: the token drawn, unless the temperature is 0

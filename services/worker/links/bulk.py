@@ -25,7 +25,7 @@ from services.worker.links.ports import Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
 from services.worker.links.transfer import Transfer, TransferOutcome, TransferReport
 
-_LEAST_ON_WIRE_BYTES = 16 * 1024  # on an emulated wire, where chunks have no fixed cost
+_LEAST_ON_WIRE_BYTES = 16 * 1024  # minimum chunk on an emulated wire, where chunks have no fixed cost
 
 
 @dataclass(slots=True)

@@ -209,7 +209,7 @@ class ChannelConnection(Connection):
             links = self._take_links() if was_up else []
             self._changed.notify_all()
             channels = self._channels
-        channels.urgent.abort()  # before any callback: until then the channels may access the callers' memory
+        channels.urgent.abort()  # must precede all callbacks: until then the channels may access the callers' memory
         channels.bulk.abort()
         self._urgent.fail(why)
         self._bulk.fail(why)

@@ -13,7 +13,7 @@ _BACKGROUND_SHARE_ON_DEVICE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
-    port: int = 0  # of the rendezvous; 0: any free one
+    port: int = 0  # port of the rendezvous; 0: any free one
     # Bulk.
     chunk_bytes: int = 512 * 1024  # initial; later it depends on the measured speed of link and stage, see `pace`
     least_chunk_bytes: int = 256 * 1024

@@ -18,14 +18,14 @@ HOST = torch.device("cpu")
 
 
 def carried_on(payload: torch.device, channel: torch.device) -> torch.device:
-    """Where a payload must be for a channel to send it: in place if the channel can access that memory, otherwise on
-    the host.
+    """Device on which a payload must be for a channel to send it: its own if the channel can access that memory,
+    otherwise the host.
     """
     return payload if payload == channel else HOST
 
 
 class Copies(Protocol):
-    """Safe for use from any thread."""
+    """Copies of a worker between a device and the host. Safe for use from any thread."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         """Flat bytes to receive into or send from; pinned host memory if the device needs that."""
@@ -74,7 +74,7 @@ class Mark(Protocol):
 
 
 class HostCopies:
-    """Copies of a worker in host memory."""
+    """`Copies` of a worker whose tensors are in host memory."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)

@@ -38,7 +38,7 @@ class CudaMark:
 
 
 class CudaCopies:
-    """Copies of a worker on one GPU."""
+    """`Copies` of a worker whose tensors are on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError if triton is not installed."""

@@ -88,7 +88,7 @@ class Header:
 
 
 def unpack(data: bytes, peer: str) -> Header:
-    """Raises PeerViolation if the bytes are not a header of this version."""
+    """Decode a header. Raises PeerViolation if the bytes are not a header of this version."""
     magic, version, kind, traffic, flags, dtype, ndim, epoch, stream, first, second, *rest = _LAYOUT.unpack(data)
     transfer, sequence, topic, meta_bytes, payload_bytes = rest
     if magic != MAGIC or version != VERSION:

@@ -82,7 +82,7 @@ class FrameWriter:
         return payload, True
 
     def chunk_bytes(self, pieces: Pieces, offset: int, limit: int) -> int:
-        """How many of the next `limit` bytes to send together. A large contiguous piece is sent without a copy, as a
+        """Number of bytes, of the next `limit`, to send together. A large contiguous piece is sent without a copy, as a
         message of its own.
         """
         carried = self._carried(pieces.device, limit)
@@ -116,7 +116,7 @@ class FrameReader:
             self._post(bytearray(frame_bytes))
 
     def next(self, timeout_s: float) -> Frame:
-        """Raises ChannelBroken on a timeout, PeerViolation for an invalid frame."""
+        """The next frame. Raises ChannelBroken on a timeout, PeerViolation for an invalid frame."""
         if self._in_use is not None:
             self._post(self._in_use)
             self._in_use = None

@@ -52,7 +52,7 @@ class ChunkSize:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._rates: deque[float] = deque([] if rate_bytes_per_s is None else [rate_bytes_per_s], _MEASUREMENTS)
-        self._chunks, self._bytes, self._seconds = 0, 0, 0.0  # of the current measurement
+        self._chunks, self._bytes, self._seconds = 0, 0, 0.0  # sums of the current measurement
 
     @property
     def rate_bytes_per_s(self) -> float | None:
@@ -71,7 +71,7 @@ class ChunkSize:
             self._chunks, self._bytes, self._seconds = 0, 0, 0.0
 
     def bytes_for(self, stage_s: float | None) -> int:
-        """Size of one chunk."""
+        """Chunk size of the link while the stage takes `stage_s`; None: that is unknown."""
         rate = self.rate_bytes_per_s
         if stage_s is None or rate is None:
             return self._start_bytes
@@ -79,5 +79,5 @@ class ChunkSize:
         return min(max(wanted_bytes, self._least_bytes), self._most_bytes)
 
     def window_for(self, *, activations_flow: bool) -> int:
-        """Number of chunks in flight."""
+        """Maximum number of chunks in flight."""
         return self._beside_activations if activations_flow else self._window_chunks

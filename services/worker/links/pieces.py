@@ -38,8 +38,8 @@ class Pieces:
         return self._pieces[0].device if self._pieces else torch.device("cpu")
 
     def chunk_bytes(self, offset: int, limit: int, least_bytes: int) -> int:
-        """How many of the next `limit` bytes to send together: up to the end of a piece, if that is at least
-        `least_bytes`.
+        """Number of bytes, of the next `limit`, to send together: up to the end of the piece if these are at least
+        `least_bytes`; otherwise all of `limit`, in whole `_WHOLE_BYTES` except at the end of the transfer.
         """
         run = min(self._ends[bisect_right(self._ends, offset)] - offset, limit)
         if run >= least_bytes or offset + limit >= self.total_bytes:

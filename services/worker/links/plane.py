@@ -64,7 +64,7 @@ class DataPlane:
         accepted; None: all are. `timeout_s`: default wait for a peer.
         """
         self.worker_id = worker_id
-        self.incarnation = 0  # of this process, once known
+        self.incarnation = 0  # incarnation of this process, once known
         self.pace = pace  # updated by the engine thread
         self._opener = opener
         self._secret = secret

@@ -59,7 +59,7 @@ class Message:
     stream: int
     meta: bytes
     tensor: torch.Tensor | None
-    receive_s: float = 0.0  # from its header to its last byte
+    receive_s: float = 0.0  # time from its header to its last byte
 
 
 class ChannelBroken(Exception):

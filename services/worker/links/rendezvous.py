@@ -1,4 +1,4 @@
-"""How two workers connect: the one with the higher id connects to the other one's rendezvous, once per lane.
+"""Connects two workers: the one with the higher id connects to the other one's rendezvous, once per lane.
 
 Unauthenticated callers may reach this port: each takes one of a limited number of places for a limited time, and delays
 no other.

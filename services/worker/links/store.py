@@ -16,8 +16,8 @@ from torch.distributed import Store
 
 from services.worker.links.handshake import read_exactly
 
-_TIMEOUT_S = 5.0  # for keys requested after the link was opened
-_MAX_BYTES = 1 << 20  # of all entries of the other side
+_TIMEOUT_S = 5.0  # timeout for keys requested after the link was opened
+_MAX_BYTES = 1 << 20  # maximum size of all entries of the other side
 _ENTRY = struct.Struct("<II")  # bytes of key, bytes of value
 
 
@@ -50,7 +50,7 @@ class PairStore(Store):
             self._deadline_s = None
 
     def get(self, key: str) -> bytes:
-        """Raises OSError if the other side does not set it before the deadline, or is lost."""
+        """The value of `key`. Raises OSError if the other side does not set it before the deadline, or is lost."""
         with self._reading:
             deadline_s = self._deadline_s or time.monotonic() + _TIMEOUT_S
             while key not in self._values:

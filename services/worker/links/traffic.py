@@ -26,7 +26,7 @@ class ClassCounts:
 
     messages: int = 0
     total_bytes: int = 0  # payload bytes
-    waited_s: float = 0.0  # between queueing and posting; 0 for received traffic
+    waited_s: float = 0.0  # total time between queueing and posting; 0 for received traffic
 
 
 @dataclass(slots=True)

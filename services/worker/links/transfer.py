@@ -12,8 +12,8 @@ from services.worker.links.traffic import TrafficClass
 
 class TransferOutcome(Enum):
     DELIVERED = "delivered"  # every byte is in place at the receiver
-    CANCELLED = "cancelled"  # by the sender, before the last chunk
-    REFUSED = "refused"  # by the receiver
+    CANCELLED = "cancelled"  # cancelled by the sender, before the last chunk
+    REFUSED = "refused"  # refused by the receiver
     BROKEN = "broken"  # the link ended first; only reported to the receiver, a sender gets an exception
 
 
@@ -37,8 +37,8 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class TransferReport:
     outcome: TransferOutcome
-    sent_bytes: int  # up to the end; less than the total unless delivered
-    duration_s: float  # from queueing it
+    sent_bytes: int  # bytes sent up to the end; less than the total unless delivered
+    duration_s: float  # time since it was queued
     why: str = ""
 
 

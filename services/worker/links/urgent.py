@@ -247,7 +247,7 @@ class UrgentSender:
         return len(self._queue) + (self._crossing is not None)
 
     def _until_next_s(self) -> float:
-        """How long to wait if nothing is queued meanwhile."""
+        """Seconds to wait if nothing is queued meanwhile."""
         if self._wire is None or not (self._crossing or self._has_ready):
             return self._config.keepalive_s
         at_s = self._wire.free_at_s if self._crossing is None else self._crossing[1]

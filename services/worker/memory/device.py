@@ -52,7 +52,7 @@ class DeviceMemory:
         self.leaving: KvWindow | None = None  # the other window, while it holds a draining group's KV
         self._before = self._books()
         self._clears = parameters.dtypes != {kv.shape.dtype}
-        self._home_extents = 0  # of each layer's KV, with all layers held and a single window
+        self._home_extents = 0  # extents of each layer's KV with all layers held and a single window
 
     @classmethod
     def open(

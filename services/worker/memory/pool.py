@@ -169,7 +169,7 @@ class PhysicalPool:
     def check(self) -> None:
         """Raise InvariantViolation unless owners, ranges and free list agree (I3).
 
-        Holds between operations only: extents taken but not yet mapped count as leaked.
+        Call it between operations only: extents taken but not yet mapped count as leaked.
         """
         self.report().check()
         expected = bytearray(self.extent_count)

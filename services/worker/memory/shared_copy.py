@@ -44,7 +44,7 @@ class SharedPart(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """One part of a store in the copy."""
+    """One part of a parameter store, to be copied."""
 
     name: str
     pieces: Sequence[torch.Tensor]
@@ -224,7 +224,7 @@ def _is_current_file(path: Path, fd: int) -> bool:
 
 
 def why_no_room(root: Path, size_bytes: int, budget_bytes: int | None) -> str:
-    """Why a copy of that size is not made; empty if it can be. `budget_bytes` None: what the host can spare."""
+    """Reason for not making a copy of that size; empty: it fits. `budget_bytes` None: what the host can spare."""
     if budget_bytes is not None and size_bytes > budget_bytes:
         return f"it takes {size_bytes:,} bytes, more than --host-copy allows ({budget_bytes:,})"
     there = next((folder for folder in (root, *root.parents) if folder.exists()), Path("/"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 class PrefillView:
     """A running sequence with more than one token without KV."""
 
-    rank: int  # of its priority class; 0 is served first
+    rank: int  # rank of its priority class; 0 is served first
     computed_tokens: int
     remaining_tokens: int
     caller: int = 0

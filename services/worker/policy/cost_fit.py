@@ -20,7 +20,7 @@ _NONE = (0.0, 0.0, 0.0)  # coefficients of prefix, more than one token, tokens b
 
 
 class StageShape(NamedTuple):
-    """What a stage executes: a number of layers, the embedding (first), the head and sampling (last)."""
+    """Work of a stage: a number of layers, the embedding (first), the head and sampling (last)."""
 
     layer_count: int
     is_first: bool
@@ -34,7 +34,7 @@ class Sample(NamedTuple):
 
 
 class CostForm(StrEnum):
-    """Which terms the model has."""
+    """Form of a cost model: the terms that it has."""
 
     EXTENDED = "extended"  # with all terms
     PAPER = "paper"  # equations 1 to 3
@@ -46,7 +46,7 @@ class StageCosts:
     """Components from which the cost of any stage is composed."""
 
     layer: CostModel
-    step: CostModel  # per batch on every stage, whatever its layers: preparing the batch
+    step: CostModel  # cost per batch on every stage, whatever its layers: preparing the batch
     first: CostModel
     last: CostModel
 

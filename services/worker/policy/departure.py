@@ -9,7 +9,7 @@ class Decoding:
     """A sequence that could be migrated."""
 
     sequence_id: int
-    rank: int  # of its class; larger is less urgent
+    rank: int  # rank of its class; larger is less urgent
     token_count: int
     block_count: int  # blocks that it holds
 

@@ -1,4 +1,4 @@
-"""When a draining worker without requests may exit.
+"""Decides when a draining worker without requests may exit.
 
 Other members depend on the layers of a pipeline's stage: its exit would break the pipeline, so all running sequences
 would be recomputed, and the other members would have to load the missing layers.

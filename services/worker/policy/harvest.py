@@ -1,4 +1,4 @@
-"""How much offline work a batch may contain (ConServe): it fills what online work leaves of a step, within a bound.
+"""Offline work in batches (ConServe): it fills what online work leaves of a step, within a bound.
 
 An instance's idle capacity lies inside its steps: a step takes as long as reading the parameters, and could compute
 more tokens meanwhile. Offline prompts are split into small chunks: they fill many steps, and a step without online work
@@ -24,7 +24,7 @@ _WORTH_CUTTING = 0.25  # fraction of a TTFT target: shorter batches are not spli
 class OfflineView(NamedTuple):
     """A running offline sequence that is in no batch."""
 
-    prefix_tokens: int  # with KV
+    prefix_tokens: int  # tokens with KV
     left_tokens: int  # 1: it decodes
     step_id: int  # last batch that it was in
 
@@ -38,7 +38,7 @@ class Harvest:
     cost: Callable[[], CostModel | None] = lambda: None
     slowdown: float = 0.25  # without a target, the maximum relative increase of a step with online work
     targets: Mapping[PriorityClass, Targets] = field(default_factory=dict[PriorityClass, Targets])
-    layer_count: int = 0  # of the model; 0: batches of offline work have no safepoints
+    layer_count: int = 0  # layers of the model; 0: batches of offline work have no safepoints
 
     def targets_of(self, priority: PriorityClass) -> Targets:
         return self.targets.get(priority, NO_TARGETS)
@@ -120,8 +120,8 @@ class OnlineView(NamedTuple):
     """A running online sequence."""
 
     tpot_target_s: float
-    first_token_in_s: float = math.inf  # until its first token is due; infinity once it has one
-    left_tokens: int = 1  # in no batch yet
+    first_token_in_s: float = math.inf  # time until its first token is due; infinity once it has one
+    left_tokens: int = 1  # tokens that are in no batch yet
 
 
 def allowance_s(

@@ -1,4 +1,4 @@
-"""How a draining group releases its memory to its members, and when its remaining sequences are handed over."""
+"""Rules by which a draining group releases memory to its members and hands over its remaining sequences."""
 
 from collections.abc import Sequence
 

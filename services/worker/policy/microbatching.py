@@ -16,9 +16,9 @@ from services.worker.policy.batching import PrefillView, chunk_prefills
 class MicrobatchCandidate(NamedTuple):
     """A running sequence."""
 
-    rank: int  # of its priority class; 0 is served first
-    computed_tokens: int  # with KV
-    dispatched_tokens: int  # with KV once the batches in flight have completed
+    rank: int  # rank of its priority class; 0 is served first
+    computed_tokens: int  # tokens with KV
+    dispatched_tokens: int  # tokens with KV once the batches in flight have completed
     token_count: int  # known tokens; if equal to dispatched_tokens, its next token is awaited
     step_id: int  # last batch that it was in
     has_room: bool  # False: it needs another block, and none is free
@@ -30,8 +30,8 @@ class PipelineView(NamedTuple):
     max_batch_tokens: int
     waiting_count: int  # admitted sequences that have been in no microbatch yet
     candidates: Sequence[MicrobatchCandidate]  # in order of service
-    in_flight_count: int = 0  # microbatches; at least as many as stages: an additional one is requested
-    max_prompt_tokens: int = sys.maxsize  # of all chunks together
+    in_flight_count: int = 0  # number of microbatches; if it is at least that of stages, an additional one is requested
+    max_prompt_tokens: int = sys.maxsize  # maximum of all chunks together
     lacks_room: bool = False  # waiting sequences lack blocks or places; otherwise they wait for earlier prompts only
 
 
@@ -40,7 +40,7 @@ Share = list[tuple[int, int]]  # (index of the candidate, tokens >= 1)
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """How microbatches are formed. While sequences wait, `form` is called for `ahead` more than there are stages, and
+    """A way of forming microbatches. While sequences wait, `form` is called for `ahead` more than there are stages, and
     may return an empty share for those.
     """
 

@@ -47,7 +47,7 @@ class OnlineCost:
     def __init__(self, profile: StageCosts | None = None) -> None:
         self._profile = profile
         self._shape: StageShape | None = None
-        self._start: CostModel | None = None  # of this shape: the profile's, or the last one fitted to it
+        self._start: CostModel | None = None  # model for this shape: the profile's, or the last one fitted to it
         self._model: CostModel | None = None
         self._recent: list[deque[tuple[tuple[float, ...], float]]] = []
         self._new_steps = 0

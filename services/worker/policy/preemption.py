@@ -11,7 +11,7 @@ _OUTWEIGHS = 2  # factor by which a caller must hold more blocks than another to
 class VictimView:
     """A running sequence that could be preempted."""
 
-    rank: int  # of its priority class; higher is less important
+    rank: int  # rank of its priority class; higher is less important
     arrival: tuple[float, int]  # (time of submission, id)
     reserved_block_count: int
     computed_tokens: int  # lost by a preemption

@@ -27,9 +27,9 @@ class Part(Protocol):
 class BatchCost(NamedTuple):
     """Cost of a batch, for any stage."""
 
-    layer_s: float  # per layer
-    head_s: float  # of the last stage
-    stage_s: float  # per stage
+    layer_s: float  # time per layer
+    head_s: float  # time of the head, on the last stage
+    stage_s: float  # time per stage, whatever its layers
 
     def on(self, layer_count: int, *, is_last: bool) -> float:
         return self.stage_s + self.layer_s * layer_count + (self.head_s if is_last else 0.0)
@@ -40,8 +40,8 @@ class RooflineCosts:
     """Times in seconds; per layer, except those of the head and of a stage."""
 
     token_s: float  # computing a token
-    pair_s: float  # per pair of tokens that attend to each other
-    context_s: float  # per token whose KV is read
+    pair_s: float  # time per pair of tokens that attend to each other
+    context_s: float  # time per token whose KV is read
     dense_s: float  # reading the parameters that every token needs once
     experts_s: float = 0.0  # reading all experts once
     idle_share: float = 1.0  # fraction of the experts that one token does not use
@@ -49,8 +49,8 @@ class RooflineCosts:
     head_token_s: float
     stage_s: float
     sequence_s: float
-    fixed_s: float = 0.0  # per batch: kernel launches and latencies of all-reduces
-    row_s: float = 0.0  # per token: norms, activations, residuals, and its bytes in all-reduces
+    fixed_s: float = 0.0  # time per batch: kernel launches and latencies of all-reduces
+    row_s: float = 0.0  # time per token: norms, activations, residuals, and its bytes in all-reduces
 
     def work(self, parts: Iterable[Part]) -> BatchCost:
         tokens = context = sampled = sequences = 0

@@ -10,9 +10,9 @@ _GPUS = ((160 << 30, 512, 8192), (70 << 30, 512, 4096), (0, 256, 2048))
 
 @dataclass(frozen=True, slots=True)
 class StepLimits:
-    sequences: int  # running concurrently
-    tokens: int  # per step
-    queued: int  # requests waiting in the worker
+    sequences: int  # maximum running concurrently
+    tokens: int  # maximum per step
+    queued: int  # maximum requests waiting in the worker
 
 
 def step_limits(

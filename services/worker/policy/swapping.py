@@ -12,7 +12,7 @@ _KEPT = 0.8  # weight of the previous mean
 
 @record()
 class CopyPace:
-    """Moving means. None: not measured yet."""
+    """Moving means of measured times (seconds). None: not measured yet."""
 
     step_s: float | None = None
     block_s: float | None = None  # time to copy one block in all layers

@@ -28,7 +28,7 @@ class Decoders(NamedTuple):
     """The decoding sequences of a group."""
 
     sequence_count: int
-    context_tokens: int  # of all of them together
+    context_tokens: int  # context tokens of all sequences together
     stage_count: int = 1  # also the number of microbatches in flight
 
 
@@ -60,7 +60,7 @@ class TokenTarget:
     """The worker's default target for sequences. `cost` returns the current model of all layers; None: no limit."""
 
     def __init__(self, target_s: float, cost: Callable[[], CostModel | None]) -> None:
-        """Raises ConfigError if no batch is fast enough."""
+        """Raises ConfigError unless `target_s` is positive."""
         if not target_s > 0.0:
             raise ConfigError("tpot_target_s", f"must be positive, got {target_s}")
         self._target_s = target_s

@@ -44,7 +44,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _load(arguments: argparse.Namespace, options: Options) -> Engine:
-    """Load with enough memory for the largest batch."""
+    """Load the engine with enough memory for the largest batch."""
     served, _ = choose_model(
         arguments.model,
         model_impl="auto",

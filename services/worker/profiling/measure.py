@@ -31,9 +31,9 @@ _LEAST_SAMPLES = 24  # minimum for eleven coefficients
 class Options:
     batch_tokens: int = 512  # largest batch measured
     sequences: int = 64
-    kv_tokens: int = 32_768  # per batch, prefixes included
-    visits: int = 3  # of each batch, in rounds over all of them; the minimum counts
-    repetitions: int = 1  # per visit, after one for warming up
+    kv_tokens: int = 32_768  # KV tokens per batch, prefixes included
+    visits: int = 3  # visits of each batch, in rounds over all of them; the minimum counts
+    repetitions: int = 1  # runs per visit, after one for warming up
     held_out_count: int = 20  # batches without prefix, and the same number with
     layer_counts: tuple[int, ...] = ()  # stages measured besides the whole model; default: half of the layers
     seconds: float | None = None  # time limit; None: until done
@@ -46,7 +46,7 @@ class Measured:
     whole: StageShape
     samples: list[Sample]
     held_out: list[Sample]
-    others: list[Sample]  # on the whole model; not fitted, not in the errors
+    others: list[Sample]  # samples on the whole model that are neither fitted nor in the errors
 
     def fit(self, form: CostForm = CostForm.EXTENDED) -> StageCosts:
         return fit_stages(self.samples, form)
@@ -144,7 +144,7 @@ def _index_of_last_needed(tasks: Sequence[_Task]) -> int:
 
 
 def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[StageShape]]:
-    """The whole model, and stages."""
+    """Shapes of the whole model, and of the stages to measure."""
     if wrong := [count for count in wanted if not 1 <= count < layer_count]:
         raise ConfigError("layers", f"stages of {wrong[0]} layers: must be from 1 to {layer_count - 1}")
     counts = wanted or ([layer_count // 2] if layer_count > 1 else [])

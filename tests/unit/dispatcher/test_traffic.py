@@ -44,6 +44,29 @@ def test_a_cluster_that_has_just_started_was_calm_before() -> None:
     assert found.calm_per_s == 0.0
 
 
+def test_how_long_bursts_last_is_learnt_from_those_before() -> None:
+    """Of six seconds each, every minute: ten requests a second instead of one."""
+    times = [i / 10 for i in range(3000) if i % 10 == 0 or 0 < i % 600 < 60]
+
+    def left(at_s: float) -> float:
+        found = counted([time for time in times if time <= at_s], at_s)
+        assert read_traffic(write_traffic(found)) == found
+        return found.burst_left_s
+
+    assert left(183.0) == 4.0, "two of its six seconds are complete"
+    assert left(185.0) == left(189.0) == 2.0, "or it is over, and what is recent is not"
+    assert left(230.0) == left(240.5) == 0.0
+    assert counted([float(second) for second in range(300)], 300.0).burst_left_s == 0.0, "there were none"
+    long = counted(sorted([*times, *(240 + i / 10 for i in range(120))]), 252.0)
+    assert long.burst_left_s == 0.0, "it has lasted for longer than those before"
+    assert sum_traffic([Traffic(burst_left_s=4.0), Traffic()]).burst_left_s == 4.0
+
+
+def test_the_form_of_a_version_that_did_not_know_bursts_is_read() -> None:
+    words = write_traffic(counted([1.0, 2.5], 12.5)).split(" ")
+    assert read_traffic(" ".join([*words[:11], *words[12:]])) == counted([1.0, 2.5], 12.5)
+
+
 def test_what_is_long_ago_is_forgotten() -> None:
     counter = TrafficCounter()
     counter.arrived(RequestId("r"), 0.0, 10, made_count=1)

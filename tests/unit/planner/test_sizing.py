@@ -6,8 +6,9 @@ from ballast.common.layout import Standing
 from ballast.common.load import LoadReport
 from ballast.common.traffic import Traffic
 from services.planner.core.messages import OverloadRaised, ReliefRaised, Sized
-from services.planner.core.sizing import SizingRules
+from services.planner.core.sizing import Sizing, SizingRules
 from services.planner.core.stages import Stage
+from services.planner.policy.reserve import Learnt
 from tests.support.planner_core import EXTENT, LOAD, Planner
 from tests.unit.planner.test_standings import says, standings
 
@@ -51,6 +52,43 @@ def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> 
     assert counts[7] == 3
     assert counts[-1] > 3
     assert any(isinstance(command, Sized) for command in planner.said)
+
+
+def test_a_planner_begins_with_what_the_one_before_has_learnt() -> None:
+    """The first one sees no jumps for two minutes. Without them half stay in the first one."""
+    names = [f"w{number}" for number in range(6)]
+    first = Planner(sizing=SizingRules(parks=True))
+    first.load, first.traffic = IDLE, CALM
+    first.start(*names)
+    go_on(first, 120.0)
+    assert len(first.core.conductor.sizing.learnt.jumps) > 2
+    assert first.stored is not None
+
+    def serving_after_45_s(learnt: Learnt) -> int:
+        assert first.stored is not None
+        second = Planner(sizing=SizingRules(parks=True))
+        second.load, second.traffic = IDLE, CALM
+        second.stored = replace(first.stored, layout=replace(first.stored.layout, groups=()), learnt=learnt)
+        second.start(*names)
+        for _ in range(9):
+            go_on(second, 5.0)
+            for worker in away(second):
+                says(second, worker, parked=True)
+        return len(names) - len(away(second))
+
+    assert serving_after_45_s(Learnt()) == 3
+    assert serving_after_45_s(first.core.conductor.sizing.learnt) < 3
+
+
+def test_what_must_suffice_for_longer_is_taken_over_too() -> None:
+    sizing = Sizing(SizingRules(parks=True))
+    sizing.begin(Learnt((0.5,), 80.0))
+    sizing.begin(Learnt((), 20.0))
+    assert sizing.learnt == Learnt((0.5,), 80.0)
+    sizing.begin(Learnt(tuple(float(rise) for rise in range(100)), 1e5))
+    assert sizing.learnt == Learnt((*(float(rise) for rise in range(91, 100)), 0.5), 600.0), (
+        "of ten spans, and ten minutes"
+    )
 
 
 def test_nobody_leaves_before_one_less_has_been_enough_for_a_while() -> None:

@@ -19,7 +19,8 @@ from services.planner.core.messages import StoredLayout, WriteJournal, WriteLayo
 from services.planner.core.stages import Stage
 from services.planner.core.transition import Journal
 from services.planner.policy.replicate import Placeable, one_group_each
-from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, META_KEY, RedisLayoutStore
+from services.planner.policy.reserve import Learnt
+from services.planner.store import JOURNAL_KEY, LAYOUT_CHANNEL, LAYOUT_KEY, LEARNT_KEY, META_KEY, RedisLayoutStore
 from tests.support.reporting_worker import model_info
 from tools.local.state_server import PrivateStateServer
 
@@ -101,6 +102,26 @@ def test_writing_is_announced() -> None:
             message = await pubsub.get_message(timeout=60)
         assert message is not None
         assert message["data"] == "1"
+
+    tell(story)
+
+
+def test_what_was_learnt_is_for_the_next_planner() -> None:
+    async def story(server: PrivateStateServer, state: StateServer, store: RedisLayoutStore) -> None:
+        async def read() -> Learnt | None:
+            stored = await store.load()
+            return stored and stored.learnt
+
+        token = await state.acquire_lease("planner", "p1", 10.0, "host:1")
+        assert token is not None
+        await store.write_learnt(learnt := Learnt((0.5, 2.25), 40.0), token)
+        await store.write(write(1, None, token))
+        assert await read() == learnt
+        await store.write_learnt(Learnt(), token - 1)
+        assert await read() == learnt, "a former leader writes nothing"
+        for garbage in ("{", '{"jumps": [-1.0]}', '{"dwell_s": NaN}', '{"jumps": [1e300]}'):
+            await state.run(state.redis.set(LEARNT_KEY, garbage))
+            assert await read() == Learnt()
 
     tell(story)
 

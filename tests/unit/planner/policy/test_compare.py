@@ -10,13 +10,14 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
 from services.planner.policy.candidates import Running
-from services.planner.policy.compare import Comparison, ComparisonTargets, compare, compare_restore, loss_of
+from services.planner.policy.compare import LASTS_S, Comparison, ComparisonTargets, compare, compare_restore, loss_of
 from services.planner.policy.drop import plan_of
 from services.planner.policy.fluid_model import (
     FluidMachine,
     Future,
     GroupKind,
     Prediction,
+    _Flow,
     bubbles,
     look_ahead,
     token_s,
@@ -450,6 +451,13 @@ def test_the_last_ones_are_those_with_long_prompts() -> None:
     assert differing > 8000 * COST.beyond_s
 
 
+def test_a_residue_of_old_requests_counts_nothing_once_none_runs() -> None:
+    flow = _Flow(kind(1, 1, BLOCKS, 4.0, 4 * 20), MACHINE, one_prompt(16_000.0))
+    flow.running, flow.old, flow.prefills, flow.uncomputed = 0.0, 1e-17, 1.0, 20.0
+    begun, made, *_ = flow.advance(0.0, 20.0, 10.0, 40.0, 1.0)
+    assert (begun, made) == (1.0, 0.0)
+
+
 def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
     """Two waiting prompts are computed at once, whether the next two minutes are looked at or the next half."""
     few = replace(one_prompt(500.0), waiting_count=2.0, waiting_tokens=1000.0)
@@ -542,3 +550,15 @@ def test_nobody_is_slowed_down_where_all_wait_too_long_whatever_is_done() -> Non
     found = compare(running(alone(EIGHT[:3], BLOCKS - 5), 30), Running(256, 0), flood, PACE)
     assert all(one.prediction.ttft_p99_s > found.targets.lost_s for one in found.candidates)
     assert found.chosen.name == "nothing", found.lines()
+
+
+def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
+    snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
+    burst = replace(LONG, calm_per_s=0.1, recent_count=80, minute_count=120)
+
+    def waits_s(left_s: float) -> float:
+        found = compare(snapshot, Running(256, 4), replace(burst, burst_left_s=left_s), PACE)
+        return found.candidates[0].prediction.ttft_p99_s
+
+    assert waits_s(2.0) < waits_s(LASTS_S[1]) < waits_s(40.0)
+    assert waits_s(0.0) == waits_s(LASTS_S[1]), "until one is known"

@@ -180,6 +180,23 @@ def test_a_change_of_role_forgets_all() -> None:
     assert run(driver, tokens(16)) == 0
 
 
+def test_what_runs_while_its_group_changes_gets_no_numbers() -> None:
+    """Its KV is not on the stages of the new group yet."""
+    named = list[bool]()
+    for changes in (False, True):
+        driver = driver_of()
+        driver.submit(tokens(13), greedy(9))
+        driver.step()
+        index, scheduler = index_of(driver), driver.core.group_scheduler.scheduler
+        index.drain_changes()
+        if changes:
+            scheduler.forget_prefixes()
+        scheduler.running[0].computed_tokens += 4
+        index.name(scheduler.running[0])
+        named.append(bool(index.drain_changes()[0]))
+    assert named == [True, False]
+
+
 def test_dispatchers_are_told_of_marks_and_since_when_all_is_kept() -> None:
     driver = driver_of(block_count=80, block_tokens=16)
     prompt = tokens(700)
