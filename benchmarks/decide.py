@@ -2,8 +2,8 @@
 
     python -m benchmarks.decide [--instances 1000] [--rounds 5]
 
-All memories are nearly full; their sizes are equal, differ by up to 1 %, or are of twenty kinds. Prints the processor
-time in ms: minimum and median over the rounds.
+All memories are nearly full; their sizes are equal, differ by up to 1 %, or are of twenty kinds. The program prints the
+processor time in ms: minimum and median over the rounds.
 """
 
 import argparse

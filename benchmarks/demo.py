@@ -59,11 +59,11 @@ EXIT_FAILED, EXIT_CONFIGURATION, EXIT_INTERRUPTED = 1, 2, 130
 
 @dataclass(frozen=True, slots=True)
 class DemoPlan:
-    """Plan shared by both runs."""
+    """What both runs have in common: model, memory and scaled trace."""
 
     model: Path
     memory: SizingMemory
-    trace: Trace  # scaled
+    trace: Trace  # the scaled trace
     time_scale: float
     length_scale: float
 

@@ -91,7 +91,7 @@ def make_requests(vocab_size: int, spread: str) -> list[Request]:
 class EngineRuns:
     wall_s: list[float] = field(default_factory=list[float])
     processor_s: list[float] = field(default_factory=list[float])
-    tokens: list[list[int]] = field(default_factory=list[list[int]])  # of the last run
+    tokens: list[list[int]] = field(default_factory=list[list[int]])  # each request's tokens in the last run
 
     def median_s(self, clock: str) -> float:
         return statistics.median(self.wall_s if clock == "wall" else self.processor_s)

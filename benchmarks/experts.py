@@ -3,9 +3,9 @@
     python -m benchmarks.experts [--out out/experts] [--cells gpt-oss-20b:L40S,...]
     python -m benchmarks.experts --write        # table and figure into docs/
 
-Two instances of each model, each with the fewest GPUs that hold the parameters in at most 85 % of their memory. Prompts
-of 800 tokens, answers of 600 (lognormal, sigma 0.8). Half the load for 15 s, the full load for 40 s, then half again.
-The full load is that at which demand would reach 125 % of the memory in the burst, or prompts take 85 % of the time,
+Each model has two instances, each with the fewest GPUs that hold the parameters in at most 85 % of their memory.
+Prompts have 800 tokens on average, answers 600 (lognormal). The load is half for 15 s, full for 40 s, then half again.
+Full is the load at which demand would reach 125 % of the memory in the burst, or prompts take 85 % of the time,
 whichever is less, so that the scarce resource is equally scarce in each cell. Runs whose results are in --out are not
 repeated.
 """

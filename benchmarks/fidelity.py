@@ -2,11 +2,11 @@
 
     python -m benchmarks.fidelity --out out/fidelity
 
-Two workers with a small model and the real engine. The simulator and the emulated engine use the measurements of
-`ballast profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a
-step beyond the engine's own, and of a request beyond its steps. Four workloads: steady, bursty (limited by compute,
-where a drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and long
-prompts. Rates follow from profile and calibration, so that they fit any machine.
+The real run has two workers with a small model. The simulator and the emulated engine use the measurements of `ballast
+profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a step beyond
+the engine's own, and of a request beyond its steps. The four workloads are steady, bursty (limited by compute, where a
+drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and long prompts.
+Rates follow from profile and calibration, so that they fit any machine.
 
 Workers, dispatcher and client share this machine's cores. The processor time that the other processes use per step and
 per token is measured with a few concurrent requests (benchmarks/fidelity_probes.py), and simulated. The remaining

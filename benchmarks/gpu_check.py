@@ -228,7 +228,7 @@ def _attend(step: GpuAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
     torch.cuda.synchronize(q.device)
 
 
-# ------------------------------------------------------------ one page
+# ------------------------------------------------------------ the page
 
 
 # ------------------------------------------------------------ activations beside KV

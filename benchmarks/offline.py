@@ -111,8 +111,8 @@ class OfflineOutcome:
     ttft_p99_s: float
     tpot_p50_s: float
     tpot_p99_s: float
-    online_per_s: float  # tokens
-    harvest_per_s: float  # tokens
+    online_per_s: float  # tokens of online requests per second
+    harvest_per_s: float  # tokens of offline requests per second
     lost_share: float  # fraction of the harvested tokens that were computed twice
     yield_count: int
 

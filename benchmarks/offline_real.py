@@ -46,7 +46,7 @@ MODES: tuple[tuple[str, PriorityClass | None], ...] = (
 class ServedFigures:
     ttfts: list[float] = field(default_factory=list[float])
     gaps: list[float] = field(default_factory=list[float])
-    harvest: int = 0  # tokens, of prompts and answers
+    harvest: int = 0  # prompt and answer tokens of offline requests
     answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict[tuple[int, ...], list[int]])  # online only
 
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.packing [--seconds 700] [--placement lean,mell,...] [--traces DIR] [--write]
 
-Llama-2-7B on RTX 4090 and Llama-2-13B on A100-40G; instances start instantly and stop when empty. Lengths are
-log-normal with ten times the means of LMSYS-Chat-1M (695 and 2,145 tokens), as scaled by the paper, which states no
-quantiles. Arrivals are Poisson with its rates; with --traces, also those of the Azure conversations at a fifth of their
-rate. `--write` inserts the table into docs/packing.md.
+The models are Llama-2-7B on RTX 4090 and Llama-2-13B on A100-40G; instances start instantly and stop when empty.
+Lengths are log-normal with ten times the means of LMSYS-Chat-1M (695 and 2,145 tokens), as scaled by the paper, which
+states no quantiles. Arrivals are Poisson with its rates; with --traces, also those of the Azure conversations at a
+fifth of their rate. `--write` inserts the table into docs/packing.md.
 """
 
 import argparse

@@ -252,7 +252,7 @@ def figures_of(run: SimRun) -> dict[str, Any]:
         "ttft_p99_s": _quantile(waits_s, 0.99),
         "tpot_p50_s": _quantile(tpots_s, 0.5),
         "tpot_p99_s": _quantile(tpots_s, 0.99),
-        "tokens_per_s": loaded / last_s if last_s else 0.0,  # until the last arrival
+        "tokens_per_s": loaded / last_s if last_s else 0.0,  # as a mean until the last arrival
         "duration_s": run.duration_s,
         "preemptions": run.samples[-1].preemptions_total if run.samples else 0,
         "mean_demand": fmean(demand) if demand else 0.0,

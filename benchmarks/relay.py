@@ -56,7 +56,7 @@ class Relayed:
     gateways: int  # 0: clients speak gRPC to the dispatcher
     streams: int
     tokens: int
-    messages: int  # to clients
+    messages: int  # messages to clients
     elapsed_s: float
     dispatcher_cpu_s: float
     gateway_cpu_s: float
@@ -66,7 +66,7 @@ class Relayed:
 class Added:
     """Times to the first text. `idle_p50_ms`: over gRPC, at a low rate."""
 
-    rate_per_s: float  # of each route
+    rate_per_s: float  # requests per second on each route
     idle_p50_ms: float
     route_ms: Mapping[str, Sequence[float]]  # _ROUTES -> p50, p90, p99
     dispatcher_cpu_ms: float  # processor time per request

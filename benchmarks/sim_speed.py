@@ -3,10 +3,10 @@
     python -m benchmarks.sim_speed [--trace FILE]
     python -m benchmarks.sim_speed --instances 1000 --requests 1000000
 
-Qwen2.5-14B, one A800 for each instance, policy `recompute`, one thread. Arrivals are Poisson with BurstGPT's published
-lengths (`azureconv` in tools.bench.lengths) unless a trace is given; a larger cluster gets proportionally more
-requests. Processor time depends on the machine and its load, so each figure is reported with that of a fixed loop of
-Python statements, and the runs of a curve alternate. `--calls` counts function calls instead.
+Each instance serves Qwen2.5-14B on one A800, with policy `recompute`; the simulator has one thread. Arrivals are
+Poisson with lengths like AzureConv's (`azureconv` in tools.bench.lengths) unless a trace is given; a larger cluster
+gets proportionally more requests. Processor time depends on the machine and its load, so each figure is reported with
+that of a fixed loop of Python statements, and the runs of a curve alternate. `--calls` counts function calls instead.
 """
 
 import argparse
@@ -43,8 +43,8 @@ class Cost:
     tokens: int
     steps: int
     events: int
-    seconds: float  # processor time
-    loop_s: float  # of the fixed loop, just before and after
+    seconds: float  # processor time of the run
+    loop_s: float  # processor time of the fixed loop, mean of just before and just after the run
     peak_mib: int
 
     @property

@@ -3,11 +3,11 @@
     python -m benchmarks.transfers [--seconds 2] [--rounds 5] [--speeds 25,100,400,unlimited] [--out FOLDER]
         [--devices cpu,cpu] [--transport auto]
 
-Two processes, real links. One acts as a stage: it repeatedly "executes" for --stage-ms and sends an activation, while
-KV is sent over the same link in the same direction. naive: whole pieces of KV in the queue of the activations. chunked:
-the same queue, with pieces split into chunks. coordinated: the production links, with a separate lane and schedule for
-bulk data, in chunks that fit into a stage. Speeds (MB/s) below "unlimited" are emulated on both sides of the link.
---devices: where activations and KV are stored: cuda:0,cuda:1, or cuda:0,cuda:0 with --transport tcp.
+Two processes have a real link. One acts as a stage: it repeatedly "executes" for --stage-ms and sends an activation,
+while KV is sent over the same link in the same direction. naive: whole pieces of KV are queued with activations.
+chunked: likewise, but pieces are split into chunks. coordinated: the links send as in production, bulk data in a lane
+and with a schedule of its own, in chunks that fit into a stage. Speeds (MB/s) below "unlimited" are emulated on both
+sides of the link. --devices: where activations and KV are stored: cuda:0,cuda:1, or cuda:0,cuda:0 with --transport tcp.
 
 The three ways alternate in every round. Percentiles are medians over the rounds, so that other load during one round
 does not matter. The clock is shared by all processes of the machine.
@@ -200,7 +200,7 @@ def run_peer() -> None:
 class Round:
     ages_s: dict[str, list[float]]
     bytes_per_s: dict[str, float]
-    in_flight_bytes: int  # bulk, coordinated only
+    in_flight_bytes: int  # limit on bulk data in flight in the way "coordinated"
 
 
 def measure_round(link: Link, stage: TransferStage, peer: TransferPeer, seconds: float, device: str) -> Round:

@@ -18,14 +18,14 @@ GOALS = f"p99 at most {IDLE_TIMES} x idle + one chunk's time; exchange at least 
 class WayFigures:
     p50_s: float
     p99_s: float
-    bytes_per_s: float  # of the KV exchange
-    count: int  # activations
+    bytes_per_s: float  # speed of the KV exchange
+    count: int  # number of activations
 
 
 @dataclass(frozen=True, slots=True)
 class SpeedFigures:
     speed: str
-    alone_bytes_per_s: float  # bulk without activations
+    alone_bytes_per_s: float  # speed of bulk data without activations
     chunk_s: float  # duration of the bulk data in flight at that speed: maximum delay of an activation
     ways: dict[str, WayFigures]
 

@@ -50,10 +50,10 @@ class AsyncClient:
         address: host:port, several separated by commas, or a sequence of them. None: BALLAST_ADDRESS, or
             127.0.0.1:50051.
         overload_retries: How often a request is retried that an overloaded cluster refuses, each time after the delay
-        that the refusal asks for. 0: `Overloaded` is raised at once.
+            that the refusal asks for. 0: `Overloaded` is raised at once.
         max_retry_wait_s: Longest delay to wait for; beyond it `Overloaded` is raised.
         resume_s: How long to look for a dispatcher that continues a request whose dispatcher has died, possibly the
-        same one after a restart. 0: the request ends with `Unavailable`.
+            same one after a restart. 0: the request ends with `Unavailable`.
         connect_timeout_s: Limit for connecting to one dispatcher.
         call_timeout_s: Limit for all calls except generation.
         token: Token that authenticates this client to dispatchers. None: BALLAST_TOKEN, or no token; "": no token.

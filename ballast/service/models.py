@@ -64,7 +64,7 @@ def find_model(model: str | Path, *, weights: bool, check: Callable[[Path], obje
 
     Raises:
         ConfigError: the model is neither a folder nor such a name, neither hub nor cache have it, or `check` failed;
-        the message says what to do.
+            the message says what to do.
     """
     text = str(model)
     name = hub_name(text)

@@ -11,7 +11,9 @@ from ballast.service.security import GuardedSettings
 class GatewaySettings(GuardedSettings):
     service: ClassVar[str] = "gateway"
     summary: ClassVar[str] = "Serves OpenAI's and Anthropic's HTTP interfaces on top of dispatchers."
-    developer: ClassVar[frozenset[str]] = frozenset({"max_choices", "body_timeout_s", "client_stall_timeout_s"})
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {"max_choices", "body_timeout_s", "client_stall_timeout_s", "resume_s"}
+    )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
 
     # Addresses, names and formats.

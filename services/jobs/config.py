@@ -21,6 +21,7 @@ class JobsSettings(ServiceSettings):
             "max_line_bytes",
             "max_key_lines",
             "max_key_batches",
+            "leadership_ttl_s",
         }
     )
 

@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import grpc.aio
@@ -27,7 +26,6 @@ from ballast.rpc.server import RpcServer, ensure_free
 from ballast.service import logs
 from ballast.service.lifecycle import Lifecycle, advertised_address, run_service, say_ready
 from ballast.service.metrics import REGISTRY, Exposition, MetricsServer
-from ballast.service.models import find_model, hub_name
 from ballast.service.otlp import Exporter
 from ballast.service.security import Role, Security
 from ballast.service.settings import load_settings
@@ -38,7 +36,7 @@ from ballastpb.worker.v1 import worker_pb2, worker_pb2_grpc
 from services.worker.config import WorkerSettings
 from services.worker.core.limits import WorkerLimits
 from services.worker.emulation.machine import read_machine
-from services.worker.engine.model_config import read_model_config
+from services.worker.found_model import with_model
 from services.worker.links.config import TransportConfig
 from services.worker.metrics import LinkCollector, export
 from services.worker.pipeline.activations import HostActivations
@@ -53,6 +51,7 @@ from services.worker.policy.microbatching import by_token_count
 from services.worker.policy.step_limits import StepLimits, limiting_factor, step_limits
 from services.worker.policy.token_target import TokenTarget
 from services.worker.ranks.channel import RankLog, RankLost
+from services.worker.ranks.following import nodes_of, run_ranks
 from services.worker.reporter import MonitorReporter
 from services.worker.servicer import WorkerIdentity, WorkerServicer
 from services.worker.shell import StepEngine as ShellEngine
@@ -98,8 +97,8 @@ class LoadedEngine(BuiltInstance, ShellEngine, Protocol):
     """A loaded model, to be executed as a whole or as a stage."""
 
 
-def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
-    """`devices`: one for each rank; empty: that of the settings.
+def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | None = None) -> Kit:
+    """`devices`: one for each rank of this host; empty: that of the settings. `secret`: of the cluster.
 
     Raises:
         ConfigError: the model cannot be loaded that way.
@@ -108,8 +107,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         if settings.tensor_parallel_size > 1:
             raise ConfigError("worker.tensor_parallel_size", "an emulated engine is as fast as its profile says")
         return _emulated(settings)
-    # Imported late: torch is slow to load.
-    from services.worker.engine.load import load_engine
+    from services.worker.engine.load import load_engine  # imports torch, which is slow to load
     from services.worker.engine.rehearsal import Largest
     from services.worker.links.open import device_bytes
     from services.worker.memory.gpus import describe
@@ -137,18 +135,21 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
         model_impl=settings.model_impl,
         host_copy=settings.host_copy,
         lora_modules=settings.lora_modules,
+        batch_invariant=settings.batch_invariant,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
-    ranked = None if len(devices) == 1 else load_ranked(load_one, devices, log)
+    several = settings.tensor_parallel_size > 1
+    ranked = load_ranked(load_one, devices, log, nodes_of(settings, secret)) if several else None
     engine = load_one(device=devices[0]) if ranked is None else ranked.engine
     gc.freeze()  # torch makes so many objects that a full collection delays a step
     try:
         costs = load_costs(settings, engine)
-        reaches = ranked is None or ranked.exchanges
-        if settings.swaps and not reaches:
-            raise ConfigError("worker.overload_policy", "KV of GPUs out of each other's reach cannot be swapped")
-        swap_blocks = swap_block_count(settings, engine.info) if reaches else 0
+        may_swap = ranked is None or ranked.swaps
+        if settings.swaps and not may_swap:
+            why = "KV of GPUs out of each other's reach, or on several hosts, cannot be swapped"
+            raise ConfigError("worker.overload_policy", why)
+        swap_blocks = swap_block_count(settings, engine.info) if may_swap else 0
         copier = HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None
     except BaseException:
         engine.close()
@@ -168,7 +169,8 @@ def load(settings: WorkerSettings, devices: Sequence[str] = ()) -> Kit:
     )
     if ranked is None:
         return replace(kit, joins=engine.implementation.pipelines)
-    kit = replace(kit, device=f"{len(devices)} ranks from {device} on")
+    hosts = f" of each of {settings.nnodes} hosts" if settings.nnodes > 1 else ""
+    kit = replace(kit, device=f"{len(devices)} ranks from {device} on{hosts}")
     return replace(kit, lost_rank=ranked.lost, joins=ranked.exchanges)
 
 
@@ -509,16 +511,6 @@ class WorkerProcess:
             log.warning("not drained in time", running=left.running_count, waiting=left.waiting_count)
 
 
-def _with_model(settings: WorkerSettings) -> WorkerSettings:
-    """Replace a hub's model name by its snapshot's folder, downloaded if need be."""
-    name = hub_name(str(settings.model))
-    if name is None:
-        return settings
-    found = find_model(settings.model, weights=settings.engine == "torch", check=_check_of(settings))
-    named = {"model": found.folder, "served_model_name": settings.served_model_name or found.name}
-    return settings.model_copy(update=named)
-
-
 def _with_limits(settings: WorkerSettings) -> WorkerSettings:
     """Fill in step limits from the GPU's memory where the settings leave them open."""
     if settings.engine != "torch" or settings.device == "cpu":
@@ -530,32 +522,23 @@ def _with_limits(settings: WorkerSettings) -> WorkerSettings:
     return settings.model_copy(update=found)
 
 
-def _check_of(settings: WorkerSettings) -> Callable[[Path], object]:
-    if settings.engine != "torch":
-        return read_model_config
-    from services.worker.engine.choice import choose_model
-
-    return functools.partial(
-        choose_model,
-        model_impl=settings.model_impl,
-        dtype=settings.dtype,
-        device=settings.device.partition(":")[0],
-        kernels=settings.kernels,
-        max_model_len=settings.max_model_len,
-    )
-
-
 async def main(life: Lifecycle) -> None:
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     settings = load_settings(WorkerSettings, sys.argv[1:])
     suffix = settings.port or secrets.token_hex(3)
     worker_id = settings.worker_id or f"{socket.gethostname()}-{suffix}"
+    if settings.node_rank:
+        worker_id = f"{worker_id}/node-{settings.node_rank}"
     logs.configure(service="worker", instance=worker_id, level=settings.log_level, form=settings.log_format)
     logs.get_logger().info("starting", settings=settings.model_dump(mode="json"))
     security = Security(Role.WORKER, settings)
-    security.ensure_guarded([settings.host, settings.advertise_host], links=True)
-    ensure_free(settings.host, settings.port)  # before loading the model, which may take minutes
-    settings = await asyncio.to_thread(_with_model, settings)
+    hosts = [settings.host, settings.advertise_host]
+    if settings.dist_init_addr is not None:
+        hosts.append(settings.dist_init_addr.rpartition(":")[0])
+    security.ensure_guarded(hosts, links=True)
+    if not settings.node_rank:
+        ensure_free(settings.host, settings.port)  # before loading the model, which may take minutes
+    settings = await asyncio.to_thread(with_model, settings)
     state = state_server(settings)
     metrics = MetricsServer(settings.metrics_host, settings.metrics_port, service="worker", instance=worker_id)
     lost = ""
@@ -580,12 +563,16 @@ async def serve(
     shown: Exposition,
 ) -> None:
     """From loading to the end."""
-    count = settings.tensor_parallel_size
+    count = settings.tensor_parallel_size // settings.nnodes
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
+        if settings.node_rank and (nodes := nodes_of(settings, security.secret)) is not None:
+            say_ready("worker", worker_id, nodes.address)
+            await run_ranks(life.stopping, settings, nodes, devices)
+            return
         settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
         settings = await asyncio.to_thread(_with_limits, settings)
         # Slow for large models; signals are handled meanwhile.
-        kit = await asyncio.to_thread(load, settings, devices)
+        kit = await asyncio.to_thread(load, settings, devices, security.secret)
         shown.model_name = lambda: kit.engine.info.name
         await WorkerProcess(life, settings, security, kit, state, worker_id).run(worker_id)
 

@@ -31,6 +31,7 @@ class WorkerSettings(ServiceSettings):
             "max_num_queued_tokens",
             "step_timeout_s",
             "async_scheduling",
+            "batch_invariant",
         }
     )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
@@ -69,6 +70,13 @@ class WorkerSettings(ServiceSettings):
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """Ranks that compute one instance, each on a device of its own from --device on: heads and MLP are divided. The
     same for all workers of a cluster. On CPUs torch's kernels compute."""
+    nnodes: int = Field(1, ge=1, le=64)
+    """Hosts of one instance, each with an equal part of --tensor-parallel-size."""
+    node_rank: int = Field(0, ge=0)
+    """Which of these hosts this is. On 0 the worker runs; on others the ranks that it has there, with --model and
+    --device from here and all other settings from host 0."""
+    dist_init_addr: str | None = Field(None, pattern=r"^.+:\d{1,5}$")
+    """With several hosts: HOST:PORT of host 0, where the ranks of the others find it."""
     device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
     """Memory for parameters and KV cache together, of each rank: 512MiB, 16GiB."""
     host_copy: str = Field("off", pattern=r"^(auto|off|\d+)$")
@@ -82,6 +90,9 @@ class WorkerSettings(ServiceSettings):
     attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
     """On a GPU, whose kernels compute attention: Ballast's own (triton) or those of FlashInfer, an extra, with which
     --enforce-eager is implied. auto: triton, since FlashInfer has not been run on a GPU by us."""
+    batch_invariant: bool = False
+    """On a GPU, multiply by kernels of fixed tiles, so that no request's tokens depend on what else runs: slower. Not
+    with FlashInfer, several ranks, adapters or transformers' code. On CPUs it is so anyway."""
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens of one KV block."""
     max_model_len: int | None = Field(None, ge=2)
@@ -146,8 +157,6 @@ class WorkerSettings(ServiceSettings):
     """Threads that compute one engine step."""
     kernels: Literal["auto", "native", "torch"] = "auto"
     """The compiled kernels (native) or torch's; auto: the compiled ones wherever they can be used."""
-    seed: int = 0
-    """Seed of the engine's own choices."""
 
     # Known speed as a pipeline stage.
     cost_profile: Path | None = None
@@ -182,6 +191,20 @@ class WorkerSettings(ServiceSettings):
             raise ValueError("lora_modules: adapters are not divided among ranks, use --tensor-parallel-size 1")
         if self.lora_modules and self.engine == "emulated":
             raise ValueError("lora_modules: an emulated engine computes no adapters")
+        return self
+
+    @model_validator(mode="after")
+    def _has_hosts(self) -> Self:
+        if self.nnodes > 1 and self.dist_init_addr is None:
+            raise ValueError("dist_init_addr: with --nnodes it says where host 0 is, HOST:PORT")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"node_rank: must be below --nnodes {self.nnodes}, got {self.node_rank}")
+        if self.tensor_parallel_size % self.nnodes:
+            raise ValueError(
+                f"nnodes: {self.nnodes} does not divide --tensor-parallel-size {self.tensor_parallel_size}"
+            )
+        if self.nnodes > 1 and self.engine == "emulated":
+            raise ValueError("nnodes: an emulated engine has no ranks")
         return self
 
     @property

@@ -51,7 +51,7 @@ def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[Run
 
 FLAGS: dict[Service, list[str]] = {
     "gateway": ["--served-model-name", "tiny,gpt-3.5-turbo-0125,meta-llama/Meta-Llama-3-8B-Instruct"],
-    "jobs": ["--in-flight", "32", "--leadership-ttl-s", "1"],
+    "jobs": ["--in-flight", "32", "--dev", "leadership_ttl_s=1"],
 }
 
 

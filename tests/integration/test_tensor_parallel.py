@@ -48,6 +48,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
         # Each rank on a device of its own, over the calls of the CUDA driver.
         pytest.param(Place(ranks=2, share=partial(load_share, extent_bytes=16 << 10)), 30, id="2 devices"),
         pytest.param(Place(ranks=4, memory_factor=2), 10, id="4 on the CPU"),  # each has all of the embedding
+        pytest.param(Place(ranks=4, hosts=2, memory_factor=2), 10, id="2 on each of 2 hosts"),
         pytest.param(replace(ONE_GPU, ranks=2), 30, id="2 on a GPU", marks=pytest.mark.gpu),
     ],
 )
@@ -57,7 +58,7 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
     """
     count = int(REQUESTS or requests)
     wishes = make_wishes(60, 8)
-    expected = asyncio.run(undisturbed(model, wishes, replace(place, ranks=1, share=load_engine)))
+    expected = asyncio.run(undisturbed(model, wishes, replace(place, ranks=1, hosts=1, share=load_engine)))
     tally = Tally()
     for seed in OF_TWO_INSTANCES:
         tally.add(asyncio.run(History(seed, model, wishes, expected, count, place=place).run()))

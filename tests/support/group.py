@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import os
+import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -40,11 +41,13 @@ from services.worker.policy.harvest import Harvest
 from services.worker.policy.lookahead import lookahead
 from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
+from services.worker.ranks.nodes import Nodes, follow
 from services.worker.shell import WorkerShell
 from services.worker.text import primed_detokenizer
 from tests.conftest import DEVICE
 from tests.support import fake_driver
 from tests.support.shells import until
+from tools.local.ports import free_ports
 
 
 def layout(epoch: int, groups: Sequence[Sequence[tuple[str, int, int]]], layer_count: int) -> Layout:
@@ -97,6 +100,7 @@ class Place:
     backend: Callable[[], MemoryBackend] | None = None  # None: the device's own
     transport: str = "auto"
     ranks: int = 1  # of each worker
+    hosts: int = 1  # of each worker: loopback addresses
     share: Callable[..., Engine] = load_engine  # loads a rank's
     adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by name
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
@@ -165,7 +169,11 @@ class Copier(HostBlocks):
         super().start(copies, layers)
 
 
-def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
+_FIRST_HOST = "127.0.0.2"
+
+
+def _load(name: str, model_dir: Path, sizes: Sizes, stop: threading.Event) -> Engine:
+    """`stop`: ends the other hosts."""
     place, memory_bytes = sizes.place, sizes.memory_bytes * sizes.place.memory_factor
     if place.ranks == 1:
         return load_engine(
@@ -179,7 +187,15 @@ def _load(name: str, model_dir: Path, sizes: Sizes) -> Engine:
     share = functools.partial(
         place.share, model_dir, device_memory_bytes=memory_bytes // place.ranks, dtype=place.dtype
     )
-    return load_ranked(share, [place.device] * place.ranks, RankLog(name)).engine
+    if place.hosts == 1:
+        return load_ranked(share, [place.device] * place.ranks, RankLog(name)).engine
+    [port] = free_ports(1, _FIRST_HOST)
+    nodes = Nodes(place.hosts, place.ranks, f"{_FIRST_HOST}:{port}", b"of all hosts")
+    for number in range(1, place.hosts):
+        far = replace(nodes, own_host=f"127.0.0.{number + 2}")
+        devices = [place.device] * nodes.share
+        threading.Thread(target=follow, args=(far, number, devices, model_dir, stop), daemon=True).start()
+    return load_ranked(share, [place.device] * nodes.share, RankLog(name), nodes).engine
 
 
 class GroupWorker:
@@ -187,7 +203,8 @@ class GroupWorker:
         self.name, self.model_dir = WorkerId(name), model_dir
         place = sizes.place
         self.model_dir = model_dir
-        self.engine = _load(name, model_dir, sizes)
+        self.hosts_stop = threading.Event()
+        self.engine = _load(name, model_dir, sizes, self.hosts_stop)
         self.steps_ahead = 0  # launched before all their tokens were known
         if sizes.async_scheduling:
             self.engine.runner.launch = functools.partial(self._launch, self.engine.runner.launch)
@@ -564,13 +581,16 @@ async def running_group(
     workers = {name: GroupWorker(name, model_dir, i + 1, own.get(name, sizes)) for i, name in enumerate(names)}
     layer_count = next(iter(workers.values())).engine.info.layer_count
     cluster = Cluster(workers, layer_count)
-    async with asyncio.timeout(within_s), asyncio.TaskGroup() as tasks:
+    with contextlib.ExitStack() as hosts:
         for worker in workers.values():
-            tasks.create_task(worker.shell.run())
-        await cluster.dispatcher.attach()
-        try:
-            yield cluster
-        finally:
-            await cluster.dispatcher.close()
+            hosts.callback(worker.hosts_stop.set)
+        async with asyncio.timeout(within_s), asyncio.TaskGroup() as tasks:
             for worker in workers.values():
-                worker.shell.stop()
+                tasks.create_task(worker.shell.run())
+            await cluster.dispatcher.attach()
+            try:
+                yield cluster
+            finally:
+                await cluster.dispatcher.close()
+                for worker in workers.values():
+                    worker.shell.stop()

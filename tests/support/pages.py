@@ -119,7 +119,7 @@ class Session:
         printed = ""
         for line in self._up.stdout:
             printed += line
-            if found := re.match(r"ready: .* at (http://[\d.:]+)/v1, gRPC at ([\d.:]+)", line):
+            if found := re.match(r"ready: .* at (https?://[\d.:]+)/v1, gRPC at ([\d.:]+)", line):
                 self._http, self._environ["BALLAST_ADDRESS"] = found[1], found[2]
                 self._started = source, printed
                 return printed

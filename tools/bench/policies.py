@@ -16,7 +16,7 @@ _SWAPPING = (OverloadPolicy.SWAP, OverloadPolicy.DROP)
 POLICIES = ("recompute", "swap", "migrate", "static-pipeline", "drop")
 
 
-# Recompute is there with and without a watermark: which one preempts less depends on the workload.
+# Recompute is compared with and without a watermark: which one preempts less depends on the workload.
 COMPARED = ("recompute:watermark=0", "recompute", "swap", "migrate", "static-pipeline", "drop")
 # KunServe, EuroSys '26, figure 14: the contribution of each step.
 ABLATION = (

@@ -136,18 +136,18 @@ def run_cancel(args: argparse.Namespace) -> int:
 
 
 def _endpoint_of(file: BinaryIO, path: Path) -> str:
-    """The endpoint (`url`) of the first request in a file, as which all others must have. Rewinds the file.
+    """The endpoint (`url`) of the first request in a file; all others must have the same. Rewinds the file.
 
     Raises:
         InvalidRequest: the first line is invalid, or the file has no requests.
     """
-    for raw in file:
+    for number, raw in enumerate(file, start=1):
         if raw.strip():
             try:
                 url = json.loads(raw)["url"]
             except (ValueError, KeyError, TypeError) as error:
                 why = 'must be a JSON object with "custom_id", "method", "url" and "body"'
-                raise InvalidRequest(f"{path}:1", why) from error
+                raise InvalidRequest(f"{path}:{number}", why) from error
             file.seek(0)
             return str(url)
     raise InvalidRequest(str(path), "has no requests")

@@ -50,6 +50,8 @@ _WORKER_FLAGS = {
     "--model-impl": "what computes the model: auto (default), ballast or transformers",
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
+    "--nnodes": "hosts of each worker, which divide its ranks (docs/hosts.md)",
+    "--dist-init-addr": "with --nnodes: HOST:PORT where other hosts find the first worker; others on ports that follow",
     "--gpu-memory-utilization": "share of each GPU, where --device-memory-bytes says nothing (default: 0.9)",
     "--attention-backend": "on a GPU: auto, triton or flashinfer",
     "--transport": "what carries links between workers: auto, tcp or nccl",
@@ -61,7 +63,6 @@ _WORKER_FLAGS = {
     "--block-size": "tokens of a KV block",
     "--threads": "of one worker's engine",
     "--kernels": "auto, native (compiled) or torch",
-    "--seed": "of the engine",
     "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
     "--swap-space-bytes": "host memory for swapped KV, of each worker",
 }

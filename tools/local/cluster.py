@@ -385,6 +385,10 @@ class LocalCluster:
         if service in ("dispatcher", "jobs") and self._tokens_file is not None:
             command += ["--tokens-file", str(self._tokens_file)]
         command += [*self._flags[service], *flags]
+        if service == "worker" and "--dist-init-addr" in self._flags["worker"]:  # one for each, on ports that follow
+            at = command.index("--dist-init-addr") + 1
+            first_host, _, first = command[at].rpartition(":")
+            command[at] = f"{first_host}:{int(first) + number}"
         tree = self._trees.get(service)
         environ = self._environ if tree is None else {**self._environ, "PYTHONPATH": str(tree)}
         child = ChildProcess(name, command, log_path=self.log_dir / f"{name}.log", environ=environ, cwd=tree)

@@ -297,9 +297,12 @@ class TransformersModel:
 
     def read_layer(self, store: ParameterStore, layer: int) -> None:
         first = self._division.rank
-        for at, one in enumerate(store.of_ranks):
-            with self._lock, self._open(at if one is not store else first) as opened:
+
+        def fill(rank: int, one: ParameterStore) -> None:
+            with self._lock, self._open(rank if one is not store else first) as opened:
                 opened.fill(layer, one.layer(layer))
+
+        store.fill(layer, fill)
 
     def _open(self, rank: int | None = None) -> TransformersCheckpoint:
         division = self._division if rank is None else replace(self._division, rank=rank)

@@ -56,12 +56,15 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 class HostBackend(TensorOperations):
     """`MemoryBackend` of host memory."""
 
-    def __init__(self, fd: int | None = None) -> None:
-        """`fd`: the file with another backend's extents, instead of a new one. Takes ownership of it."""
+    def __init__(self, fd: int | None = None, *, sparse: bool = False) -> None:
+        """`fd`: the file with another backend's extents, instead of a new one. Takes ownership of it. `sparse`: pages
+        are taken when they are written, and returned when their extents are unmapped.
+        """
         if not hasattr(os, "memfd_create"):
             raise ConfigError("device", "the cpu backend needs memfd_create, which only Linux has")
         self._fd = fd
-        self._makes_extents = fd is None
+        self._makes_extents = fd is None and not sparse
+        self._sparse = sparse
         self._extent_bytes = 0
         self._size_bytes = 0
         self._parking = 0  # address of the mapping of the whole file
@@ -138,7 +141,7 @@ class HostBackend(TensorOperations):
                     first, *others = extents
                     part = ExtentRun(first, 1 + len(others))
                     if not (parked and self._move_tables(self._parking_of(part), at, part.count)):
-                        self._map_afresh(self._fd, at, part, _MAP_POPULATE)
+                        self._map_afresh(self._fd, at, part, 0 if self._sparse else _MAP_POPULATE)
                     at += part.count * self._extent_bytes
         except BaseException:
             self._reserve_again(address, sum(run.count for run in runs))
@@ -150,7 +153,10 @@ class HostBackend(TensorOperations):
     def unmap(self, address: int, runs: Sequence[ExtentRun]) -> None:
         at = address
         for run in runs:
-            self._park(at, run)
+            if self._sparse:
+                _libc.madvise(at, run.count * self._extent_bytes, _MADV_REMOVE)
+            else:
+                self._park(at, run)
             at += run.count * self._extent_bytes
         self._reserve_again(address, sum(run.count for run in runs))
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.memory.backend import FLOAT_DTYPES, dtype_name
 from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
+from services.worker.memory.remote import RemoteKv, Runs
 
 if TYPE_CHECKING:
     import torch
@@ -230,6 +231,7 @@ class KvCache:
         self._pool = pool
         self.shape = shape
         self.mirrors: tuple[KvCache, ...] = ()  # caches of the instance's other ranks: the same blocks of their heads
+        self.remote: RemoteKv | None = None  # whose image this is
         if pool.extent_count * pool.extent_bytes < shape.block_bytes:
             raise ConfigError(
                 "device_memory_bytes",
@@ -300,6 +302,23 @@ class KvCache:
     def of_ranks(self, layer: int) -> list[torch.Tensor]:
         """`layer` on all ranks of the instance, this one first."""
         return [cache._tensors[layer] for cache in (self, *self.mirrors)]
+
+    @property
+    def is_remote(self) -> bool:
+        """True if a rank is on another host: see `fetch` and `store`."""
+        return any(cache.remote is not None for cache in self.mirrors)
+
+    def fetch(self, layers: range, runs: Runs) -> None:
+        """Before these blocks of all ranks are read here."""
+        for cache in self.mirrors:
+            if cache.remote is not None:
+                cache.remote.fetch_kv(layers, runs)
+
+    def store(self, layers: range, runs: Runs) -> None:
+        """After these blocks of all ranks have been written here."""
+        for cache in self.mirrors:
+            if cache.remote is not None:
+                cache.remote.store_kv(layers, runs)
 
     @property
     def block_bytes(self) -> int:

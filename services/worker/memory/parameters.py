@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.memory.backend import SUPPORTED_DTYPES, Algorithm, dtype_name
 from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
+from services.worker.memory.remote import RemoteParameters
 
 if TYPE_CHECKING:
     import torch
@@ -76,6 +77,7 @@ class ParameterStore:
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
         self.mirrors: tuple[ParameterStore, ...] = ()  # stores of the instance's other ranks, held and dropped together
+        self.remote: RemoteParameters | None = None  # whose image this is
         self.loaded_checksums: dict[int, bytes] = {}  # layer -> checksum as loaded, which never changes
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)
@@ -156,7 +158,33 @@ class ParameterStore:
         """
         self._require_held(layer, held=True)
         chosen = by or self.checksums_by
-        return combined([store._layers[layer].checksum(chosen, between) for store in self.of_ranks])
+        return combined([store._checksum(layer, chosen, between) for store in self.of_ranks])
+
+    def _checksum(self, layer: int, by: Algorithm, between: Callable[[], None] | None) -> bytes:
+        if self.remote is not None:
+            return self.remote.layer_checksum(layer, by)
+        return self._layers[layer].checksum(by, between)
+
+    def stored_checksum(self, layer: int, between: Callable[[], None] | None, by: Algorithm | None) -> bytes:
+        """`layer_checksum` of a layer that has been written here. Ranks on other hosts get their parts before."""
+        for store in self.of_ranks:
+            if store.remote is not None:
+                store.remote.store_layer(layer)
+        return self.layer_checksum(layer, between, by)
+
+    def fetch(self, layer: int) -> None:
+        """Before a layer of all ranks is read here."""
+        for store in self.of_ranks:
+            if store.remote is not None:
+                store.remote.fetch_layer(layer)
+
+    def fill(self, layer: int, fill_one: Callable[[int, ParameterStore], None]) -> None:
+        """Call `fill_one(rank, store)` for each rank of this host; others fill theirs. Rank 0 is this store."""
+        for rank, store in enumerate(self.of_ranks):
+            if store.remote is not None:
+                store.remote.read_layer(layer)
+            else:
+                fill_one(rank, store)
 
     def part_checksum(self, name: str) -> bytes:
         """`layer_checksum` of a part other than a layer."""

@@ -122,6 +122,7 @@ class LayerServer:
         wanted = pb.LayerWanted(epoch=epoch, layer=layer, checksum=self.checksum(layer))
         wanted.algorithm = self.parameters.checksums_by.value
         meta = wanted.SerializeToString()
+        self.parameters.fetch(layer)
         try:
             transfer = link.transfer(TrafficClass.PARAMETERS, pieces, topic=Topic.LAYER, meta=meta, stream=layer)
         except BallastError as error:
@@ -234,7 +235,8 @@ class LayerPull:
             return
         # Verify the checkpoint too: it may have been replaced or damaged since, and all tokens would be wrong.
         between = self._workers.rest(lambda: self._cancelled, self._hurried)
-        future = self._workers.submit(self._parameters.layer_checksum, event.layer, between, by)
+        checksum = self._parameters.layer_checksum if event.peer is None else self._parameters.stored_checksum
+        future = self._workers.submit(checksum, event.layer, between, by)
         future.add_done_callback(lambda f, i=event.layer: self._post(_verdict(self.epoch, i, f, wanted)))
 
     def checked(self, event: LayerChecked) -> None:

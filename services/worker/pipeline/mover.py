@@ -15,7 +15,7 @@ from ballastpb.worker.v1 import stage_pb2 as pb
 from services.worker.core.blocks import blocks_for
 from services.worker.core.migration_messages import ForStages, Give, Keep, Landed, Off, Ready, Stop, Take
 from services.worker.core.mover import BlockRange, CopyOver, KvPlace, KvRequest, Mode, Mover, Send
-from services.worker.core.spans import StageLayers, hops
+from services.worker.core.spans import Key, StageLayers, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import Transfer
@@ -33,7 +33,7 @@ def kv_pieces(kv: KvCache, blocks: Sequence[int], first_layer: int, last_layer: 
     """The memory of these blocks in `[first_layer, last_layer)`, by layer and run of ids: [n, 2, T, K, H] per rank.
     Runs may differ between the two sides.
     """
-    runs, pieces = _runs(blocks), Pieces()
+    runs, pieces = block_runs(blocks), Pieces()
     for layer in range(first_layer, last_layer):
         pieces += [rank_B2TKH[first:last] for rank_B2TKH in kv.of_ranks(layer) for first, last in runs]
     return pieces
@@ -44,7 +44,7 @@ def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int) -> int:
     return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.block_bytes * layer_count
 
 
-def _runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
+def block_runs(blocks: Sequence[int]) -> list[tuple[int, int]]:
     runs: list[tuple[int, int]] = []
     for block in blocks:
         if runs and runs[-1][1] == block:
@@ -62,6 +62,9 @@ class KvMover:
         self._places = context.hub.places
         self.core = Mover(self._kv.shape.block_tokens, self._kv.block_bytes, self._places.forget)
         self._transfers: list[Transfer] = []  # transfers that read the cache
+        self._opened: dict[
+            Key, tuple[range, Sequence[int]]
+        ] = {}  # layers and blocks that arrive, of other hosts' ranks
 
     @property
     def idle(self) -> bool:
@@ -75,12 +78,15 @@ class KvMover:
 
     def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
         """The resulting events for the transition, or messages for this group's leader."""
+        opened = self._opened.pop(key_of(event.piece, event.giver), None)
         news = self.core.landed(self._context.now(), event.giver, event.piece, delivered=event.delivered)
         if news is None:
             self._context.published.stale_total += 1
             return ()
         if event.delivered and event.unpack is not None:
             event.unpack()
+        if event.delivered and opened is not None:
+            self._kv.store(opened[0], block_runs(opened[1]))
         return news
 
     def give_up(self, *, coming: bool) -> Sequence[Landed]:
@@ -147,7 +153,10 @@ class KvMover:
             first_layer, last_layer = command.hop.first_layer, command.hop.last_layer
 
             def pieces(first: int, last: int, c: KvPlace = command) -> Pieces:
-                return kv_pieces(self._kv, c.table[first:last], c.hop.first_layer, c.hop.last_layer)
+                blocks = c.table[first:last]
+                if self._kv.is_remote:
+                    self._opened[c.key] = range(c.hop.first_layer, c.hop.last_layer), blocks
+                return kv_pieces(self._kv, blocks, c.hop.first_layer, c.hop.last_layer)
 
             self._places.put(command.key, pieces, command.first_block, command.last_block)
             size_bytes += (command.last_block - command.first_block) * self._kv.block_bytes * (last_layer - first_layer)
@@ -226,7 +235,9 @@ class KvMover:
         return ""
 
     def _tensors(self, block_range: BlockRange) -> Pieces:
-        return kv_pieces(self._kv, block_range.blocks, block_range.piece.first_layer, block_range.piece.last_layer)
+        piece = block_range.piece
+        self._kv.fetch(range(piece.first_layer, piece.last_layer), block_runs(block_range.blocks))
+        return kv_pieces(self._kv, block_range.blocks, piece.first_layer, piece.last_layer)
 
 
 def _give_up(link: Link, send: Send, why: str) -> None:

@@ -1,17 +1,23 @@
 """`python -m services.worker.ranks SOCKET`: a rank other than 0, started and ended by rank 0. SOCKET is an inherited
 file descriptor.
+
+`... CONTROL MEMORY LAYERS TETHER FOLDER`: a rank on another host than rank 0, started by `nodes.follow` and ended with
+it or with rank 0: sockets to rank 0 by lane, one to that process, and the model's folder here.
 """
 
 from __future__ import annotations
 
+import functools
 import os
 import select
 import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from ballast.common.errors import ConfigError
 from ballast.service import logs
@@ -35,26 +41,32 @@ if TYPE_CHECKING:
     from services.worker.memory.device import DeviceMemory
 
 _ANSWER_S = 30.0
+_LANES = 3  # `nodes.LANES`, if rank 0 is on another host
 
 
-def _end_with(connection: socket.socket) -> None:
-    """Exit when rank 0 is gone, whatever this process is doing."""
+def _end_with(connections: Sequence[socket.socket]) -> None:
+    """Exit when rank 0 is gone, or who has started this process, whatever it is doing."""
     poll = select.poll()
-    poll.register(connection, 0)  # hang-ups are reported anyway
+    for connection in connections:
+        poll.register(connection, select.POLLRDHUP)
     poll.poll()
     os._exit(0)
 
 
 def main() -> None:
-    connection = socket.socket(fileno=int(sys.argv[1]))
+    numbers, folder = (sys.argv[1:-1], Path(sys.argv[-1])) if len(sys.argv) > 2 else (sys.argv[1:], None)
+    connections = [socket.socket(fileno=int(number)) for number in numbers]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which drains
-    threading.Thread(target=_end_with, args=(connection,), daemon=True).start()
-    channel = RankChannel(connection, "the first rank")
-    start = cast(Start, channel.receive(_ANSWER_S))
+    threading.Thread(target=_end_with, args=(connections,), daemon=True).start()
+    channel, *lanes = [RankChannel(each, "the first rank") for each in connections[:_LANES]]
+    start = cast(Start, channel.receive(None))  # while rank 0 waits for others
+    if folder is not None:
+        load_one = cast(functools.partial[Any], start.load_one)
+        start = replace(start, load_one=functools.partial(load_one.func, folder, **load_one.keywords))
     log = start.log
     logs.configure(service="worker", instance=f"{log.instance}/rank-{start.rank}", level=log.level, form=log.form)
     try:
-        _serve(channel, start)
+        _serve(channel, lanes, start)
     except ConfigError as error:
         channel.send(Failed(error.path, error.why), _ANSWER_S)
     except RankEnded:
@@ -64,18 +76,18 @@ def main() -> None:
         sys.exit(1)
 
 
-def _serve(channel: RankChannel, start: Start) -> None:
-    # Imported late: torch is slow to load, and rank 0's end must be noticed meanwhile.
-    import torch
-
+def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> None:
+    # Imported late: they import torch, which is slow, and rank 0's end must be noticed meanwhile.
+    from services.worker.ranks import elsewhere
     from services.worker.ranks.group import meet
     from services.worker.ranks.runner import follow
 
     channel.send(Done(None), _ANSWER_S)
-    group = meet(Path(start.meeting), start.rank, [torch.device(device) for device in start.devices])
+    group = meet(start)
     with start.load_one(device=start.devices[start.rank], peers=group) as engine:
         parameters = engine.memory.parameters
-        channel.send(RankReady(engine.block_count, parameters.loaded_checksums), _ANSWER_S)
+        elsewhere.serve(engine, lanes)
+        channel.send(RankReady(engine.block_count, parameters.loaded_checksums, engine.info.revision), _ANSWER_S)
         while True:
             message = channel.receive(None)
             if isinstance(message, RunLayers):

@@ -1,12 +1,13 @@
-"""Messages between rank 0 and another rank, over a private pair of sockets."""
+"""Messages between rank 0 and another rank, over a private pair of sockets, or TCP to another host."""
 
 from __future__ import annotations
 
 import os
 import pickle
+import select
 import socket
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,6 +15,8 @@ from ballast.common.errors import ConfigError
 from ballast.service.logs import LogFormat, LogLevel
 
 if TYPE_CHECKING:
+    import torch
+
     from services.worker.engine.load import Engine
     from services.worker.engine.packing import PackedStep
 
@@ -50,10 +53,12 @@ class Start:
     """Configuration of a rank."""
 
     rank: int
-    devices: Sequence[str]  # devices of all ranks
-    meeting: str  # a file for their rendezvous
+    devices: Sequence[str]  # devices of all ranks, each on its own host
+    share: int  # ranks of each host
+    meeting: str  # a file for their rendezvous, or HOST:PORT of a store
+    host: str  # where others reach this rank
     log: RankLog
-    load_one: Callable[..., Engine]  # `load_engine` without device and ranks
+    load_one: Callable[..., Engine]  # `load_engine` without device and ranks; another host has its own model folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,7 @@ class RankReady:
 
     block_count: int
     checksums: Mapping[int, bytes]  # checksums of its layers
+    revision: str  # revision of its checkpoint
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +117,19 @@ class Failed:
     why: str
 
 
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    return tensor.reshape(-1).view(torch.uint8).numpy().data
+
+
 def body_of(message: object) -> bytes:
     return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 class RankChannel:
     """One side of the connection between two ranks. Messages are pickled: both processes are of one program, and one
-    has started the other.
+    has started the other, or each has shown the other that it has the cluster's secret.
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -150,6 +162,36 @@ class RankChannel:
         except OSError as error:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
+    def send_tensors(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
+        """Their bytes in host memory, without their sizes.
+
+        Raises:
+            RankLost: the other side is gone, or does not read.
+        """
+        try:
+            self._socket.settimeout(within_s)
+            for tensor in tensors:
+                self._socket.sendall(_bytes_of(tensor))
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+
+    def receive_into(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
+        """Fill them with what the other side's `send_tensors` sends.
+
+        Raises:
+            RankLost: the other side is gone, or silent.
+        """
+        try:
+            self._socket.settimeout(within_s)
+            for tensor in tensors:
+                left = _bytes_of(tensor)
+                while left:
+                    if not (count := self._socket.recv_into(left)):
+                        raise RankEnded(f"{self._name} has ended")
+                    left = left[count:]
+        except OSError as error:
+            raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
+
     def send_files(self, files: Sequence[int], within_s: float) -> None:
         """Send 1 to 253 files, and close them.
 
@@ -177,6 +219,12 @@ class RankChannel:
                 os.close(file)
             raise RankLost(f"{self._name}: {count} files were sent, and {len(files)} could be opened here")
         return files
+
+    def hung_up(self) -> bool:
+        """True if the other side has ended, or its host is silent. From any thread."""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     def close(self) -> None:
         self._socket.close()

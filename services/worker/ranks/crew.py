@@ -1,4 +1,4 @@
-"""The processes of the other ranks, as seen by rank 0. They end when it does, for any reason."""
+"""The other ranks, as seen by rank 0: processes of this host, and of others. They end when it does, for any reason."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 from ballast.common.errors import ConfigError
 from services.worker.ranks.channel import (
@@ -18,15 +17,12 @@ from services.worker.ranks.channel import (
     Export,
     Failed,
     RankChannel,
-    RankLog,
     RankLost,
     RankReady,
     Start,
     body_of,
 )
-
-if TYPE_CHECKING:
-    from services.worker.engine.load import Engine
+from services.worker.ranks.nodes import CONTROL, FarRank
 
 _START_S = 120.0  # time limit for a process to load torch
 _LOAD_S = 1800.0  # time limit for a rank to load its shard
@@ -35,7 +31,9 @@ _END_S = 5.0
 _FILES = 64  # files sent at once: each is open on both sides meanwhile
 
 
-class _Rank:
+class _RankProcess:
+    """Another rank on this host."""
+
     def __init__(self, number: int) -> None:
         self.name = f"rank {number}"
         ours, theirs = socket.socketpair()
@@ -49,25 +47,55 @@ class _Rank:
         finally:
             theirs.close()
 
+    def ended(self) -> str | None:
+        status = self.process.poll()
+        return None if status is None else f"{self.name} has ended with status {status}"
+
+    def end(self, until_s: float) -> None:
+        """After its channel has been closed."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(max(0.0, until_s - time.monotonic()))
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+
+
+class _RankElsewhere:
+    """A rank on another host."""
+
+    def __init__(self, number: int, far: FarRank) -> None:
+        self.name = f"rank {number} on {far.host}"
+        self.channel = RankChannel(far.lanes[CONTROL], self.name)
+        self.far = far
+
+    def ended(self) -> str | None:
+        return f"{self.name} has ended, or its host does not answer" if self.channel.hung_up() else None
+
+    def end(self, until_s: float) -> None:
+        """It ends by itself when its connections do."""
+        self.far.close()
+
 
 class Crew:
     """The processes of the other ranks. Used by one thread at a time, except for `lost`."""
 
-    def __init__(self, count: int) -> None:
-        """Start a process for each rank but 0. `count`: number of all ranks."""
-        self._ranks: list[_Rank] = []
+    def __init__(self, count: int, elsewhere: Mapping[int, FarRank] | None = None) -> None:
+        """Start a process for each rank but 0 and those elsewhere, which it takes over; `count`: of all ranks."""
+        self._ranks: list[_RankProcess | _RankElsewhere] = []
         self._closing = False
+        far = elsewhere or {}
         try:
             for number in range(1, count):
-                self._ranks.append(_Rank(number))
+                self._ranks.append(_RankElsewhere(number, far[number]) if number in far else _RankProcess(number))
         except BaseException:
             self.close()
             raise
 
-    def start(self, devices: Sequence[str], meeting: Path, log: RankLog, load_one: Callable[..., Engine]) -> None:
-        """Configure the ranks; returns when all are about to join the group. `devices`: devices of all ranks."""
+    def start(self, start: Start) -> None:
+        """Returns when all are about to join the group. `start`: rank 0's own, to which each has a rank and a host."""
         for number, rank in enumerate(self._ranks, start=1):
-            rank.channel.send(Start(number, devices, str(meeting), log, load_one), _ANSWER_S)
+            host = rank.far.host if isinstance(rank, _RankElsewhere) else start.host
+            rank.channel.send(replace(start, rank=number, host=host), _ANSWER_S)
         for rank in self._ranks:
             self._answer(rank, _START_S)
 
@@ -86,7 +114,7 @@ class Crew:
         Raises:
             ConfigError: it could not load its shard.
         """
-        for rank in sorted(self._ranks, key=lambda rank: rank.process.poll() is None):
+        for rank in sorted(self._ranks, key=lambda rank: rank.ended() is None):
             with contextlib.suppress(RankLost):
                 self._answer(rank, _END_S)
 
@@ -111,6 +139,11 @@ class Crew:
                     os.close(file)
             first += count
 
+    def far(self, rank: int) -> FarRank | None:
+        """None: the rank is on this host."""
+        of = self._ranks[rank - 1]
+        return of.far if isinstance(of, _RankElsewhere) else None
+
     def tell(self, message: object) -> None:
         body = body_of(message)
         for rank in self._ranks:
@@ -123,8 +156,8 @@ class Crew:
     def lost(self) -> str | None:
         """Text that says which rank has ended, and how; None: no rank has. Callable from any thread."""
         for rank in self._ranks:
-            if not self._closing and (status := rank.process.poll()) is not None:
-                return f"{rank.name} has ended with status {status}"
+            if not self._closing and (how := rank.ended()) is not None:
+                return how
         return None
 
     def close(self) -> None:
@@ -134,13 +167,9 @@ class Crew:
             rank.channel.close()  # which ends it
         until_s = time.monotonic() + _END_S
         for rank in self._ranks:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                rank.process.wait(max(0.0, until_s - time.monotonic()))
-            if rank.process.poll() is None:
-                rank.process.kill()
-                rank.process.wait()
+            rank.end(until_s)
 
-    def _answer(self, rank: _Rank, within_s: float) -> object:
+    def _answer(self, rank: _RankProcess | _RankElsewhere, within_s: float) -> object:
         answer = rank.channel.receive(within_s)
         if isinstance(answer, Failed):
             if answer.where:

@@ -1,16 +1,25 @@
 """The process group of one instance's ranks: gloo, or NCCL if each has a GPU of its own."""
 
 import os
+import socket
 from collections.abc import Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Protocol, cast
 
 import torch
-from torch.distributed import AllreduceOptions, BroadcastOptions, FileStore, ProcessGroupGloo, ReduceOp, Store, Work
+from torch.distributed import (
+    AllreduceOptions,
+    BroadcastOptions,
+    FileStore,
+    ProcessGroupGloo,
+    ReduceOp,
+    Store,
+    TCPStore,
+    Work,
+)
 
 from services.worker.links.channels.nccl import UNWATCHED
-from services.worker.ranks.channel import RankLost
+from services.worker.ranks.channel import RankLost, Start
 
 _MEET_S = 60.0  # time for all ranks to load torch and join
 _TOGETHER_S = 30.0  # maximum wait of a rank at an all-reduce for the others, which may compile a kernel before
@@ -94,28 +103,47 @@ class RankGroup:
         return RankLost(f"rank {self._rank} of {self._count} was left alone in a step: {first_line}")
 
 
-def meet(file: Path, rank: int, devices: Sequence[torch.device]) -> RankGroup:
-    """Join the process group. Called by all ranks.
+def meet(start: Start, store: Store | None = None) -> RankGroup:
+    """Called by all ranks. `store`: the meeting's, of whoever has opened it.
 
     Raises:
         RankLost: one has not joined.
     """
-    store, device, count = FileStore(str(file), len(devices)), devices[rank], len(devices)
-    store.set_timeout(timedelta(seconds=_MEET_S))
-    each_has_its_own = device.type == "cuda" and len(set(devices)) == count  # NCCL refuses two ranks on one GPU
+    rank, count = start.rank, len(start.devices)
+    device = torch.device(start.devices[rank])
+    places = {(number // start.share, torch.device(each)) for number, each in enumerate(start.devices)}
+    each_has_its_own = device.type == "cuda" and len(places) == count  # NCCL refuses two ranks on one GPU
     try:
-        group = _nccl(store, rank, count, device) if each_has_its_own else _gloo(store, rank, count)
+        store = store or _store_at(start)
+        store.set_timeout(timedelta(seconds=_MEET_S))
+        group = _nccl(store, rank, count, device) if each_has_its_own else _gloo(store, start)
     except (RuntimeError, OSError) as error:
         raise RankLost(f"rank {rank} of {count} has not met the others: {error}") from error
     return RankGroup(group, rank, count, device)
 
 
-def _gloo(store: Store, rank: int, count: int) -> _RankGroup:
+def _store_at(start: Start) -> Store:
+    if start.share == len(start.devices):
+        return FileStore(start.meeting, len(start.devices))
+    host, _, port = start.meeting.rpartition(":")
+    return TCPStore(host, int(port), timeout=timedelta(seconds=_MEET_S), wait_for_workers=False)
+
+
+def open_store(host: str) -> tuple[Store, str]:
+    """A store for ranks on several hosts, and its HOST:PORT."""
+    listener = socket.create_server((host, 0))
+    port = listener.getsockname()[1]
+    fd = listener.detach()  # the store takes it over
+    store = TCPStore(host, port, is_master=True, wait_for_workers=False, master_listen_fd=fd, use_libuv=True)
+    return store, f"{host}:{port}"
+
+
+def _gloo(store: Store, start: Start) -> _RankGroup:
     options = ProcessGroupGloo._Options()  # pyright: ignore[reportAttributeAccessIssue] the stubs call it Options
-    options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1", lazy_init=False)]
+    options._devices = [ProcessGroupGloo.create_device(hostname=start.host, lazy_init=False)]
     options._threads = 1
     options._timeout = timedelta(seconds=_TOGETHER_S)
-    return cast(_RankGroup, ProcessGroupGloo(store, rank, count, options))
+    return cast(_RankGroup, ProcessGroupGloo(store, start.rank, len(start.devices), options))
 
 
 def _nccl(store: Store, rank: int, count: int, device: torch.device) -> _RankGroup:

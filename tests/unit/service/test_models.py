@@ -83,9 +83,9 @@ def test_the_cache_is_listed(cache: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_services_take_a_name_and_serve_under_it(cache: Path) -> None:
     """The worker's own code, in a process that reads the environment as a container's does."""
     code = (
-        "from services.worker.__main__ import _with_model\n"
+        "from services.worker.found_model import with_model\n"
         "from services.worker.config import WorkerSettings\n"
-        f"settings = _with_model(WorkerSettings(model='{NAME}'))\n"
+        f"settings = with_model(WorkerSettings(model='{NAME}'))\n"
         "print(settings.served_model_name, settings.model)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

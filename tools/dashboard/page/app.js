@@ -1,9 +1,9 @@
-// The page: asks for the state twice a second and draws it. No library, no build step, nothing from elsewhere.
+// The page polls the clusters' state twice a second and draws it. It needs no library and no build step.
 const EVERY_MS = 500;
 const CHART_S = 90;
 const GAP_S = 5;
-const DEARER = 1.1; // times what the other cluster takes
-const WHAT = { // a cluster does when its memory is full
+const DEARER = 1.1; // factor by which times must differ to count as different
+const WHAT = { // overload policy -> what a cluster does when its memory is full
   drop: "Memory full? Two workers throw half of the layers overboard, each keeps what the other lacks. Requests go on.",
   recompute: "Memory full? Requests wait in line, and some begin anew.",
   swap: "Memory full? Requests wait, their KV in host memory.",
@@ -50,7 +50,7 @@ function notice(text, bad = false) {
   line.classList.toggle("bad", bad);
 }
 
-// The token for orders: of this tab only, and gone with it.
+// The token that is sent with orders. It is stored for this tab only, until the tab is closed.
 const token = {
   key: "ballast-token",
   value: "",
@@ -98,7 +98,7 @@ class WorkerView {
       make("div", { class: "row" }, this.name, this.state, this.kvtext, this.kill),
       make("div", { class: "hull", role: "img" }, this.params, this.kv),
       make("div", { class: "sea" }, this.stones));
-    this.whole = 0; // share of the memory that all parameters take
+    this.whole = 0; // fraction of the memory that complete parameters take
   }
 
   draw(worker, canKill) {
@@ -168,7 +168,7 @@ class Chart {
     const shown = points.filter(([atS]) => atS > endS - CHART_S);
     if (shown.length < 2) return;
     const at = ([atS, value]) => `${(100 * (1 - (endS - atS) / CHART_S)).toFixed(2)} ${(39 - 37 * Math.min(1, value / top)).toFixed(2)}`;
-    const runs = [[]]; // a gap in what is known is a gap in the line
+    const runs = [[]]; // polylines; a gap in the data interrupts the line
     for (const point of shown) {
       const run = runs[runs.length - 1];
       if (run.length && point[0] - run[run.length - 1][0] > GAP_S) runs.push([point]); else run.push(point);
@@ -250,7 +250,7 @@ function isOver(cluster) {
   return cluster.burst.done === cluster.burst.sent;
 }
 
-// What the last burst shows by now: while it runs, the slowest first token and the time per token so far.
+// Results of the last burst; while it runs, the longest TTFT and the current time per token since its start.
 function measured(cluster) {
   if (isOver(cluster)) return cluster.burst;
   const since = (cluster.points || []).filter((p) => p[0] >= cluster.burst.began_at_s);
@@ -263,7 +263,7 @@ function drawVerdict(clusters) {
   const box = document.getElementById("verdict");
   box.hidden = !bursts.length;
   if (!bursts.length) return;
-  const over = bursts.length > 1 && bursts.every(isOver); // before, the slowest are missing
+  const over = bursts.length > 1 && bursts.every(isOver); // earlier, the slowest requests are missing
   const best = (key) => Math.min(...bursts.map((c) => c.burst[key] ?? Infinity));
   const columns = [["TTFT p50", "ttft_p50_s", "wide"], ["TTFT p99", "ttft_p99_s", "p99"], ["per token", "tpot_p50_s", "tpot"]];
   const head = make("tr", {}, make("th", {}, "the last burst"), make("th", {}, "answered"), make("th", {}, "lost"),

@@ -17,6 +17,7 @@ from services.planner.policy.fluid_model import (
     Future,
     GroupKind,
     Prediction,
+    _Flow,
     bubbles,
     look_ahead,
     token_s,
@@ -448,6 +449,13 @@ def test_the_last_ones_are_those_with_long_prompts() -> None:
     )
     assert 1000 * COST.beyond_s < same < 1.0
     assert differing > 8000 * COST.beyond_s
+
+
+def test_a_residue_of_old_requests_counts_nothing_once_none_runs() -> None:
+    flow = _Flow(kind(1, 1, BLOCKS, 4.0, 4 * 20), MACHINE, one_prompt(16_000.0))
+    flow.running, flow.old, flow.prefills, flow.uncomputed = 0.0, 1e-17, 1.0, 20.0
+    begun, made, *_ = flow.advance(0.0, 20.0, 10.0, 40.0, 1.0)
+    assert (begun, made) == (1.0, 0.0)
 
 
 def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:

@@ -1,0 +1,149 @@
+"""How ranks of other hosts and the first host find each other. Real sockets, on loopback addresses of their own."""
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from ballast.common.errors import ConfigError
+from services.worker.ranks import nodes as module
+from services.worker.ranks.channel import RankChannel
+from services.worker.ranks.nodes import CONTROL, LANES, SILENT_S, FarRank, NodeListener, Nodes, call
+from tools.local.ports import free_ports
+
+SECRET = b"a secret of the cluster"
+WITHIN_S = 10.0
+
+
+@pytest.fixture
+def nodes() -> Nodes:
+    [port] = free_ports(1, "127.0.0.2")
+    return Nodes(2, 4, f"127.0.0.2:{port}", SECRET, own_host="127.0.0.3")
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def called(nodes: Nodes, rank: int, session: str, lanes: tuple[str, ...] = LANES) -> list[socket.socket]:
+    stop = threading.Event()
+    found = [call(nodes, rank, lane, session, f"cuda:{rank - 2}", stop) for lane in lanes]
+    return [each for each in found if each is not None]
+
+
+def test_ranks_of_a_host_are_told_apart(nodes: Nodes) -> None:
+    assert [list(nodes.of(node)) for node in range(2)] == [[0, 1], [2, 3]]
+    assert replace(nodes, address="[::1]:29500").host_port == ("::1", 29500)
+    assert SECRET.decode() not in repr(nodes)
+
+
+def test_all_ranks_of_other_hosts_are_found_whoever_comes_first(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    calls = [pool.submit(called, nodes, rank, "a") for rank in (3, 2)]  # before anybody listens
+    time.sleep(0.1)
+    far = NodeListener(nodes).gather(WITHIN_S)
+    assert {rank: (each.device, each.host, each.from_host, [*each.lanes]) for rank, each in far.items()} == {
+        2: ("cuda:0", "127.0.0.3", "127.0.0.2", [*LANES]),
+        3: ("cuda:1", "127.0.0.3", "127.0.0.2", [*LANES]),
+    }
+    for made in calls:
+        lanes = made.result(WITHIN_S)
+        assert len(lanes) == len(LANES)
+        for lane in lanes:
+            lane.close()
+    channel = RankChannel(far[2].lanes[CONTROL], "rank 2")
+    deadline_s = time.monotonic() + WITHIN_S
+    while not channel.hung_up():  # its process has ended
+        assert time.monotonic() < deadline_s
+    close(far)
+
+
+def test_a_rank_that_is_started_again_takes_its_own_place(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
+    first = called(nodes, 2, "first", LANES[:2])  # and ends
+    again, other = called(nodes, 2, "again"), called(nodes, 3, "other")
+    far = listener.result(WITHIN_S)
+    assert far[2].session == "again"
+    assert first[0].recv(1) == b""  # closed
+    close(far)
+    for each in (*first, *again, *other):
+        each.close()
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"secret": b"another secret"}, "secret"),
+        ({"secret": None}, "secret"),
+        ({"ranks": 8}, "--tensor-parallel-size is 8 there and 4 on the first host"),
+        ({"count": 4}, "--nnodes is 4 there and 2 on the first host"),
+    ],
+)
+def test_a_rank_of_another_instance_is_refused(nodes: Nodes, change: dict[str, object], why: str) -> None:
+    other = replace(nodes, **change)  # pyright: ignore[reportArgumentType]
+    with ThreadPoolExecutor(1) as pool:
+        listener = pool.submit(NodeListener(nodes).gather, 1.0)
+        with pytest.raises(ConfigError, match=why):
+            called(other, 2, "a")
+        with pytest.raises(ConfigError, match=r"ranks \[2, 3\] of other hosts have not called"):
+            listener.result(WITHIN_S)
+
+
+@pytest.mark.parametrize(("rank", "version"), [(1, ""), (2, "0.0.1")])
+def test_a_wrong_number_or_version_is_refused(
+    nodes: Nodes, rank: int, version: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    why = "is none of the other hosts'" if not version else "version is 0.0.1 there"
+    if version:
+        monkeypatch.setattr(module, "_RankHello", partial(module._RankHello, version=version))
+    with ThreadPoolExecutor(1) as pool:
+        listener = pool.submit(NodeListener(nodes).gather, 1.0)
+        with pytest.raises(ConfigError, match=why):
+            called(nodes, rank, "a")
+        with pytest.raises(ConfigError):
+            listener.result(WITHIN_S)
+
+
+def test_who_does_not_speak_this_delays_nobody(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
+    for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 1}\n', b"[1]\n", b""):
+        with socket.create_connection(nodes.host_port) as stranger:
+            stranger.sendall(said)
+    lanes = [*called(nodes, 2, "a"), *called(nodes, 3, "a")]
+    close(listener.result(WITHIN_S))
+    for each in lanes:
+        each.close()
+
+
+def test_an_address_of_another_host_is_no_place_to_listen(nodes: Nodes) -> None:
+    with pytest.raises(ConfigError, match=r"worker\.dist_init_addr.*first host"):
+        NodeListener(replace(nodes, address="192.0.2.1:29500"))
+
+
+def test_the_kernel_notices_a_silent_host(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    """By probes, which a process that is only busy answers; that it then hangs up is the kernel's."""
+    listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
+    lanes = [*called(nodes, 2, "a"), *called(nodes, 3, "a")]
+    far = listener.result(WITHIN_S)
+    for connection in (*far[2].lanes.values(), *lanes):
+        told = [
+            connection.getsockopt(socket.IPPROTO_TCP, option)
+            for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT, socket.TCP_USER_TIMEOUT)
+        ]
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+        assert told[0] + told[1] * told[2] <= SILENT_S
+        assert told[3] <= SILENT_S * 1000
+    close(far)
+    for each in lanes:
+        each.close()
+
+
+def close(far: dict[int, FarRank]) -> None:
+    for each in far.values():
+        each.close()
