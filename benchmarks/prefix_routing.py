@@ -15,7 +15,7 @@ regret: cells whose requests become turns of chats, as far as their lengths allo
 import argparse
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatch
 from pathlib import Path
@@ -35,6 +35,7 @@ MODEL, PIECE_TOKENS = "Llama-3.1-8B", 64
 WAYS = ("off", "cached", "routed")
 _TRACE_BLOCK_TOKENS = 512
 _CHAT_CELLS = "chat-13b-40g-x1.1,chat-14b-80g-x2,chat-70b-160g-x1"
+Told = Callable[[Sequence[str]], None]  # gets the rows so far: what a run that is ended has done stays
 _AGAIN, _LEAST_GAP_S = 0.7, 8.0  # share of requests that continue a chat, where possible; minimum time between turns
 
 
@@ -67,7 +68,7 @@ def rate_of(kind: str, cluster: str, load: float, span_s: float) -> float:
     return 5.0 * load / share
 
 
-def table(args: argparse.Namespace) -> str:
+def table(args: argparse.Namespace, told: Told) -> None:
     rows = ["| | | requests | hits | P50 / P99 TTFT ms | P99, x cached | P50 TPOT ms |", f"|{'---|' * 7}"]
     for kind in args.kinds:
         for count in args.instances:
@@ -75,11 +76,12 @@ def table(args: argparse.Namespace) -> str:
             size = Size(cluster, MODEL, PIECE_TOKENS, 0)
             found = sessions(kind, rate_of(kind, cluster, args.load, args.span_s), args.span_s, args.seed)
             rows += _compare(f"{kind}, {count}", found, size)
+            told(rows)
     if args.trace is not None:
         for count in args.instances:
             size = Size(f"{4 * count}xH100-80G", MODEL, _TRACE_BLOCK_TOKENS, 0)
             rows += _compare(f"Mooncake, {4 * count}", arrivals_from(args.trace, args.until_s), size)
-    return "\n".join(rows)
+            told(rows)
 
 
 def _compare(name: str, arrivals: Sequence[Arrival], size: Size) -> list[str]:
@@ -115,7 +117,7 @@ def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
     return made
 
 
-def regret(traces: Path | None, cells: str) -> str:
+def regret(traces: Path | None, cells: str, told: Told) -> None:
     head = "| cell, off / on | hits | P50 TTFT s | P99 TTFT s | x | P50 TPOT s | x | tokens/s | x | drops |"
     rows = [head, f"|{'---|' * 10}"]
     for name in [name for name in CELLS if any(fnmatch(name, pattern) for pattern in cells.split(","))]:
@@ -133,7 +135,7 @@ def regret(traces: Path | None, cells: str) -> str:
         parts.append(f"{off['drops']} / {on['drops']}")
         rows.append(f"| {' | '.join(parts)} |")
         print(rows[-1], flush=True)
-    return "\n".join(rows)
+        told(rows)
 
 
 def main() -> int:
@@ -150,11 +152,18 @@ def main() -> int:
     parser.add_argument("--cells", default=_CHAT_CELLS, help="for regret (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
     args = parser.parse_args()
-    page = table(args) if args.what == "table" else regret(args.traces, args.cells)
-    if args.write:
+
+    def told(rows: Sequence[str]) -> None:
+        if not args.write:
+            return
         words = [word if word not in (str(args.traces), str(args.trace)) else "PATH" for word in sys.argv[1:]]
         command = f"python -m benchmarks.prefix_routing {' '.join(words)}"
-        quote(PAGE, f"prefix-{args.what}", f"`{command}`, commit {code_commit()}:\n\n{page}")
+        quote(PAGE, f"prefix-{args.what}", f"`{command}`, commit {code_commit()}:\n\n" + "\n".join(rows))
+
+    if args.what == "table":
+        table(args, told)
+    else:
+        regret(args.traces, args.cells, told)
     return 0
 
 

@@ -22,7 +22,7 @@ from services.worker.core.events import (
     StreamsLost,
     Submitted,
 )
-from services.worker.core.turns import MemberEvent, StepOutcome, Turns
+from services.worker.core.turns import LaunchedBatch, MemberEvent, StepOutcome, Turns
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.member import GroupMember
 from services.worker.pipeline.planner_side import Transitions
@@ -316,7 +316,7 @@ class SimInstance(Turns):
         for act in acts:
             act()
 
-    def run(self, command: Execute | Removed) -> StepOutcome | None:
+    def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
         if isinstance(command, Execute) and self.core.in_flight_count == 1:
             self._flying_since_s = self._clock.now_s
         member = self.member
@@ -367,6 +367,8 @@ class SimInstance(Turns):
         while True:
             used += added
             yield self._busy(stage_s + (layer_s + context * context_s) * layer_count + head_s, count)
+            if self._fast_forward is not fast_forward:  # caught up when the process was stopped: this step runs again
+                return
             context += count
             step += 1
             fast_forward.landed, fast_forward.used_block_count = step, used

@@ -98,4 +98,3 @@ async def _report_readiness(leadership: Leadership, state: StateServer, server: 
             await server.set_ready(ready)
             told = ready
         await asyncio.sleep(_HEALTH_INTERVAL_S)
-    await asyncio.Event().wait()  # until cancelled

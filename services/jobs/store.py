@@ -292,9 +292,10 @@ class Store:
         return [_batch_of(row) for row in self._db.execute(query)]
 
     def forget_batches(self, before_s: float) -> None:
-        """Delete the ended batches that were created before `before_s`."""
+        """Delete the batches that ended before `before_s`."""
+        ended_s = "coalesce((SELECT max(value) FROM json_each(rest, '$.at_s')), json_extract(rest, '$.created_s'))"
         with self._transaction("forget batches"):
-            query = "DELETE FROM batches WHERE has_ended AND json_extract(rest, '$.created_s') < ?"
+            query = f"DELETE FROM batches WHERE has_ended AND {ended_s} < ?"
             self._db.execute(query, (before_s,))
 
     # ------------------------------------------------------------------------------------------ lines

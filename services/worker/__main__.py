@@ -107,8 +107,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
         if settings.tensor_parallel_size > 1:
             raise ConfigError("worker.tensor_parallel_size", "an emulated engine is as fast as its profile says")
         return _emulated(settings)
-    # Imported late: torch is slow to load.
-    from services.worker.engine.load import load_engine
+    from services.worker.engine.load import load_engine  # imports torch, which is slow to load
     from services.worker.engine.rehearsal import Largest
     from services.worker.links.open import device_bytes
     from services.worker.memory.gpus import describe
@@ -136,6 +135,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
         model_impl=settings.model_impl,
         host_copy=settings.host_copy,
         lora_modules=settings.lora_modules,
+        batch_invariant=settings.batch_invariant,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)

@@ -31,6 +31,7 @@ class WorkerSettings(ServiceSettings):
             "max_num_queued_tokens",
             "step_timeout_s",
             "async_scheduling",
+            "batch_invariant",
         }
     )
     short_flags: ClassVar[Mapping[str, str]] = {"shutdown-timeout-s": "shutdown-timeout"}
@@ -89,6 +90,9 @@ class WorkerSettings(ServiceSettings):
     attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
     """On a GPU, whose kernels compute attention: Ballast's own (triton) or those of FlashInfer, an extra, with which
     --enforce-eager is implied. auto: triton, since FlashInfer has not been run on a GPU by us."""
+    batch_invariant: bool = False
+    """On a GPU, multiply by kernels of fixed tiles, so that no request's tokens depend on what else runs: slower. Not
+    with FlashInfer, several ranks, adapters or transformers' code. On CPUs it is so anyway."""
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens of one KV block."""
     max_model_len: int | None = Field(None, ge=2)

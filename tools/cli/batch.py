@@ -141,13 +141,13 @@ def _endpoint_of(file: BinaryIO, path: Path) -> str:
     Raises:
         InvalidRequest: the first line is invalid, or the file has no requests.
     """
-    for raw in file:
+    for number, raw in enumerate(file, start=1):
         if raw.strip():
             try:
                 url = json.loads(raw)["url"]
             except (ValueError, KeyError, TypeError) as error:
                 why = 'must be a JSON object with "custom_id", "method", "url" and "body"'
-                raise InvalidRequest(f"{path}:1", why) from error
+                raise InvalidRequest(f"{path}:{number}", why) from error
             file.seek(0)
             return str(url)
     raise InvalidRequest(str(path), "has no requests")

@@ -66,8 +66,8 @@ def query_dispatchers(client: Client) -> Look:
 
 
 def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
-    """Merge the statuses of dispatchers: online backlogs, their limits, and counts of running and ended requests are
-    summed; all else is of the one with the newest layout.
+    """Merge the statuses of dispatchers: backlogs, offline queues, their limits, and counts of running and ended
+    requests are summed; all else is of the one with the newest layout.
     """
     newest = max(told, key=lambda status: status.layout.epoch if status.layout is not None else -1)
     endings = Counter[str]()
@@ -79,6 +79,7 @@ def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
         newest,
         backlog_request_count=sum(status.backlog_request_count for status in told),
         backlog_token_count=sum(status.backlog_token_count for status in told),
+        offline_queued_count=sum(status.offline_queued_count for status in told),
         running_request_count=sum(status.running_request_count for status in told),
         max_queued_request_count=sum(status.max_queued_request_count for status in told),
         max_queued_token_count=sum(status.max_queued_token_count for status in told),

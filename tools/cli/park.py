@@ -5,6 +5,7 @@ import asyncio
 import secrets
 from typing import TYPE_CHECKING
 
+from ballast.common.errors import Unavailable
 from ballast.common.ids import WorkerId
 from ballast.common.layout import Standing, group_of
 from ballast.rpc.codec import LAYOUT
@@ -63,11 +64,18 @@ def run_wake(args: argparse.Namespace) -> int:
 
 
 async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace, wanted: Standing) -> Standing:
-    """The worker's standing in the layout, PARKED if it is not there. With `--wait`, poll until it is `wanted`."""
+    """The worker's standing in the layout; PARKED if its process has ended, as an order to park may do. With `--wait`,
+    poll until it is `wanted`.
+
+    Raises:
+        Unavailable: it shall serve, and its process has ended.
+    """
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)
         group = group_of(LAYOUT.record(answer.layout), WorkerId(args.worker))
-        if group is None:  # the worker has ended
+        if group is None:
+            if args.wait and wanted is Standing.SERVING:
+                raise Unavailable(args.worker, "its process has ended; start it again")
             return Standing.PARKED
         standing = next(m.standing for m in group.members if m.worker_id == args.worker)
         if standing is wanted or not args.wait:

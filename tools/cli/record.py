@@ -89,12 +89,12 @@ def _record(client: Client, recording: Recording) -> None:
         for address, last in lasts.items():
             try:
                 answer = client.ended_requests(address, last)
+                if last is not None and answer.last < last:  # a restarted dispatcher counts from 0 again
+                    answer = client.ended_requests(address, 0)
             except Unavailable:
                 if len(lasts) == 1 and last is None:
                     raise
                 continue
-            if last is not None and answer.last < last:  # the dispatcher has restarted, and its numbers begin at 0
-                answer = client.ended_requests(address, 0)
             recording.take(answer.requests, answer.forgotten_count)
             lasts[address] = answer.last
             if answer.oldest_open_unix_s is not None:

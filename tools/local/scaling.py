@@ -118,7 +118,7 @@ class Scaler:
 
 async def _has_work(client: AsyncClient, worker_id: str) -> bool:
     loads = [worker.load for worker in (await client.status()).workers if worker.worker_id == worker_id]
-    return any(load is not None and load.running_count > 0 for load in loads)
+    return any(load is not None and load.running_count + load.waiting_count > 0 for load in loads)
 
 
 def _first_to_end(running: list[ServiceProcess], wanted: Wanted) -> ServiceProcess:

@@ -39,7 +39,7 @@ class Relay:
         give(worker, event, commands)
 
     def _give(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        token_end = logprob_end = later_count = offline_count = 0
+        token_end = logprob_end = later_count = offline_count = stale_token_count = 0
         texts, token_ids, logprobs = event.texts, event.token_ids, event.logprobs
         at_s, placed, counts, took_s = event.at_s, worker.placed, event.token_counts, 0.0
         last_gap_s, bucket = -1.0, 0
@@ -47,6 +47,7 @@ class Relay:
             token_begin, token_end = token_end, token_end + counts[index]
             if handle not in placed:
                 self.stale_count += 1
+                stale_token_count += token_end - token_begin
                 if handle in worker.departed:
                     logprob_end += token_end - token_begin
                 continue
@@ -78,7 +79,7 @@ class Relay:
                 tracked.last_token_at_s = at_s
             tracked.output_token_ids += new_ids
             commands.append(_new(Deliver, (request.request_id, new_ids, text, new_logprobs)))
-        self._count_tokens(len(token_ids), offline_count, later_count, took_s)
+        self._count_tokens(len(token_ids) - stale_token_count, offline_count, later_count, took_s)
 
     def _count_tokens(self, token_count: int, offline_count: int, later_count: int, took_s: float) -> None:
         self._traffic.went_on(later_count, took_s)
@@ -88,7 +89,7 @@ class Relay:
 
     def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
         """The fast path for most messages: one token for each handle and nothing else."""
-        at_s, placed, add = event.at_s, worker.placed, commands.append
+        at_s, placed, add, stale_count = event.at_s, worker.placed, commands.append, self.stale_count
         took_s, later_count, offline_count, gap_counts = 0.0, 0, 0, self.gap_counts
         last_gap_s, bucket = -1.0, 0
         for handle, token_id in zip(event.handles, event.token_ids, strict=True):
@@ -111,7 +112,8 @@ class Relay:
             tracked.last_token_at_s = at_s
             tracked.output_token_ids.append(token_id)
             add(_new(Deliver, (tracked.request.request_id, (token_id,), "", ())))
-        self._count_tokens(len(event.token_ids), offline_count, later_count, took_s)
+        stale_count = self.stale_count - stale_count
+        self._count_tokens(len(event.token_ids) - stale_count, offline_count, later_count, took_s)
 
     def _take_first_token(self, tracked: Tracked, at_s: float) -> bool:
         """Handle the first token of a placement. Returns True if it is also the first of the request."""

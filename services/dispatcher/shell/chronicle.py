@@ -211,6 +211,8 @@ def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
     if not loads:
         return "no worker is there"
     emptiest = min(load.kv_usage_fraction for load in loads)
+    if tracked.long:
+        return f"behind {core.long.count_before(tracked)} others that no single instance holds, until a group is formed"
     line = core.feed if tracked.offline else core.backlog
     ahead_count = line.count_before(tracked)
     workers = "the only worker has" if len(loads) == 1 else f"the emptiest of {len(loads)} leading workers has"

@@ -33,11 +33,14 @@ def choose_model(
     peers: Peers | None = None,
     attention_backend: str = "auto",
     adapted: bool = False,
+    batch_invariant: bool = False,
 ) -> tuple[Implementation, Kernels | None]:
     """Choose the implementation, and the compiled kernels if it uses them.
 
     `adapted`: the model has LoRA adapters, so torch is used: adapters modify the products inside each layer, and the
     compiled kernels compute a layer in a single call.
+
+    `batch_invariant`: a row's result must not depend on the other rows of a step. On a CPU none does.
 
     Raises:
         ConfigError: no implementation can serve the model with these settings.
@@ -53,7 +56,10 @@ def choose_model(
         raise ConfigError("attention_backend", f"{attention_backend} computes on GPUs, with device {device} use auto")
     if adapted and peers is not None and peers.count > 1:
         raise ConfigError("lora_modules", "adapters are not divided among ranks; use --tensor-parallel-size 1")
-    ours = own_config(model_dir, model_impl, max_model_len)
+    batch_invariant = batch_invariant and gpu_index(device) is not None
+    if batch_invariant:
+        _require_invariant(attention_backend, peers, adapted=adapted)
+    ours = own_config(model_dir, "ballast" if batch_invariant else model_impl, max_model_len)
     if adapted and ours is not None:
         if kernels == "native":
             raise ConfigError("kernels", "the native ones compute no LoRA adapters: use auto or torch")
@@ -72,8 +78,21 @@ def choose_model(
         peers=peers,
         attention_backend=attention_backend,
         whole=ours,
+        batch_invariant=batch_invariant,
     )
     return model, native
+
+
+def _require_invariant(attention_backend: str, peers: Peers | None, *, adapted: bool) -> None:
+    """Raises ConfigError if something else than the products depends on the batch."""
+    if attention_backend == "flashinfer":
+        raise ConfigError(
+            "batch_invariant", "FlashInfer splits contexts by the whole batch: use --attention-backend auto"
+        )
+    if peers is not None and peers.count > 1:
+        raise ConfigError("batch_invariant", "sums over ranks depend on the batch: use --tensor-parallel-size 1")
+    if adapted:
+        raise ConfigError("batch_invariant", "products of LoRA adapters depend on the batch: serve none")
 
 
 def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = None) -> ModelConfig | None:

@@ -27,6 +27,7 @@ from services.worker.engine.parameters import (
     part_specs,
 )
 from services.worker.engine.peers import Peers
+from services.worker.engine.products import InvariantProducts, linear
 from services.worker.memory.backend import MemoryBackend
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvCache, KvShape
@@ -175,6 +176,7 @@ class BallastModel:
     peers: Peers | None
     attention_backend: str
     whole: ModelConfig  # of the whole model, over all ranks
+    batch_invariant: bool = False  # on a GPU: products do not depend on the other rows of a step
 
     @property
     def name(self) -> str:
@@ -222,7 +224,14 @@ class BallastModel:
             packed = PackedModel(self.config, memory.parameters, memory.kv, kernels, max_model_len=longest)
             return packed, PagedAttention(kernels)
         sum_over_ranks = None if self.peers is None else self.peers.sum
-        model = Model(self.config, memory.parameters, memory.kv, max_model_len=longest, sum_over_ranks=sum_over_ranks)
+        model = Model(
+            self.config,
+            memory.parameters,
+            memory.kv,
+            max_model_len=longest,
+            sum_over_ranks=sum_over_ranks,
+            products=InvariantProducts() if self.batch_invariant else linear,
+        )
         return model, own_attention(memory.pool.backend.device, self.config, self.dtype, self.attention_backend)
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:

@@ -129,6 +129,7 @@ def load_engine(
     model_impl: str = "auto",
     host_copy: str = from_host.OFF,
     lora_modules: Mapping[str, Path] | None = None,
+    batch_invariant: bool = False,
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -151,6 +152,8 @@ def load_engine(
     host's memory, which is made if no worker has made it yet.
 
     `lora_modules`: folders of LoRA adapters, by name. Their memory is part of the budget.
+
+    `batch_invariant`: on a GPU, multiply by kernels whose results do not depend on the other rows of a step.
 
     With `peers` this is one rank of a tensor-parallel instance and loads its share; reported facts of the model cover
     all ranks.
@@ -175,6 +178,7 @@ def load_engine(
         peers=peers,
         attention_backend=attention_backend,
         adapted=bool(lora_modules),
+        batch_invariant=batch_invariant,
     )
     adapters = read_adapters(lora_modules, served.linears) if lora_modules else []
     config, needs = served.config, served.needs(block_tokens)

@@ -17,10 +17,9 @@ from services.worker.engine.lora import Lora, Product
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.operations import HeadNorms, operations_for
 from services.worker.engine.parameters import EMBEDDING, HEAD, Parameter, end_parameters, layer_parameters, layout_for
+from services.worker.engine.products import Linear, linear
 from services.worker.memory.kv_cache import KvCache
 from services.worker.memory.parameters import ParameterStore
-
-_HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +74,12 @@ class Model:
         *,
         max_model_len: int,
         sum_over_ranks: Callable[[torch.Tensor], None] | None = None,
+        products: Linear = linear,
     ) -> None:
-        """`sum_over_ranks` replaces a tensor by its all-reduce over the instance's ranks."""
+        """`sum_over_ranks` replaces a tensor by its all-reduce over the instance's ranks; `products` multiplies."""
         self._config = config
         self._sum_over_ranks = sum_over_ranks
+        self._linear = products
         self._embedding_VD = parameters.part(EMBEDDING)["weight"]
         layout = layout_for(self._embedding_VD.device, None)
         head = _views(end_parameters(config, layout)[HEAD], parameters.part(HEAD))
@@ -140,7 +141,7 @@ class Model:
         lora = self._lora
         for index, layer in enumerate(self._layers[first_layer:last_layer], first_layer):
             normed_TD = operations.norm(hidden_TD, added_TD, layer.attention_norm_D)
-            qkv = _linear(normed_TD, layer.qkv, layer.qkv_bias, buffers.qkv[:padded])[:rows]
+            qkv = self._linear(normed_TD, layer.qkv, layer.qkv_bias, buffers.qkv[:padded])[:rows]
             if lora is not None:
                 lora.add_to(self._adapted[index].qkv, normed_TD, qkv)
             operations.attend(
@@ -155,7 +156,7 @@ class Model:
             if lora is not None:
                 lora.add_to(self._adapted[index].output, buffers.attended, added_TD)
             normed_TD = operations.norm(hidden_TD, added_TD, layer.mlp_norm_D)
-            gate_up = _linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffers.gate_up[:padded])
+            gate_up = self._linear(normed_TD, layer.gate_up, layer.gate_up_bias, buffers.gate_up[:padded])
             if lora is not None:
                 lora.add_to(self._adapted[index].gate_up, normed_TD, gate_up)
             activated_TI = operations.activate(gate_up)
@@ -167,12 +168,12 @@ class Model:
     def logits(self, hidden_RD: torch.Tensor) -> torch.Tensor:
         """Logits [R, V] from hidden states after the last layer. Last stage only."""
         normed_RD = self._operations.norm(self._pad(hidden_RD), None, self._final_norm_D)
-        logits = _linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
+        logits = self._linear(normed_RD, self._head_VD, None, normed_RD.new_empty(0))
         return logits[: hidden_RD.shape[0], : self._config.vocab_size]
 
     def _project(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Output projection to the hidden size."""
-        projected = _linear(x, weight, bias, self._buffers.added[: x.shape[0]])
+        projected = self._linear(x, weight, bias, self._buffers.added[: x.shape[0]])
         if self._sum_over_ranks is not None:
             self._sum_over_ranks(projected)
         return projected[:, : self._config.hidden_size]
@@ -213,19 +214,3 @@ def _layer(config: ModelConfig, parameters: ParameterStore, kv: KvCache, index: 
         down=named["down"],
         down_bias=named.get("down_bias"),
     )
-
-
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """x @ weight.T + bias, written to `out` where that is faster."""
-    if _onednn_suits(x):
-        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-    if bias is None:
-        return torch.mm(x, weight.t(), out=out)
-    return torch.addmm(bias, x, weight.t(), out=out)
-
-
-def _onednn_suits(x: torch.Tensor) -> bool:
-    """True if oneDNN is faster than MKL, torch's default: by 10 %, or by a third with few rows and a matrix stored as
-    [in, out]; it is not with a single row.
-    """
-    return _HAS_ONEDNN and x.dtype == torch.float32 and x.shape[0] > 1 and x.device.type == "cpu"

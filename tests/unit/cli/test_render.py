@@ -14,7 +14,7 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.inference.v1 import inference_pb2 as pb
 from tests.support.scripted_dispatcher import worker_status
 from tools.cli.history import DemandHistory
-from tools.cli.looks import DispatcherFacts, Look
+from tools.cli.looks import DispatcherFacts, Look, added_up
 from tools.cli.render import render_status
 from tools.cli.top import Rates
 
@@ -254,3 +254,9 @@ def test_offline_work_has_a_line_of_its_own_with_its_rate() -> None:
         "1,234 tokens/s",
         "7 times given way, 1.0% computed twice",
     )
+
+
+def test_what_waits_at_several_dispatchers_is_summed() -> None:
+    one = dataclasses.replace(cluster(worker_status()), backlog_request_count=2, offline_queued_count=5)
+    both = added_up([one, dataclasses.replace(one, offline_queued_count=7)])
+    assert (both.backlog_request_count, both.offline_queued_count) == (4, 12)

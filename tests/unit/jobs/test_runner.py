@@ -302,6 +302,9 @@ def test_old_files_and_batches_go_and_files_in_use_stay(tmp_path: Path) -> None:
             await asyncio.sleep(0.1)
             assert [one.id for one in _files(runner)] == ["file-in"]
             await ended(runner)
+        async with running(store, gateway, rules, now_s=lambda: START_S + 250.0):
+            await asyncio.sleep(0.1)
+            assert store.batch("batch_1", "").completed == 1, "it ended 50 s ago"
         async with running(store, gateway, rules, now_s=lambda: START_S + 900.0) as runner:
             await asyncio.sleep(0.1)
             assert _files(runner) == []

@@ -29,6 +29,16 @@ def test_a_crash_repeats_exactly() -> None:
     assert len(hashes) == 1
 
 
+@pytest.mark.parametrize("at_s", [0.4, 1.0, 2.3])
+def test_a_pause_amid_decode_only_steps_loses_no_token_and_repeats_none(at_s: float) -> None:
+    pause = Fault(at_s=at_s, kind=FaultKind.PAUSE, worker=0, duration_s=0.5)
+    made = replace(options("recompute", cluster="1xA100-40G", check_every=1), faults=(pause,))
+    world = World(made, [Arrival(0.01 * number, 100, 200) for number in range(4)])
+    records = world.run().records
+    assert [(one.outcome, len(one.token_times_s)) for one in records] == [(Outcome.FINISHED, 200)] * 4
+    assert max(later - sooner for sooner, later in pairwise(records[0].token_times_s)) > 0.5
+
+
 def test_a_slow_worker_is_slow_for_as_long_as_it_is_said() -> None:
     slow = Fault(at_s=0.0, kind=FaultKind.SLOW, worker=0, factor=5.0, duration_s=2.0)
     lone = World(replace(options(cluster="1xA100-40G"), faults=(slow,)), [Arrival(0.1, 300, 60)]).run().records[0]

@@ -190,7 +190,7 @@ def test_a_lost_workers_requests_go_on_elsewhere_behind_their_tokens() -> None:
     assert (place.output_token_ids, place.delivered_text_chars) == ((5, 6, 7), 3)
     late = story.raw_step("a", {old_handle: [8]})
     assert late.commands == []
-    assert story.core.relay.stale_count == 1
+    assert (story.core.relay.stale_count, story.core.relay.token_count) == (1, 3)
     rest = story.step("b", {"r": [8, 9]})
     assert delivered([first, late, rest], "r") == [5, 6, 7, 8, 9]
     [finish] = story.finish("b", "r").of(d.Finish)

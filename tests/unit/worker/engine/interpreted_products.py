@@ -1,0 +1,40 @@
+"""Multiplies with the interpreted kernel of fixed tiles. A program, to be started with TRITON_INTERPRET=1."""
+
+import itertools
+import os
+
+import torch
+
+from services.worker.engine import products
+
+TYPES = (torch.float32, torch.float16)  # the interpreter multiplies the bits of bfloat16 as if they were integers
+SHAPES = ((70, 130), (33, 96))  # outputs, inputs: some that fill no whole tile, the first with the wider one
+ROWS, ALONE = (3, 64, 65), (0, 1, 2, 17, 63, 64)
+
+
+def compare(outputs: int, size: int, dtype: torch.dtype) -> None:
+    """Every row gives the same bits alone and among any others, in any place."""
+    torch.manual_seed(0)
+    tolerance = 1e-4 if dtype == torch.float32 else 4e-2
+    multiply = products.InvariantProducts()
+    x = torch.randn(max(ROWS), size + 2).to(dtype)[:, :size]  # rows have something behind them
+    weight, bias = torch.randn(outputs, size).to(dtype), torch.randn(outputs).to(dtype)
+    expected = x.double() @ weight.double().t() + bias.double()
+    alone = {at: multiply(x[at : at + 1], weight, bias, x.new_empty(0))[0] for at in ALONE}
+    for rows in ROWS:
+        out = torch.full((rows, outputs + 3), torch.nan).to(dtype)
+        multiply(x[:rows], weight, bias, out[:, :outputs])
+        assert all(torch.equal(out[at, :outputs], row) for at, row in alone.items() if at < rows)
+        assert out[:, outputs:].isnan().all()
+        assert torch.equal(multiply(x[:rows].flip(0), weight, bias, out.new_empty(0)).flip(0), out[:, :outputs])
+        torch.testing.assert_close(out[:, :outputs].double(), expected[:rows], atol=tolerance, rtol=1e-3)
+    plain = multiply(x, weight, None, x.new_empty(0)).double()
+    torch.testing.assert_close(plain, expected - bias.double(), atol=tolerance, rtol=1e-3)
+
+
+if __name__ == "__main__":
+    assert os.environ.get("TRITON_INTERPRET") == "1"
+    torch.set_num_threads(1)
+    products._MANY_OUTPUTS = SHAPES[0][0]
+    for (outputs, size), dtype in itertools.product(SHAPES, TYPES):
+        compare(outputs, size, dtype)
