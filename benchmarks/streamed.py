@@ -63,7 +63,7 @@ class Streaming:
         return self.decode_count / self.step_s
 
 
-class Card:
+class StreamingInstance:
     """One instance on one GPU."""
 
     def __init__(self, gpu: Gpu, model: ModelSpec) -> None:
@@ -108,7 +108,7 @@ class Card:
 
 
 def row(gpu: str | Gpu, name: str) -> str:
-    card = Card(find_gpu(gpu, "the table") if isinstance(gpu, str) else gpu, models()[name])
+    card = StreamingInstance(find_gpu(gpu, "the table") if isinstance(gpu, str) else gpu, models()[name])
     if card.kv_bytes <= 0:
         return f"| {card.gpu.name}, {name} | does not fit | | | | |"
     alone = card.best(0.0, card.model.layer_count)

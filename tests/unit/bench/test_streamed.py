@@ -1,11 +1,11 @@
 """What streaming layers would gain: `benchmarks.streamed`."""
 
-from benchmarks.streamed import Card, table
+from benchmarks.streamed import StreamingInstance, table
 from sim.hardware import find_gpu, models
 
 
 def test_streamed_layers_hide_behind_the_step_and_are_worth_their_slots() -> None:
-    card = Card(find_gpu("A100-40G", "this test"), models()["Qwen2.5-14B"])
+    card = StreamingInstance(find_gpu("A100-40G", "this test"), models()["Qwen2.5-14B"])
     parts = card.best(0.25, 0.125)
     assert parts.net_layers > 0
     assert parts.step_s >= (parts.net_layers + 0.25) * card.layer_s
