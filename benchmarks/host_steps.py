@@ -81,7 +81,7 @@ class Running:
 async def measure(model_dir: Path, rows: int, steps: int, context: int, step_s: float, *, ahead: bool) -> Device:
     tokens = context + steps + 2 * _WARM_STEPS
     engine = load_engine(model_dir, device_memory_bytes=rows * (tokens + 64) * 1024 + (32 << 20), kernels="torch")
-    hidden_TD, logits_RV = torch.zeros(8192, engine.config.hidden_size), torch.zeros(rows, engine.info.vocab_size)
+    hidden_TD, logits_RV = torch.zeros(8192, 1), torch.zeros(rows, engine.info.vocab_size)
     runner: Any = engine.runner
 
     def compute(packed: PackedStep, *_: object) -> torch.Tensor:
