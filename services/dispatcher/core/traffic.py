@@ -228,10 +228,11 @@ def _burst_left_s(counts: Mapping[int, int], newest: int, calm_count: float) -> 
         newest: The present bin.
         calm_count: Requests in a calm bin.
     """
-    least = _BURST * calm_count + _CHANCE * math.sqrt(calm_count + 1.0)
+    deviation = math.sqrt(calm_count + 1.0)
+    least, calm = _BURST * calm_count + _CHANCE * deviation, calm_count + deviation
     lengths, length, last = list[int](), 0, -1
     for index in range(newest - int(WINDOW_S / _BIN_S), newest):
-        if counts.get(index, 0) > least:
+        if counts.get(index, 0) > (calm if length else least):  # chance does not end one
             length, last = length + 1, index
         elif length:
             lengths.append(length)

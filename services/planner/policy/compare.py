@@ -33,7 +33,6 @@ from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, w
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
-# The middle one holds until the duration of bursts is known.
 LASTS_S = (2.0, 15.0, 60.0)  # durations for which the present rate continues, each a future to predict
 _MIDDLE = len(LASTS_S) // 2
 LOST = 20.0  # multiple of the target from which on waits are lost: by default ten seconds, chosen, not derived
@@ -73,7 +72,7 @@ class Evaluation:
     """A candidate and its prediction."""
 
     candidate: Candidate
-    prediction: Prediction  # prediction for the middle future
+    prediction: Prediction  # for the middle future; of the chosen one and of no change for the expected one
     loss: float  # a lower bound for candidates that could not be chosen
 
     @property
@@ -120,6 +119,9 @@ def compare(
         return found[number].loss
 
     chosen = choose([one.loss for one in found], [one.change_count for one in candidates], finish)
+    if traffic.burst_left_s:
+        for number in {0, chosen}:
+            found[number] = evaluator.expect(found[number], kinds[number], traffic.burst_left_s)
     return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
 
 
@@ -238,6 +240,12 @@ class _Evaluator:
         others = (*self._futures[:_MIDDLE], *self._futures[_MIDDLE + 1 :])
         predicted = [self._predict(kinds, future) for future in others]
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
+
+    def expect(self, found: Evaluation, kinds: Sequence[GroupKind], lasts_s: float) -> Evaluation:
+        """The prediction for a rate that lasts as long as earlier bursts did. The choice must be right for longer ones
+        too, and for shorter ones.
+        """
+        return replace(found, prediction=self._predict(kinds, replace(self._futures[_MIDDLE], lasts_s=lasts_s)))
 
     def _predict(self, kinds: Sequence[GroupKind], future: Future) -> Prediction:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
@@ -379,7 +387,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
             waited_s=traffic.oldest_wait_s,
             prompts=tuple([max(1.0, prompt if length is None else length) for length in spread]),
         )
-        for lasts_s in (*LASTS_S[:_MIDDLE], traffic.burst_left_s or LASTS_S[_MIDDLE], *LASTS_S[_MIDDLE + 1 :])
+        for lasts_s in LASTS_S
     ]
 
 
