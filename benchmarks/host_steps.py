@@ -38,7 +38,7 @@ _WARM_STEPS = 20
 _BLOCK_TOKENS = 16
 
 
-class Device:
+class TimedDevice:
     """A device's time, counted in processor time of the thread that launches: the host's work while it computes."""
 
     def __init__(self, engine: Engine, rows: int, step_s: float) -> None:
@@ -61,15 +61,15 @@ class Device:
             self.idle_s.append(max(0.0, now_s - self._free_at_s))
         self._began_s = time.thread_time() if decodes else 0.0
         self._free_at_s = max(now_s, self._free_at_s) + self._step_s
-        return Running(self, launched, self._free_at_s)
+        return TimedStep(self, launched, self._free_at_s)
 
     def wait(self, until_s: float) -> None:
         self._waited_s += max(0.0, until_s - self._now_s)
 
 
 @dataclass(frozen=True)
-class Running:
-    device: Device
+class TimedStep:
+    device: TimedDevice
     launched: LaunchedStep
     ends_at_s: float
 
@@ -78,7 +78,7 @@ class Running:
         return self.launched.collect()
 
 
-async def measure(model_dir: Path, rows: int, steps: int, context: int, step_s: float, *, ahead: bool) -> Device:
+async def measure(model_dir: Path, rows: int, steps: int, context: int, step_s: float, *, ahead: bool) -> TimedDevice:
     tokens = context + steps + 2 * _WARM_STEPS
     engine = load_engine(model_dir, device_memory_bytes=rows * (tokens + 64) * 1024 + (32 << 20), kernels="torch")
     hidden_TD, logits_RV = torch.zeros(8192, 1), torch.zeros(rows, engine.info.vocab_size)
@@ -108,7 +108,7 @@ async def measure(model_dir: Path, rows: int, steps: int, context: int, step_s: 
     core, book = stage_core(limits, engine, 1)
     detokenizer = functools.partial(primed_detokenizer, load_tokenizer(model_dir))
     shell = WorkerShell(core=core, engine=engine, detokenizer=detokenizer)
-    device = Device(engine, rows, step_s)
+    device = TimedDevice(engine, rows, step_s)
     runner.launch = device.launch
     join(
         shell,
