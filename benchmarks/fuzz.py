@@ -69,11 +69,12 @@ class FuzzReport:
     memory_mib: dict[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
     waits_s: list[float] = field(default_factory=list[float])  # duration of each request of the real client
     ended: list[str] = field(default_factory=list[str])
-    same_tokens: bool = False
+    same_tokens: bool = False  # the last answer to the real client is the first one
+    different_count: int = 0  # answers in between that differ
 
     @property
     def passed(self) -> bool:
-        return self.same_tokens and not self.ended and not self.errors
+        return self.same_tokens and not (self.different_count or self.ended or self.errors)
 
     @property
     def errors(self) -> list[str]:
@@ -186,7 +187,9 @@ class Fuzz:
         report, before = self.report, self._memory()
         async with AsyncClient(self._cluster.address) as client:
             expected = (await client.generate(token_ids=_PROMPT, sampling=_SAMPLING)).token_ids
-            beside = [asyncio.create_task(each) for each in (self._be_honest(client), self._tell_progress(messages))]
+            beside = [
+                asyncio.create_task(each) for each in (self._be_honest(client, expected), self._tell_progress(messages))
+            ]
             async with contextlib.AsyncExitStack() as stack:
                 addresses = {target.address for target in self._targets}
                 channels = {a: await stack.enter_async_context(open_channel(a)) for a in addresses}
@@ -240,12 +243,13 @@ class Fuzz:
             outcome = f"raw: {type(error).__name__}"
         self.report.outcomes[outcome] += 1
 
-    async def _be_honest(self, client: AsyncClient) -> None:
-        """Send valid requests, one after the other, and record their durations."""
+    async def _be_honest(self, client: AsyncClient, expected: Sequence[int]) -> None:
+        """Send valid requests, one after the other; record their durations, and answers that are not `expected`."""
         while True:
             began_s = time.monotonic()
             with contextlib.suppress(BallastError):
-                await client.generate(token_ids=_PROMPT, sampling=_SAMPLING, deadline_s=30.0)
+                answer = await client.generate(token_ids=_PROMPT, sampling=_SAMPLING, deadline_s=30.0)
+                self.report.different_count += answer.token_ids != expected
                 self.report.waits_s.append(time.monotonic() - began_s)
             await asyncio.sleep(0.1)
 
@@ -339,6 +343,7 @@ def main() -> int:
                 "ended": report.ended,
                 "errors": report.errors[:20],
                 "same_tokens": report.same_tokens,
+                "different": report.different_count,
             },
             indent=2,
         )

@@ -515,8 +515,8 @@ def instance_count(model: ModelSpec, cluster: Cluster) -> int:
     if count < 1:
         raise ConfigError(
             "cluster",
-            f"{cluster.gpu_count} x {cluster.gpu.name} are too few: one instance of {model.name} takes"
-            f" {model.gpus_per_instance}",
+            " and ".join(f"{kind.gpu_count} x {kind.gpu.name}" for kind in cluster.kinds)
+            + f" are too few: one instance of {model.name} takes {model.gpus_per_instance} of one kind",
         )
     return count
 

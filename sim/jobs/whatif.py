@@ -112,7 +112,7 @@ def _points(job: SimJob, condition: str, slos: Sequence[Slo | None], progress: P
         Point.of(
             f"{condition} {slo.ttft_s:g}" if several and slo is not None else condition,
             name,
-            job.cluster.gpu_count,
+            sum(kind.gpu_count for kind in job.cluster.kinds),
             policy,
             slo,
         )

@@ -6,14 +6,14 @@ import pytest
 import torch
 
 from services.worker.engine.operations import activation_constants, norm_constants, rotation_constants
-from tests.unit.worker.engine.compiled_kernel import TYPES, compiled, signatures
+from tests.unit.worker.engine.compiled_kernel import SHARED_LIMIT_BYTES, TYPES, compiled, signatures
 from tests.unit.worker.engine.interpreted_kernel import HEADS, compare_operations, model
 
 pytest.importorskip("triton")
 pytestmark = pytest.mark.usefixtures("own_cache")
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
     kernels = importlib.import_module("services.worker.engine.fused_kernels")

@@ -53,7 +53,7 @@ def compiled_join(capability: int) -> Compiled:
     return compiled_kernel.compiled(kernel, given, join_constants(32, 128), capability)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_dim: int) -> None:
     for groups in range(1, 9):
@@ -62,12 +62,12 @@ def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_di
             which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
             assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
             # An A100 may move a dozen bytes: it has no instruction that reads operands from shared memory.
-            assert kernel.spilled_bytes <= (0 if capability == 90 else 32), which
+            assert kernel.spilled_bytes <= (32 if capability == 80 else 0), which
             if capability == 90 and chunks:
                 assert "wgmma.mma_async" in kernel.ptx, which
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 128), (torch.float32, 128), (torch.bfloat16, 256)])
 def test_other_formats_fit_as_well(capability: int, dtype: torch.dtype, head_dim: int) -> None:
     kernel = compiled(capability, dtype, 4, head_dim, chunks=True)
@@ -75,13 +75,13 @@ def test_other_formats_fit_as_well(capability: int, dtype: torch.dtype, head_dim
     assert kernel.spilled_bytes == 0
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 def test_what_joins_the_parts_of_a_context_fits_as_well(capability: int) -> None:
     done = compiled_join(capability)
     assert (done.spilled_bytes, done.registers <= 128, done.shared_bytes <= 48 << 10) == (0, True, True)
 
 
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 def test_all_that_a_worker_compiles_before_it_is_ready_takes_less_than_20_s(capability: int) -> None:
     """In processor time, of the assembler too. Of Llama 3 8B in bfloat16; heads normalised or not take the same."""
     fused = importlib.import_module("services.worker.engine.fused_kernels")

@@ -11,7 +11,7 @@ import torch
 from services.worker.core.batch import NewSequence
 from services.worker.engine.sampler import SampleRow
 from services.worker.engine.sampler_gpu import GpuSampler, adjust_constants, draw_constants, find_constants
-from tests.unit.worker.engine.compiled_kernel import TYPES, compiled
+from tests.unit.worker.engine.compiled_kernel import SHARED_LIMIT_BYTES, TYPES, compiled
 from tests.unit.worker.engine.interpreted_sampler import (
     CPU,
     compare,
@@ -46,7 +46,7 @@ def test_interpreted_it_draws_what_the_cpu_draws() -> None:
 
 
 @pytest.mark.usefixtures("own_cache")
-@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
     kernels = importlib.import_module("services.worker.engine.sampling_kernels")
@@ -55,7 +55,8 @@ def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
         types = TYPE_OF | {"logits_ptr": f"*{TYPES[dtype]}"}
         given = {name: types[name] for name in kernel.arg_names if name in types}
         done = compiled(kernel, given, constants, capability)
-        assert (done.spilled_bytes, done.shared_bytes <= 48 << 10) == (0, True), kernel.fn.__name__
+        assert done.spilled_bytes <= (64 if capability == 100 else 0), kernel.fn.__name__  # of rows of 256 KiB and more
+        assert done.shared_bytes <= 48 << 10, kernel.fn.__name__
 
 
 def test_what_sequences_held_is_given_to_others() -> None:
