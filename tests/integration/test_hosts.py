@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Generator
 from dataclasses import replace
@@ -17,6 +18,7 @@ import pytest
 
 from ballast.client import AsyncClient, SamplingParams
 from tests.support.cluster import until
+from tests.support.group import Place, Sizes, _load
 from tests.support.pages import ROOT, session, steps
 from tools.local.cluster import LocalCluster
 from tools.local.ports import free_ports
@@ -72,6 +74,34 @@ def test_the_commands_of_the_page_serve_a_model_on_two_hosts(tmp_path: Path) -> 
         assert "ready: 1 worker" in shell.run(up)
         assert shell.run(ask).strip()
         assert other.poll() is None
+
+
+def test_memory_of_the_other_host_is_read_and_written_through_its_image(model: Path) -> None:
+    stop = threading.Event()
+    with _load("a", model, Sizes(place=Place(ranks=4, hosts=2, memory_factor=2)), stop) as engine:
+        memory, parameters, kv = engine.memory, engine.memory.parameters, engine.memory.kv
+        assert [one.remote is not None for one in kv.mirrors] == [False, True, True]
+        right = parameters.loaded_checksums[2]
+        assert parameters.layer_checksum(2) == right
+        parameters.fetch(2)
+        pieces = parameters.pieces(2)
+        kept = [piece.clone() for piece in pieces]
+        assert all(bool(piece.any()) for piece in kept)
+        pieces[-1].zero_()  # of the last rank, which is far away
+        assert parameters.stored_checksum(2, None, None) != right
+        engine.read_layer(2)  # each host its own part
+        assert parameters.layer_checksum(2) == right
+        pieces[-1].copy_(kept[-1])
+        assert parameters.stored_checksum(2, None, None) == right
+
+        far = kv.mirrors[-1].layer(1)[3:5]
+        far.fill_(7.0)
+        kv.store(range(1, 2), [(3, 5)])
+        far.zero_()
+        kv.fetch(range(1, 2), [(3, 5)])
+        assert bool((far == 7.0).all())
+        memory.check()
+    stop.set()
 
 
 async def test_a_lost_host_ends_its_instances_only(model: Path, tmp_path: Path) -> None:
