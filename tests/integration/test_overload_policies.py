@@ -55,7 +55,7 @@ def undisturbed(model: Path) -> Tokens:
     ("policy", "worker_flags", "planner_flags"),
     [
         ("recompute", [], []),
-        ("recompute", ["--dev", "admission_reserve_fraction=0.2"], []),
+        ("recompute", ["--dev", "admission_reserve_fraction=0.2", "--dev", "async_scheduling=on"], []),
         ("swap", ["--dev", "swap_blocks_per_step=2"], []),
         ("migrate", [], ["--dev", "migrate_below_tokens=60", "--dev", "migrate_above_tokens=70"]),
         ("static-pipeline", ["--dev", "microbatching=token-count"], ["--pipeline-degree", "2"]),

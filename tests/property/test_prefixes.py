@@ -78,10 +78,13 @@ def test_an_overload_is_met_as_with_an_empty_cache(seed: int, turns: int) -> Non
     assert play(warm=True) == play(warm=False)
 
 
-@pytest.mark.parametrize("policy", ["drop", "migrate", "recompute"])
+@pytest.mark.parametrize("policy", ["drop", "recompute"])
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
 def test_a_cluster_meets_an_overload_as_with_an_empty_cache(policy: str, seed: int) -> None:
-    """No two prompts are alike: all that is retained is in nobody's way, from workers' decisions to the planner's."""
+    """No two prompts are alike: all that is retained is in nobody's way, from workers' decisions to the planner's.
+
+    A migration would differ: its target evicts in a step of its own, before it offers room.
+    """
     begin_s = 20.0
     arrivals = [
         arrival._replace(hash_ids=tuple(range(3 * place, 3 * place + 3)), hash_tokens=512)
