@@ -48,10 +48,10 @@ DEFECTS: Mapping[str, Defect] = {
     "words on the device": Defect(
         Hub,
         "device_of",
-        'self._device if topic == Topic.BATCH else "cpu"',
+        'self._device if topic in (Topic.BATCH, Topic.ACTIVATIONS) else "cpu"',
         "self._device",
         f"{_LINKS}/test_devices.py::test_only_hidden_states_are_wanted_on_the_device",
-        "== [<Topic.BATCH: 1>]",
+        "<Topic.RESULT: 2> != <Topic.ACTIVATIONS: 24>",
     ),
     "completed is delivered": Defect(
         NcclMover,

@@ -207,7 +207,7 @@ def test_a_transfer_waits_until_its_bytes_are_computed(
 
 def test_only_hidden_states_are_wanted_on_the_device() -> None:
     hub = Hub(lambda event: None, device=DEVICE)
-    assert [topic for topic in Topic if hub.device_of(topic) == DEVICE] == [Topic.BATCH]
+    assert [topic for topic in Topic if hub.device_of(topic) == DEVICE] == [Topic.BATCH, Topic.ACTIVATIONS]
 
 
 @pytest.mark.parametrize(
