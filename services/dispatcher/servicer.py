@@ -242,7 +242,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- generate
 
     def taken(self, request_id: RequestId, serial: int) -> None:
-        """Withdraw a request that its client has resumed at another dispatcher. `serial`: of the claim here."""
+        """Withdraw a request that its client has resumed at another dispatcher. `serial`: that of the claim here."""
         service = self._served.get(request_id)
         if service is not None and service.claim is not None and service.claim.serial == serial:
             self._shell.withdraw(request_id, "its client goes on with it at another dispatcher")
@@ -306,7 +306,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             is_first = False
 
     async def _accepted(self, message: pb.GenerateRequest, context: Context) -> _Service:
-        """The validated request. An InvalidRequest is recorded before it is raised."""
+        """Validate a request. An InvalidRequest is recorded before it is raised."""
         try:
             self._refuse_if_draining()
             resumption = resumption_from_proto(message, allowed=self._bounds.resume)

@@ -154,7 +154,7 @@ class UndrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class TimeIsUp:
-    """The drain timeout has passed: running requests are aborted."""
+    """The drain timeout has passed: all remaining requests fail."""
 
     at_s: float
 
@@ -224,7 +224,7 @@ class Facts:
     completion_token_count: int
     replay_count: int
     queue_s: float
-    ttft_s: float | None  # None: no token was generated
+    ttft_s: float | None  # None: no token was generated, or the first one at another dispatcher
     e2e_s: float
     cached_token_count: int = 0  # prompt tokens
     caller: str = ""
@@ -241,7 +241,7 @@ class Facts:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token after the first; None if there are fewer than two."""
+        """Mean seconds per token after the first; None if there are fewer than two, or `ttft_s` is None."""
         if self.ttft_s is None or self.completion_token_count < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.completion_token_count - 1)

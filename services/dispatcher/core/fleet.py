@@ -38,7 +38,7 @@ class Worker:
     unseen_block_count: int = 0
     unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> uncomputed tokens
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle, ascending -> time of its preemption
-    long_handles: set[int] = field(default_factory=set[int])  # handles of requests that no single instance holds
+    long_handles: set[int] = field(default_factory=set[int])  # handles of requests that do not fit on any one instance
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
     placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> its online requests there
     hold_until_s: float = 0.0  # no request is sent before that time, after a refusal

@@ -7,8 +7,8 @@ from services.dispatcher.core.backlog import Backlog, DrainRate
 from services.dispatcher.core.long_requests import LongRequests
 from services.dispatcher.core.tracked import Tracked
 
-_TAKEN_OVER_FACTOR = 2  # factor on the limits while requests taken over from other dispatchers are included
-MOST_SHARED = 2  # factor on the limits while callers are within their fair share
+_TAKEN_OVER_FACTOR = 2  # factor on the limits for a request taken over from another dispatcher
+MOST_SHARED = 2  # factor on the limits for a request whose caller is within its fair share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,7 +38,7 @@ class Tracked:
     prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # time since which no worker could run it at once
-    long: bool = False  # exceeds every single instance: see `LongRequests`
+    long: bool = False  # does not fit on any one instance: see `LongRequests`
     groupless_since_s: float | None = None  # time since which no group can hold this long request
     offline: bool = field(init=False)  # True for the batch class
 

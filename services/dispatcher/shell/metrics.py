@@ -35,7 +35,7 @@ class DispatcherMetrics(Collector):
         registry.register(self)
 
     def observe(self, facts: Facts) -> None:
-        """Record an ended request. Latencies are of online requests only."""
+        """Record the latencies of an ended request, if it is online."""
         if facts.priority.offline:
             return
         self._queue_s.observe(facts.queue_s)

@@ -48,7 +48,7 @@ class CompletionWriter:
         self._wishes = wishes
         self._echoes = list(echoes)
         self._choices_per_prompt = choices_per_prompt
-        self._offsets = [len(echo) for echo in echoes]  # characters written so far, by choice
+        self._offsets = [len(echo) for echo in echoes]  # per choice: characters written so far, its echo included
         self._usages: dict[int, Usage] = {}
         prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
