@@ -30,7 +30,7 @@ class Feed(ArrivalOrder):
         return Overloaded(why, self._drain_rate.until_half_s(count, at_s))
 
     def next(self, fleet: Fleet, at_s: float) -> tuple[Tracked, Worker] | None:
-        """The first request that fits a worker that pulls, with the one of these workers that wants most tokens; None if
+        """The first request that fits a worker that pulls, with the one of these workers that wants most tokens. None:
         no request fits.
         """
         wanting = [(worker.offline_room_tokens, worker) for worker in fleet.usable if worker.hold_until_s <= at_s]

@@ -1,9 +1,9 @@
 """Expected remaining tokens of an answer, learnt from past answers.
 
 The estimate is the tokens of all answers divided by the number of ended ones: tokens of running answers count, too,
-otherwise short answers would dominate at first. For memoryless lengths this is the expected remainder at any time, so it is used for
-new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start with a few
-pseudo-answers of the configured length, and decay.
+otherwise short answers would dominate at first. For memoryless lengths this is the expected remainder at any time, so
+it is used for new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start with
+a few pseudo-answers of the configured length, and decay.
 """
 
 from collections.abc import Iterable
