@@ -54,7 +54,9 @@ class Drains:
         return any((d.worker_id, d.incarnation) == (worker_id, incarnation) for d in self._by_request.values())
 
     def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
-        """Request id and epoch of each drain that this layout completes: its worker gets no new requests any more."""
+        """Settle the drains that this layout completes, as their workers get no new requests any more. Returns request
+        ids and epochs.
+        """
         taking = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members if not m.draining}
         settled: list[tuple[str, Epoch]] = []
         for request_id, drain in self._by_request.items():

@@ -233,7 +233,7 @@ def _is_whole(place: Place | None, worker_id: WorkerId, layer_count: int) -> boo
 
 
 def _is_there(known: Known, group: Group, worker_id: WorkerId) -> bool:
-    """True if the incarnation meant by the layout is in the group."""
+    """True if the known incarnation is a member of the group."""
     return any((m.worker_id, m.incarnation) == (worker_id, known.placeable.incarnation) for m in group.members)
 
 

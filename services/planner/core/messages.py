@@ -88,7 +88,7 @@ class WriteSettled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """A new connection to the monitor: it reports all instances, then SnapshotEnd."""
+    """A new connection to the monitor: it reports all instances, then SnapshotEnded follows."""
 
     at_s: float
     cause_id: str
@@ -275,7 +275,9 @@ class LoadLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteLayout:
-    """Store a layout; refused unless `expected_epoch` is stored and `token` is the lease's; answers WriteSettled."""
+    """Store a layout. Answered by WriteSettled, which is a refusal unless `expected_epoch` is stored and `token` is
+    the lease's.
+    """
 
     layout: Layout
     model: ModelInfo | None

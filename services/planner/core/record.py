@@ -18,9 +18,9 @@ class TransitionRecord:
 
     journal: Journal
     began_at_s: float
-    by: str  # overload, relief, operator, loss or drain
+    by: str  # why it began, for example overload, relief, operator, loss or drain
     request_id: str = ""
-    shape: ModelShape | None = None  # None: begun by a previous planner
+    shape: ModelShape | None = None  # None: unknown
     reached_at_s: dict[Stage, float] = field(default_factory=dict[Stage, float])
     statuses: Mapping[WorkerId, Status] = field(default_factory=dict[WorkerId, Status])
     lost: tuple[WorkerId, ...] = ()

@@ -49,7 +49,7 @@ class Sizing:
     _jumps: Jumps = field(default_factory=Jumps)
     _calm_since_s: float | None = None
     _left_at_s: float = -math.inf
-    _dwell_s: float = 0.0  # minimum, learnt
+    _dwell_s: float = 0.0  # learnt minimum of the dwell time
     _waking_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Sizing:
         the comparison; None: too little is known.
 
         Args:
-            may_shrink: No drop or restore is pending.
+            may_shrink: Whether an instance may leave, as no drop or restore is pending.
         """
         if self.look_at_s == math.inf:
             return {}, None
@@ -124,7 +124,7 @@ class Sizing:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """Instances that could serve in addition, including as many again that could be started externally."""
+        """The instances that could serve in addition, including as many as there are to be started; and all members."""
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
         waking = [m.worker_id for m in members if m.standing is Standing.WAKING]
@@ -177,7 +177,9 @@ class Sizing:
         )
 
     def _back(self, members: list[Member], load: ClusterLoad, count: int, at_s: float) -> dict[WorkerId, bool]:
-        """Instances to bring back: first those about to leave, most loaded first; then parked ones."""
+        """Choose instances to bring back: first those about to leave, most loaded first; then parked ones. Adapts the
+        learnt dwell time.
+        """
         if at_s - self._left_at_s < _REGRET_S:
             self._dwell_s = min(_MOST_DWELL_S, 2 * max(self._dwell_s, self.rules.dwell_s))
             self._left_at_s = -math.inf

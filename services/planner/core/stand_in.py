@@ -1,7 +1,7 @@
 """Stand-ins: an instance that serves alone takes the place of a lost follower (pure).
 
 The other stages of the pipeline keep their KV and wait for it (`services.worker.core.transition.LostStage`). A loss is
-looked at once: if there is no stand-in, or its transition fails, the group ends.
+examined only once: if there is no stand-in, or its transition fails, the group ends.
 """
 
 from collections.abc import Container, Iterable, Iterator

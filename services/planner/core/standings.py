@@ -80,7 +80,7 @@ class Standings:
         return any(back)
 
     def settle(self, layout: Layout) -> list[p.Command]:
-        """Remove and return the requests fulfilled by this layout."""
+        """Remove the requests fulfilled by this layout and return their answers."""
         of = {m.worker_id: m for group in layout.groups for m in group.members}
         settled = [
             request_id

@@ -135,7 +135,7 @@ class _PoolShare:
     pool: Pool
     heavy: int
     light: int
-    heavy_from: int = 0  # groups at this end taken by other merges of the candidate
+    heavy_from: int = 0  # number of groups at this end that other merges of the candidate take
     light_from: int = 0
 
     @property
@@ -351,7 +351,7 @@ class Candidates:
         Args:
             restored: Blocks of each member of a pipeline, once it has all layers.
             remaining_s: Mean remaining time of running requests.
-            prompt_tokens: Mean of running requests.
+            prompt_tokens: Mean prompt tokens of a request.
         """
         pools = pools_of([group for group in self._groups if group.group_id not in restored], self._running)
         gone = pools_of([group for group in self._groups if group.group_id in restored], self._running)

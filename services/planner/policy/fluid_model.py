@@ -21,7 +21,7 @@ from ballast.common.cost import CostModel
 from ballast.common.traffic import Pace
 
 STEPS = 80  # time steps of the horizon
-_TAIL = 3  # horizons simulated until all arrivals of the first have a token
+_TAIL = 3  # at most so many horizons are simulated, until all arrivals of the first have a token
 # Fraction of a pipeline's time in which a stage waits for its neighbours, by depth, as measured in the simulator and on
 # two cores; linear between and beyond.
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
@@ -65,7 +65,7 @@ class Future:
     waiting_count: float  # requests without a first token
     waiting_tokens: float
     remaining_tokens: float = 0.0  # mean of running answers, if more than of a new one; 0: the same
-    waited_s: float = 0.0  # waiting time of the first of them; the last has just arrived
+    waited_s: float = 0.0  # waiting time of the first waiting request; the last has just arrived
     prompts: tuple[float, ...] = ()  # prompt tokens, by `PARTS`; empty: all equal
 
     @property
@@ -115,7 +115,7 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
     """Seconds between two tokens of a sequence: a microbatch's time over all stages.
 
     Args:
-        cost: Of all layers, bubbles included: `FluidMachine.cost_of`.
+        cost: Costs of all layers, bubbles included: `FluidMachine.cost_of`.
         decodes: Decoding sequences per microbatch.
         context: Tokens whose KV the decodes read.
         chunk: Prompt tokens per microbatch, after `prefix` tokens.
@@ -271,7 +271,7 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
-        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave some of no running ones
+        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave old ones although none runs
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
@@ -406,7 +406,7 @@ def _waits(
     """Number of requests by wait (seconds): until the curve of first tokens reaches their arrival.
 
     Args:
-        ready_s: When the first tokens of a step were ready, if the step was not fully used.
+        ready_s: When the last first token of each step was ready; 0 if it had none.
         waited_s: Waiting time of the first request at the beginning.
     """
     arrivals = [(step * dt, until) for step, until in enumerate(came[: STEPS + 1])]

@@ -22,7 +22,7 @@ _SPAN_S, _SPANS, _LEARNS = (
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Lone instances that do not serve."""
+    """Lone instances that do not serve, and the demand that may need them."""
 
     leaving: tuple[GroupState, ...] = ()  # most loaded first: cancelling a leave is immediate
     parked_count: int = 0
@@ -105,7 +105,7 @@ class Jumps:
         self._largest = deque([*before, *self._largest], maxlen=_SPANS)
 
     def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:
-        """The reserve with the statistics of bursts.
+        """Record the demand, and return the reserve with the statistics of bursts.
 
         Args:
             wanted: Memory demand, in instances.

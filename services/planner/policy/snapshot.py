@@ -83,7 +83,7 @@ class InstanceState(NamedTuple):  # a tuple, for fast construction of thousands
 
 
 class GroupState(NamedTuple):
-    """Block counts as its leader reports them: the same on all stages, capacity the minimum over them."""
+    """One group. Block counts are those that its leader reports: equal on all stages, the capacity their minimum."""
 
     group_id: GroupId
     members: tuple[InstanceState, ...]  # in stage order
