@@ -29,7 +29,7 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class BacklogDemand:
-    """Requests waiting in a dispatcher."""
+    """Requests waiting in dispatchers."""
 
     request_count: int
     token_count: int  # tokens of prompts, and of earlier attempts' output

@@ -199,8 +199,8 @@ class Pressure:
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 
     def _note(self, sample: ClusterDemand, forecast: Forecast) -> None:
-        """Record since when demand has been low. A sudden rise may be a burst, which overload detects; only a trend
-        delays a relief.
+        """Record since when demand has been low. Expected growth counts against it only if it is a sustained trend; a
+        sudden rise may be a burst, which overload detection handles.
         """
         at_s, rules = sample.at_s, self.rules
         grown_bytes = max(0.0, forecast.growth_bytes_per_s * rules.horizon_s)
