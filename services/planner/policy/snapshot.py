@@ -27,7 +27,7 @@ class ModelShape:
         return len(self.layer_parameter_bytes)
 
     def at(self, extent_bytes: int) -> "ModelShape":
-        """The same with another extent size; 0: unchanged."""
+        """This shape with another extent size; 0: unchanged."""
         if not extent_bytes or extent_bytes == self.extent_bytes:
             return self
         known = self._others
