@@ -27,7 +27,7 @@ from sim.state import Site
 from sim.streams import SimOutput
 
 _AGAIN_S = 0.05  # delay until an ended stream is reopened
-_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # endings after which the request is not replaced elsewhere
+_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # endings after which the request is not placed again
 
 
 @dataclass(frozen=True, slots=True)

@@ -365,7 +365,7 @@ PLACEMENTS: Mapping[str, Callable[[SimFleet], FleetPlacement]] = {
 
 
 def jobs_of(arrivals_s: Sequence[float], lengths: Callable[[], tuple[int, int]], capacity: int) -> list[Job]:
-    """Jobs of a trace. Longer prompts are truncated, so that no job takes more than most of an instance."""
+    """Jobs of a trace. Prompts and answers are shortened so that no job takes more than 85 % of an instance."""
     jobs: list[Job] = []
     for number, at_s in enumerate(arrivals_s):
         prompt, answer = lengths()

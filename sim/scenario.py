@@ -36,7 +36,7 @@ class Offline(_Section):
 
     lengths: str  # name of a data set, or a file
     waiting_count: int = Field(8, ge=1)  # requests that wait at each dispatcher
-    as_class: Literal["batch", "default"] = "batch"  # default: for engines with priorities only; online: interactive
+    as_class: Literal["batch", "default"] = "batch"  # default: for engines with priorities only, beside interactive
 
 
 class RepeatedBurst(_Section):

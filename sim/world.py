@@ -83,7 +83,7 @@ class WorldOptions:
     fast_forwards: bool = True  # combine decode-only steps: the same run in less time
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # time in the trace; later requests stay open
-    offline: OfflineLoad | None = None  # beside the trace
+    offline: OfflineLoad | None = None  # load beside the trace
     classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to the trace's requests in turn
 
 

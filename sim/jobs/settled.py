@@ -108,8 +108,8 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 
 def carried_by_pairs(parameter_share: float) -> float:
-    """Load of a pair relative to a single instance if reading memory is the bottleneck: more capacity, but longer token
-    times, as each microbatch reads the parameters. `parameter_share`: of the memory.
+    """Load that a pair carries relative to its two instances alone, if reading memory is the bottleneck: more capacity,
+    but longer token times, as each microbatch reads the parameters. `parameter_share`: their fraction of the memory.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)
