@@ -63,7 +63,7 @@ class DispatcherCore:
         self.backlog = Backlog(placement.order, placement.lift_s)
         self.long = LongRequests(limits.long_wait_s)
         self.feed = Feed()  # waiting offline requests
-        self.requests: dict[RequestId, Tracked] = {}  # accepted, not ended
+        self.requests: dict[RequestId, Tracked] = {}  # requests that were accepted and have not ended
         self.draining = False
         self._for_good = False  # draining because the process is going to exit
         self.endings: Counter[str] = Counter()  # finish reason, or refused -> count

@@ -23,7 +23,7 @@ class _Class:
     def __init__(self, prior_tokens: int) -> None:
         self.ended_count = _PRIOR_COUNT
         self.tokens = _PRIOR_COUNT * prior_tokens
-        self.new_count = 0  # answers ended since the last scan
+        self.new_count = 0  # number of answers ended since the last scan
         self.gone_tokens = 0  # total tokens of removed answers
         self.known_tokens = 0  # total tokens of all answers at the last scan
 

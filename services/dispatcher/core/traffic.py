@@ -39,7 +39,7 @@ class _TimeBin:
     arrived_tokens: int = 0
     ended_count: int = 0
     ended_tokens: int = 0
-    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # keys by `length_index`
+    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # `length_index` -> number of requests
 
 
 @dataclass(slots=True)
@@ -47,7 +47,7 @@ class _TrafficSums:
     """Sums over bins, relative to the newest one."""
 
     newest: int
-    last: int  # index of the first bin not included
+    last: int  # index of the last bin, which is summed separately
     spans: list[int]  # arrived requests in each RECENT_S, the newest first
     minute_count: int = 0
     minute_tokens: int = 0
@@ -86,7 +86,7 @@ class TrafficCounter:
         self._read_at_s = -math.inf
         self._bins = deque[_TimeBin]()
         self._since_s: float | None = None  # arrival of the first request
-        self._closed = _TrafficSums(-1, -1, [])  # all bins except the last, the only one that changes
+        self._closed = _TrafficSums(-1, -1, [])  # sums of all bins but the last, the only one that changes
         self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:

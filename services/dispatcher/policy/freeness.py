@@ -60,7 +60,7 @@ class WorkerView:
     block_count: int
     used_block_count: int
     waiting_block_count: int
-    unseen_block_count: int  # needed by requests placed since the worker's last report
+    unseen_block_count: int  # blocks needed by requests placed since the last report
     running_count: int
     waiting_count: int
     unseen_count: int
@@ -68,7 +68,7 @@ class WorkerView:
     max_waiting_count: int
     draining: bool
     instance_count: int = 1  # instances of its group
-    kept_block_count: int = 0  # not available to a new request while another one runs
+    kept_block_count: int = 0  # blocks not available to a new request while another one runs
     prompt_token_count: int = 0  # uncomputed prompt tokens there
     max_prompt_token_count: int = 0  # a new request waits while `prompt_token_count` is at least this; 0: no limit
     uncomputed_token_count: int = 0  # like `prompt_token_count`, but with long prompts counted in full
@@ -91,7 +91,7 @@ class WorkerView:
 class Need:
     """A request's need of memory."""
 
-    tokens: int  # prompt, tokens of earlier attempts, and the next one
+    tokens: int  # prompt tokens, those of earlier attempts, and the next one
     growth_tokens: int  # expected further tokens
 
     @property

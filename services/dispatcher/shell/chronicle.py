@@ -73,7 +73,7 @@ class Chronicle:
         self._log_each = log_each
         self.tell: Callable[[Account], None] | None = None  # called at the end of accepted requests
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
-        self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (instant, seconds)
+        self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (end of a request, its TPOT)
         self._past: deque[Past] = deque(maxlen=_PAST_COUNT)
         self.past_count = 0  # requests that ended with at least one token, kept or not
         self._unwritten: deque[Account] = deque()

@@ -17,7 +17,7 @@ from ballast.service.otlp import Context, Exporter, Span, SpanEvent, transition_
 from services.dispatcher.core.story import Moment, What
 from services.dispatcher.shell.chronicle import Account
 
-_REMEMBERED: Final = 64  # changes of the layout
+_REMEMBERED: Final = 64  # maximum number of remembered changes of the layout
 _ON_WORKER: Final = (What.PLACED, What.MOVED)
 _OFF_WORKER: Final = (What.LOST, What.SENT_BACK, What.RECALLED, What.MOVING)
 
