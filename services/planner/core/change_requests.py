@@ -51,7 +51,7 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    by: str  # overload, long request, operator, loss or policy
+    by: str  # cause: overload, long request, operator, loss or policy
     cause_id: str
     request_id: str = ""  # id of an operator's request; empty: the planner's own
     required_bytes: int | None = None
@@ -64,10 +64,10 @@ class DropRequest:
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest:
-    by: str  # relief, operator, drain or loss
+    by: str  # cause: relief, operator, drain or loss
     cause_id: str
     request_id: str = ""
-    only: tuple[GroupId, ...] | None = None  # None: as many as the load allows
+    only: tuple[GroupId, ...] | None = None  # pipelines to restore; None: as many as the load allows
     regardless_of_load: bool = False
 
 

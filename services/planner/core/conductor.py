@@ -99,7 +99,7 @@ class Conductor:
     coordinator: Coordinator | None = None
     record: TransitionRecord | None = None  # record of the current transition
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
-    to_write: Journal | None = None  # journal that is not yet known to be stored
+    to_write: Journal | None = None  # journal to write, not yet known to be stored
     newest: Journal | None = None  # newest journal known to be, or to have been, stored
     failed: tuple[WorkerId, ...] = ()  # members that failed in the last transition, to be handled by the core
     prediction_log: PredictionLog = field(default_factory=PredictionLog)  # predictions and outcomes of decisions

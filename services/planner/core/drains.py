@@ -12,13 +12,13 @@ from services.planner.core.membership import Membership
 class Drain:
     worker_id: WorkerId
     incarnation: Incarnation  # the incarnation to drain; later ones are not affected
-    epoch: Epoch | None = None  # None: not in the layout yet
+    epoch: Epoch | None = None  # first epoch in which it drains; None: not in the layout yet
 
 
 @dataclass(slots=True)
 class Drains:
     limit: int
-    _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # oldest first
+    _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # by request id, oldest first
 
     def requested(self, event: p.WorkerDrainRequested, membership: Membership, *, all_known: bool) -> list[p.Command]:
         """Mark the worker as draining. A repeated request gets the first answer."""

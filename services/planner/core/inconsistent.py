@@ -20,8 +20,8 @@ _COUNTS = -math.inf  # in `_since_s`: the worker counts as inconsistent already
 class Inconsistent:
     disagree_s: float  # duration after which a contradiction counts
     _since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
-    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # last compared with all reports
-    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # groups of that layout, by members
+    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # layout last compared with reports
+    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # member -> its group in `_compared`
 
     def __bool__(self) -> bool:
         return bool(self._since_s)

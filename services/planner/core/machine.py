@@ -46,7 +46,7 @@ class PlannerRules:
     coalesce_s: float = 0.1  # joins within this time share an epoch, as in the start of a cluster
     verify_interval_s: float = 1.0  # interval of reads of the stored layout: only a second leader changes it
     retry_s: float = 0.5  # wait after the state server gave no answer
-    max_drains: int = 1000  # drains whose answers are remembered
+    max_drains: int = 1000  # number of drains whose answers are remembered
     disagree_s: float = 2.0  # how long a report has to contradict the layout to count instead of it
     transitions: ConductorRules = field(default_factory=ConductorRules)
 

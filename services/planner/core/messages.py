@@ -298,7 +298,7 @@ class WriteJournal:
     journal: Journal
     expected_epoch: Epoch | None
     model: ModelInfo | None
-    partial: Partial  # that of the stored layout after a commit
+    partial: Partial  # `StoredLayout.partial` after a commit
     token: int
     cause_id: str
 

@@ -35,8 +35,8 @@ class SizingRules:
     parks: bool = False  # True: idle instances are parked
     advises: bool = False  # True: without parking, compute the wanted number for an external scaler
     drops: bool = False  # True: parameters are dropped under memory pressure, which bridges the time to wake
-    least_instances: int = 1  # minimum number serving
-    dwell_s: float = 10.0  # how long one less must suffice
+    least_instances: int = 1  # minimum number of serving instances
+    dwell_s: float = 10.0  # how long one instance less must suffice before one leaves
     last_name: bool = False  # the highest name leaves, as with StatefulSets; otherwise the emptiest instance
 
 
@@ -44,7 +44,7 @@ class SizingRules:
 class Sizing:
     rules: SizingRules
     wanted_count: int = 0  # number of instances wanted by the last evaluation; 0: unknown
-    why: str = ""  # reason of that number
+    why: str = ""  # reason for `wanted_count`
     look_at_s: float = math.inf
     _jumps: Jumps = field(default_factory=Jumps)
     _calm_since_s: float | None = None

@@ -189,7 +189,7 @@ class Candidate:
 
     name: str
     parts: tuple[_Merges, ...] = ()
-    added: int = 0  # reserve instances added, see `policy.reserve`
+    added: int = 0  # number of reserve instances added, see `policy.reserve`
     toward_memory: float = 0.0  # split of layers over unlike members: see `Splitter.split`
 
     @property

@@ -42,11 +42,11 @@ class GroupKind:
 
     stages: int
     group_count: int
-    capacity_tokens: float  # KV, in total
+    capacity_tokens: float  # KV tokens of all groups together
     running_count: float
     used_tokens: float  # used KV tokens
     uncomputed_tokens: float = 0.0  # prompt tokens of admitted requests without a token
-    max_running_count: float = 0.0  # maximum in total; 0: the machine's
+    max_running_count: float = 0.0  # maximum of all groups together; 0: by the machine's
     stall_s: float = 0.0  # nothing progresses until then, because of a transition
     kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
     kept_s: float = 0.0
@@ -95,7 +95,7 @@ class FluidMachine:
 class Prediction:
     ttft_p99_s: float
     ahead_p99_s: float  # P99 TTFT without the time waited before the prediction
-    tpot_s: float  # mean over the tokens, including waits of preempted requests
+    tpot_s: float  # mean seconds per token, waits of preempted requests included
     lost_share: float = 0.0  # fraction of the requests whose wait is lost
     lost_ahead_share: float = 0.0  # like `lost_share`, without the time waited before the prediction
 

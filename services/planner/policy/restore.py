@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 
-SOURCE_CHOICES = 8  # holders considered for each layer
+SOURCE_CHOICES = 8  # number of holders considered for each layer
 RESTORE_USAGE_LIMIT = 0.85  # maximum fraction of the remaining KV in use, as demand may return
 
 

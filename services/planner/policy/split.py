@@ -58,7 +58,7 @@ class MemberKind(NamedTuple):
 
     held_layers: tuple[int, ...]
     budget_bytes: int
-    first_layer: int  # executed at present
+    first_layer: int  # layers executed at present: [first_layer, last_layer)
     last_layer: int
     extent_bytes: int
     slowness: float
