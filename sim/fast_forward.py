@@ -108,7 +108,7 @@ class FastForward:
         self.pace = FastForwardPace(before, len(plain.sequences), at_s)
         self.landed = 0  # completed steps
         self.used_block_count = before.used_block_count  # blocks used after the last completed step
-        self.shares: dict[int, Share] = {}  # shares by stream
+        self.shares: dict[int, Share] = {}  # stream id -> its dispatcher's share
         self._report = before
         by_stream: dict[int, list[Running]] = {}
         for sequence in plain.sequences:

@@ -71,13 +71,13 @@ class FleetPlacement(Protocol):
 class FleetOutcome:
     mean_nodes: float
     most_nodes: int
-    used: float  # fraction of the memory of running instances
+    used: float  # mean fraction of the running instances' memory in use
     moves_per_s: float
     moved_bytes: float
     kv_share: float  # fraction of the moves that transferred KV
     recomputed_count: int
     ttft_p99_s: float
-    series: tuple[tuple[float, int], ...]  # second, instances
+    series: tuple[tuple[float, int], ...]  # (seconds, number of instances)
 
 
 class SimFleet:

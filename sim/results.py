@@ -50,7 +50,7 @@ class SimSample:
     epoch_reason: str
     group_sizes: tuple[int, ...]
     on_count: int  # instances with allocated memory
-    away_count: int  # leaving or parked
+    away_count: int  # instances that are leaving or parked
 
 
 def mean_on(samples: Sequence[SimSample], until_s: float) -> float:

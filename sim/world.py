@@ -70,7 +70,7 @@ class WorldOptions:
     cluster: Cluster
     timings: Timings
     rules: ClusterRules
-    execution: ExecutionModel | None = None  # None: from the catalogue
+    execution: ExecutionModel | None = None  # cost of batches; None: from the catalogue
     geometry: Geometry | None = None  # geometry of each device's memory; None: that of a GPU with large pages
     dispatcher_count: int = 1
     monitor_count: int = 1  # one is active, the others are standbys
