@@ -146,7 +146,9 @@ class Placement:
         return placed
 
     def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
-        """True if the request would run on the worker at once, or may queue there after letting others overtake it."""
+        """True if the request would run on the worker at once, or may queue there after letting others overtake it.
+        While it lets them, the next look is scheduled.
+        """
         view = worker.view()
         if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
             return True

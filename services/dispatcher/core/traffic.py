@@ -151,7 +151,7 @@ class TrafficCounter:
         return self._read != (self._change_count, queued_count) or at_s - self._read_at_s >= _INTERVAL_S
 
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
-        """The counted traffic until now, with the demand that waits: requests, their tokens, and long requests."""
+        """Read the traffic counted until now, with the demand that waits: requests, their tokens, and long requests."""
         self._read, self._read_at_s = (self._change_count, queued_count), at_s
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
         sums = self._sums(int(at_s // _BIN_S), int(max(MINUTE_S, known_s) / RECENT_S))
