@@ -121,7 +121,7 @@ class MonitorEvents:
         return self._load
 
     def loads_of(self, answer: pb.GetClusterStatusResponse) -> ClusterLoad:
-        """The valid reports of an answer. Reports that have not changed since the last one are not converted again."""
+        """Convert the valid reports of an answer; not again those that have not changed since the last answer."""
         before, self._reports = self._reports, {}
         slowness: dict[WorkerId, float] = {}
         for row in answer.instances:

@@ -191,7 +191,7 @@ class Sizing:
         return dict.fromkeys([*leaving, *parked][:count], False)
 
     def _is_calm(self, reserve: Reserve, at_s: float) -> bool:
-        """True if one instance less has sufficed for long enough."""
+        """True if one instance less has sufficed for long enough. Starts to measure that time if it has not begun."""
         self._calm_since_s = at_s if self._calm_since_s is None else self._calm_since_s
         return at_s - self._calm_since_s >= self._wait_s(reserve)
 

@@ -223,9 +223,7 @@ class _Evaluator:
         self.targets = ComparisonTargets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
         first = self._futures[0]
         stays_s = 2 * first.answer_tokens * tpot_s
-        self.remaining_s = (
-            first.remaining_tokens or first.answer_tokens
-        ) * tpot_s  # mean time left of running requests
+        self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # time left of running requests
         self.prompt_tokens = first.prompt_tokens
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 

@@ -212,7 +212,7 @@ class _Flow:
         self.seen_context: float = 0.0
 
     def room(self, until_s: float, mean_tokens: float) -> float:
-        """Number of requests that can be admitted in the step that ends at `until_s`."""
+        """Set `free` to the number of requests that can be admitted in the step that ends at `until_s`. Returns it."""
         self.free = 0.0
         if until_s <= self.stall_s:
             return 0.0
