@@ -442,7 +442,9 @@ class World:
         )
 
     def _stranded(self, leaders: Sequence[WorkerId]) -> int:
-        """Number of requests that wait on a full instance, now and at the last sample, while another one has room."""
+        """Count requests that wait on a full instance, now and at the last sample, while another one has room. Records
+        them for the next sample.
+        """
         before, self._full = self._full, {}
         loads = {name: self.instances[name].load() for name in leaders}
         room = max((_room(load) for load in loads.values() if not load.waiting_count), default=0)
