@@ -65,9 +65,7 @@ class PlannerCore:
     standings: Standings = field(init=False)
     _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
     _timer_at_s: float = math.inf
-    _why_lost: dict[WorkerId, str] = field(
-        default_factory=dict[WorkerId, str]
-    )  # reasons of losses, until a layout without the lost is stored
+    _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # reasons of losses not in a layout yet
     inconsistent: Inconsistent = field(init=False)
     kept_out: KeptOut = field(init=False)
     _stand_ins: StandIns = field(default_factory=StandIns)
@@ -413,7 +411,7 @@ class PlannerCore:
         return self._begin_transition(at_s, cause_id)
 
     def _stand_in(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Replace a lost follower, if an instance can take its place. Empty: none is lost, or it waits or has none."""
+        """Replace a lost follower, if an instance can take its place. Empty: none is lost, or none replaced now."""
         if self.store.stored_epoch != self.layout.epoch:
             return []
         busy, changing = self.conductor.busy, self.conductor.changing

@@ -275,8 +275,8 @@ class LoadLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteLayout:
-    """Store a layout. Answered by WriteSettled, which is a refusal unless `expected_epoch` is stored and `token` is
-    the lease's.
+    """Store a layout. Answered by WriteSettled. It is refused unless `expected_epoch` is stored and `token` is the
+    lease's.
     """
 
     layout: Layout

@@ -124,7 +124,7 @@ class Sizing:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """The instances that could serve in addition, including as many as there are to be started; and all members."""
+        """The instances that could serve in addition, if as many again can be started externally; and all members."""
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
         waking = [m.worker_id for m in members if m.standing is Standing.WAKING]

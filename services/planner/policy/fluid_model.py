@@ -21,7 +21,7 @@ from ballast.common.cost import CostModel
 from ballast.common.traffic import Pace
 
 STEPS = 80  # time steps of the horizon
-_TAIL = 3  # at most so many horizons are simulated, until all arrivals of the first have a token
+_TAIL = 3  # maximum number of horizons simulated, until all arrivals of the first have a token
 # Fraction of a pipeline's time in which a stage waits for its neighbours, by depth, as measured in the simulator and on
 # two cores; linear between and beyond.
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
@@ -46,7 +46,7 @@ class GroupKind:
     running_count: float
     used_tokens: float  # used KV tokens
     uncomputed_tokens: float = 0.0  # prompt tokens of admitted requests without a token
-    max_running_count: float = 0.0  # maximum of all groups together; 0: by the machine's
+    max_running_count: float = 0.0  # maximum of all groups together; 0: from the machine's
     stall_s: float = 0.0  # nothing progresses until then, because of a transition
     kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
     kept_s: float = 0.0
