@@ -248,7 +248,7 @@ def slowed(machine: Machine, known: Overheads) -> Machine:
 def calibrated(
     machine: Machine, profile: CostProfile, budget: int, alone: Overheads, trace: Trace, runs: Sequence[PolicyResult]
 ) -> Overheads:
-    """The overheads with which a simulation of the calibration run has the measured mean TTFT and TPOT."""
+    """Fit the overheads so that simulating the calibration run reproduces its measured mean TTFT and TPOT."""
     known = alone
     ttft_s = statistics.fmean(run.ttft_s.mean or 0.0 for run in runs)
     tpot_s = statistics.fmean(run.tpot_s.mean or 0.0 for run in runs)

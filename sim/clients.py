@@ -86,7 +86,7 @@ class Clients:
         self._callers = [arrival.caller for arrival in arrivals]
         self._hash_ids = [(arrival.hash_ids, arrival.hash_tokens) for arrival in arrivals]
         self._next_index = 0
-        self._by_id: dict[RequestId, RequestRecord] = {}  # submitted and not ended
+        self._by_id: dict[RequestId, RequestRecord] = {}  # requests submitted and not ended
         self._submits: Sequence[Submit] = ()
         self.ended_count = 0
         self.stopped = not self.records  # everything has ended or was stopped

@@ -25,7 +25,7 @@ class Clock:
         self._serial = 0
         self._halted = False
         self._digest = blake2b(digest_size=16)
-        self._story = bytearray()  # not yet hashed
+        self._story = bytearray()  # instants and labels that are not yet hashed
 
     def at(self, at_s: float, label: bytes, act: Act) -> None:
         """Schedule an event. `label` describes it, and is hashed."""

@@ -27,7 +27,7 @@ from sim.state import Site
 from sim.streams import SimOutput
 
 _AGAIN_S = 0.05  # delay until an ended stream is reopened
-_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # endings after which the request is not replaced elsewhere
+_PLAIN_ENDINGS = (FinishReason.STOP, FinishReason.LENGTH)  # endings after which the request is not placed again
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +64,8 @@ class _SimWorkerLink:
         # A fast-forward's steps not passed to the core yet:
         self.share: Share | None = None
         self.waits = False  # a request waits on the worker throughout the fast-forward
-        self.first = self.last = 0  # step numbers
-        self.used = 0  # blocks after the last step
+        self.first = self.last = 0  # numbers of the first and last step
+        self.used = 0  # blocks in use after the last step
         self.reported = True  # the core knows the load after the last step
         self.instants_s: array[float] = array("d")  # arrival of each step
 

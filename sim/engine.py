@@ -54,7 +54,7 @@ class Busy(Protocol):
     """Tracks the time for which an engine is busy."""
 
     def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
-        """Seconds that a stage with `layer_count` layers takes for the work. The last stage also samples tokens."""
+        """Begin a batch in `layer_count` layers and return its duration in seconds, including sampling if `is_last`."""
         ...
 
     def spend(self, seconds: float) -> None:

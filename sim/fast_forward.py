@@ -1,7 +1,7 @@
-"""Fast-forward: decode-only steps of a lone instance, each one event, after which its core is updated once.
+"""Fast-forward: decode-only steps of a lone instance. Each is one event; the core learns of them together.
 
-Meanwhile the core is told of the steps only on demand (see `services.worker.core.plain`). Instants of steps and of
-messages to dispatchers are unchanged. Dispatchers and clients are likewise updated only where they are read.
+It is told at the end, or earlier on demand (see `services.worker.core.plain`). Instants of steps and of messages to
+dispatchers are unchanged. Dispatchers and clients are likewise updated only where they are read.
 """
 
 from collections.abc import Sequence
@@ -34,7 +34,7 @@ class FastForwardPace:
 
     @property
     def waiting_count(self) -> int:
-        """Requests waiting on the worker for room, throughout."""
+        """Number of requests that wait on the worker for room, constant during the fast-forward."""
         return self.before.waiting_count
 
     def report(self, landed: int, used_block_count: int, at_s: float) -> LoadReport:
@@ -90,7 +90,7 @@ class Share:
         self.seen_handle = 0
 
     def token_ids(self, first: int, count: int) -> list[int]:
-        """Token ids of `count` steps from step `first` on (counted from 1), by handle."""
+        """Token ids of `count` steps from step `first` on (counted from 1), one handle after the other."""
         ids: list[int] = []
         for place in self.places:
             ids += places(place + first - 1, count)
@@ -98,7 +98,7 @@ class Share:
 
 
 class FastForward:
-    """The decode-only steps of one instance until an event."""
+    """The decode-only steps of one instance until another event ends them."""
 
     __slots__ = ("_report", "landed", "pace", "plain", "shares", "used_block_count")
 
@@ -108,7 +108,7 @@ class FastForward:
         self.pace = FastForwardPace(before, len(plain.sequences), at_s)
         self.landed = 0  # completed steps
         self.used_block_count = before.used_block_count  # blocks used after the last completed step
-        self.shares: dict[int, Share] = {}  # shares by stream
+        self.shares: dict[int, Share] = {}  # stream id -> its dispatcher's share
         self._report = before
         by_stream: dict[int, list[Running]] = {}
         for sequence in plain.sequences:

@@ -71,13 +71,13 @@ class FleetPlacement(Protocol):
 class FleetOutcome:
     mean_nodes: float
     most_nodes: int
-    used: float  # fraction of the memory of running instances
+    used: float  # mean fraction of the running instances' memory in use
     moves_per_s: float
     moved_bytes: float
     kv_share: float  # fraction of the moves that transferred KV
     recomputed_count: int
     ttft_p99_s: float
-    series: tuple[tuple[float, int], ...]  # second, instances
+    series: tuple[tuple[float, int], ...]  # (seconds, number of instances)
 
 
 class SimFleet:
@@ -365,7 +365,7 @@ PLACEMENTS: Mapping[str, Callable[[SimFleet], FleetPlacement]] = {
 
 
 def jobs_of(arrivals_s: Sequence[float], lengths: Callable[[], tuple[int, int]], capacity: int) -> list[Job]:
-    """Jobs of a trace. Longer prompts are truncated, so that no job takes more than most of an instance."""
+    """Jobs of a trace. Prompts and answers are shortened so that no job takes more than 85 % of an instance."""
     jobs: list[Job] = []
     for number, at_s in enumerate(arrivals_s):
         prompt, answer = lengths()

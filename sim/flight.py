@@ -10,7 +10,7 @@ BATCH_BYTES = 64  # message size per sequence
 
 class Flight(NamedTuple):
     work: BatchCost
-    size_bytes: int  # size of its message
+    size_bytes: int  # size of the message between stages
 
 
 def flight_of(batch: Batch, work: BatchCost, *, token_bytes: int) -> Flight:

@@ -25,7 +25,7 @@ class Gpu(_CatalogueEntry):
     flops_per_s: float = Field(gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     scale_up_bytes_per_s: float = Field(gt=0)  # speed to another GPU of the same host, one direction
-    nic_bytes_per_s: float = Field(gt=0)  # both directions together
+    nic_bytes_per_s: float = Field(gt=0)  # speed of the network card, both directions together
     host_bytes_per_s: float = Field(gt=0)  # speed of reads from host memory
     gpus_per_host: int = Field(ge=1)
     # Measured values, where known; None: those of timings.yaml

@@ -108,7 +108,7 @@ class SimInstance(Turns):
         self.ahead_s = 0.0  # remaining time of the current activity
         self.slowness = 1.0  # factor on all execution times
         self.touched = True  # an event was handled since this was reset
-        self.busy_s = 0.0  # executing batches
+        self.busy_s = 0.0  # time executing batches
         self.pipelined_busy_s = 0.0  # time executing batches as a pipeline stage
         self.pipelined_s = 0.0  # on the leader: number of stages times the time with batches in flight
         self._clock = clock
@@ -403,14 +403,14 @@ class SimInstance(Turns):
         return 0 if self._processors is None else sum([part.samples for part in batch.slices])
 
     def begin(self, work: BatchCost, token_count: int, layer_count: int, *, is_last: bool = True) -> float:
-        """Seconds for a batch that begins now in `layer_count` layers; the last ones also sample tokens."""
+        """Begin a batch in `layer_count` layers and return its duration in seconds, including sampling if `is_last`."""
         seconds = self._busy(work.on(layer_count, is_last=is_last), token_count if is_last else 0)
         if layer_count < self.member.role.layer_count:
             self.pipelined_busy_s += seconds
         return seconds
 
     def _busy(self, seconds: float, token_count: int) -> float:
-        """Seconds, including slowdowns by a fault and by shared processors."""
+        """Slow an execution time down by a fault and by shared processors, count it as busy, and return it."""
         seconds *= self.slowness
         if self._processors is not None:
             seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)

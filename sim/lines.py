@@ -64,6 +64,6 @@ class Lines:
             act()
 
     def bring(self, source: str, to: str, act: Act) -> None:
-        """Deliver a message now, if the line permits."""
+        """Deliver a message now, or later if the line is cut or slow."""
         if not (self.troubled and self.holds(source, to, act)):
             act()

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _WORD_BYTES = 64
 SILENCE_S = TransportConfig().silence_timeout_s
-_CONTROL_BYTES = 1024  # message size without its body
+_CONTROL_BYTES = 1024  # size of a message without its metadata
 _BULK = {TrafficClass.KV: Bulk.KV, TrafficClass.CHECKPOINT: Bulk.PARAMETERS, TrafficClass.PARAMETERS: Bulk.PARAMETERS}
 _TERMS = Terms(1, "simulation", 1 << 60, 1 << 60, 1 << 60, 1 << 60)
 

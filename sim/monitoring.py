@@ -35,7 +35,9 @@ class MonitorNode:
         name: str = "m0",
         elected: bool = False,
     ) -> None:
-        """`listens`: True if that incarnation of a worker is at its address. `elected`: there are several monitors."""
+        """`listens`: True if that incarnation of a worker is at its address. `elected`: there are several monitors or
+        planners.
+        """
         self.name = name
         self.process = Process(name)
         self.core = MonitorCore(rules)
@@ -101,7 +103,7 @@ class MonitorNode:
                 case m.DismissWatchers():
                     self._watchers.clear()
                 case _:
-                    pass  # the registry, of a monitor that may be lost
+                    pass  # commands for the registry, which is not simulated
 
     def _probed(self, instance: m.Instance, cause_id: str) -> None:
         worker_id, life = instance.worker_id, instance.incarnation
@@ -191,7 +193,7 @@ class Reporter:
     # ------------------------------------------------------------ streams
 
     def _say(self, event: Callable[[MonitorNode, int, float], m.Event]) -> None:
-        """Send over the open stream."""
+        """Send an event over the open stream, if there is one."""
         monitor, stream_id = self._monitor, self._stream_id
         if monitor is not None and stream_id:
             self._lines.bring(
@@ -241,7 +243,7 @@ class Reporter:
 
     @property
     def _least_s(self) -> float:
-        """Report interval requested by the monitor."""
+        """Minimum report interval, as told by the monitor."""
         return 0.0 if self._monitor is None else self._monitor.core.least_report_interval_s
 
     def _report(self) -> None:
@@ -298,7 +300,7 @@ def share_traffic(
     *,
     interval_s: float,
 ) -> None:
-    """Publish a dispatcher's waiting requests and recent traffic when there is news; nothing while there are none."""
+    """Publish a dispatcher's waiting requests and recent traffic as they change; remove its entry while it is idle."""
     serial = 0
 
     def say() -> None:

@@ -22,11 +22,11 @@ class OfflineLoad:
     lengths: Sequence[tuple[int, int]]
     waiting_count: int = 8  # requests without a token that each dispatcher always has
     until_s: float = math.inf
-    priority: PriorityClass = PriorityClass.BATCH  # a different class: for engines that only have priorities
+    priority: PriorityClass = PriorityClass.BATCH  # another class is for engines that only have priorities
 
 
 class OfflineClients:
-    """Counts tokens of offline requests; a prompt's tokens count when its first token arrives."""
+    """Sends offline requests and counts their tokens; those of a prompt count when the answer's first token arrives."""
 
     def __init__(self, clock: Clock, load: OfflineLoad, seed: int, deadline_s: float, zero_s: float) -> None:
         """`zero_s`: time at which the trace begins."""

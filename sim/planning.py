@@ -38,7 +38,7 @@ _CALL_TIMEOUT_S = 2.0
 _HELD = {
     p.WorkerCall.PREPARE: NOT_PREPARED,
     p.WorkerCall.COMMIT: NOT_TAKEN_UP,
-}  # answers that wait until the member has progressed
+}  # phases with which an answer waits until the member has progressed
 _LOOK_S = 0.001  # polling interval while waiting
 _LOOK_UP_S = 0.5  # polling interval for a change of the active monitor
 

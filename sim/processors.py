@@ -29,8 +29,8 @@ class Processors:
         self._busy: dict[WorkerId, tuple[float, float]] = {}  # engine -> (end of its step, processors used)
 
     def slowdown(self, engine: WorkerId, now_s: float, seconds: float, token_count: int) -> float:
-        """Slowdown of a step that begins now, samples `token_count` tokens and takes `seconds` alone. Other steps in
-        progress are assumed to last as long.
+        """Record a step that begins now, samples `token_count` tokens and takes `seconds` alone, and return its
+        slowdown. Other steps in progress are assumed to last at least as long.
         """
         costs = self._contention
         served_s = costs.step_s + costs.token_s * token_count

@@ -45,12 +45,12 @@ class SimSample:
     running_count: int
     waiting_count: int
     preemptions_total: int
-    stranded_count: int  # requests on a full instance, at this and the previous sample, while another one had room
+    stranded_count: int  # requests that waited on a full instance, also at the sample before, while another had room
     epoch: int
     epoch_reason: str
     group_sizes: tuple[int, ...]
     on_count: int  # instances with allocated memory
-    away_count: int  # leaving or parked
+    away_count: int  # instances that are leaving or parked
 
 
 def mean_on(samples: Sequence[SimSample], until_s: float) -> float:
@@ -85,6 +85,6 @@ class SimRun:
     trace_hash: str
     busy_fraction: float  # fraction of the time for which engines execute batches
     offline_token_count: int  # prompts and answers of offline requests
-    offline_lost_token_count: int  # recomputed after preemptions
+    offline_lost_token_count: int  # offline tokens recomputed after preemptions
     offline_yield_count: int
     bubble_fraction: float | None  # idle fraction of pipeline stages while their group had work; None: no pipelines

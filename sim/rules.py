@@ -22,11 +22,11 @@ class WorkerRules:
     lookahead: bool  # microbatches of equal cost; otherwise of equal token counts
     tpot_target_s: float | None = None  # target of the time per token; None: no target
     ttft_target_s: float | None = None  # target of the TTFT: long steps of offline work get safepoints to meet it
-    offline_slowdown: float = 0.25  # maximum slowdown of a step without a target
+    offline_slowdown: float = 0.25  # maximum slowdown of a step by offline work, without a target
     swap_space_bytes: int = 0  # host memory per instance for KV of preempted requests; 0: recompute them
-    swaps_online: bool = True  # False: for offline requests only
+    swaps_online: bool = True  # False: only offline requests are swapped
     swap_blocks_per_step: int = 0  # 0: as many as can be copied during a step
-    activation_log: bool = False  # a stand-in for a lost stage computes its layers alone
+    activation_log: bool = False  # True: a stand-in computes lost KV from logged activations
     prefix_caching: bool = False  # True: for clients with `hash_ids`
 
 

@@ -24,7 +24,7 @@ class Arrivals(_Section):
     """Synthetic arrivals, without a trace."""
 
     span_s: float = Field(gt=0)
-    rate_per_s: float = Field(gt=0)  # outside bursts
+    rate_per_s: float = Field(gt=0)  # rate outside bursts
     cv: float = Field(1.0, gt=0)  # coefficient of variation of intervals; 1: Poisson process
     bursts: tuple[Burst, ...] = ()
     on_s: float | None = Field(None, gt=0)  # requests arrive for this long, then none for `off_s`; None: always
@@ -36,7 +36,7 @@ class Offline(_Section):
 
     lengths: str  # name of a data set, or a file
     waiting_count: int = Field(8, ge=1)  # requests that wait at each dispatcher
-    as_class: Literal["batch", "default"] = "batch"  # default: for engines with priorities only; online: interactive
+    as_class: Literal["batch", "default"] = "batch"  # default: engines have only priorities; the trace is interactive
 
 
 class RepeatedBurst(_Section):

@@ -70,7 +70,7 @@ class WorldOptions:
     cluster: Cluster
     timings: Timings
     rules: ClusterRules
-    execution: ExecutionModel | None = None  # None: from the catalogue
+    execution: ExecutionModel | None = None  # cost of batches; None: from the catalogue
     geometry: Geometry | None = None  # geometry of each device's memory; None: that of a GPU with large pages
     dispatcher_count: int = 1
     monitor_count: int = 1  # one is active, the others are standbys
@@ -83,7 +83,7 @@ class WorldOptions:
     fast_forwards: bool = True  # combine decode-only steps: the same run in less time
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # time in the trace; later requests stay open
-    offline: OfflineLoad | None = None  # beside the trace
+    offline: OfflineLoad | None = None  # load beside the trace
     classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to the trace's requests in turn
 
 
@@ -442,7 +442,9 @@ class World:
         )
 
     def _stranded(self, leaders: Sequence[WorkerId]) -> int:
-        """Number of requests that wait on a full instance, now and at the last sample, while another one has room."""
+        """Count requests that wait on a full instance, now and at the last sample, while another one has room. Records
+        them for the next sample.
+        """
         before, self._full = self._full, {}
         loads = {name: self.instances[name].load() for name in leaders}
         room = max((_room(load) for load in loads.values() if not load.waiting_count), default=0)

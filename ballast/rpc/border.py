@@ -85,5 +85,7 @@ def adds_up(field: str, memory: MemoryReport) -> None:
 
 
 def claimed_epoch(field: str, epoch: int, layout_epoch: int) -> None:
-    """Validate an epoch claimed by an instance against that of the layout in force."""
+    """Reject an implausibly large epoch claimed by an instance: above MAX_CLAIMED_EPOCH and more than CLAIM_SLACK
+    beyond the layout in force.
+    """
     within(field, epoch, 0, max(MAX_CLAIMED_EPOCH, layout_epoch + CLAIM_SLACK))

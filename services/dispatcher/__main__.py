@@ -88,7 +88,7 @@ async def main(life: Lifecycle) -> None:
 
 
 async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T | None:
-    """The awaitable's result, or None if the stop signal came first."""
+    """Await a coroutine and return its result; cancel it and return None if the stop signal comes first."""
     work, stop = asyncio.ensure_future(waiting), asyncio.ensure_future(life.stopping.wait())
     try:
         await asyncio.wait([work, stop], return_when=asyncio.FIRST_COMPLETED)
@@ -258,7 +258,7 @@ def build_shell(
 
 @contextlib.asynccontextmanager
 async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Runs endless loops: an exception of one cancels all, and so does leaving the block."""
+    """Context manager that runs endless loops: an exception in one cancels all, and so does leaving the block."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]
         yield

@@ -20,10 +20,10 @@ from ballast.common.sampling import Grammar
 from ballast.service.logs import get_logger
 
 _PROCESSES = 2
-_MOST_KEPT = 1024  # cached results
+_MOST_KEPT = 1024  # number of cached results
 _MOST_WAITING_OF_ONE = 256
 _WAIT_S = 15.0
-_START_S = 30.0  # start of a process, including loading the tokenizer
+_START_S = 30.0  # timeout for the start of a process, including loading the tokenizer
 _RETRY_S = 1.0
 _STARTS, _START_AGAIN_S = 4, 0.1
 _LINE_BYTES = 1 << 16
@@ -44,7 +44,7 @@ class GrammarChecks:
         self._found: OrderedDict[Grammar, InvalidRequest | None] = OrderedDict()
         self._turns: dict[str, asyncio.Lock] = {}
         self._waiting: Counter[str] = Counter()
-        self._processes: list[Process] = []  # running, or just ended
+        self._processes: list[Process] = []  # processes that run or have just ended
         self._free: list[Process] = []
         self._places = asyncio.Semaphore(_PROCESSES)
         self._running: set[asyncio.Task[InvalidRequest | None]] = set()

@@ -14,7 +14,7 @@ from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from services.dispatcher.peers import PlannerClient
 
-_TIMEOUT_S = 15.0  # timeout for callers without a deadline
+_TIMEOUT_S = 15.0  # longest timeout of a call, and that of callers without a deadline
 
 # Any: grpc.aio has no better type for the context's messages.
 Context = grpc.aio.ServicerContext[Any, Any]

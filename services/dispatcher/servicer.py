@@ -52,13 +52,13 @@ Context = grpc.aio.ServicerContext[Any, Any]
 _MAX_REQUEST_ID_CHARS = 128
 _MAX_SALT_CHARS = 256
 _LOGPROBS_AT_ONCE = 64
-_MAX_TURNS = 8192  # messages of a conversation
+_MAX_TURNS = 8192  # maximum number of messages in a conversation
 _PLANNER_TIMEOUT_S = 10.0
 _CALLERS_TOLD = 10
 _MAX_DETOKENIZED = 1 << 17
 # A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
-_MAX_PROMPT_LOGPROBS = 1 << 18  # sent in one message
+_MAX_PROMPT_LOGPROBS = 1 << 18  # maximum count of numbers, which are sent in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +75,7 @@ class _Service:
 
     request: Request
     resumption: Resumption | None
-    caller: str  # name of its token
+    caller: str  # name of the token that its caller has sent
     claim: Claim | None  # None: the id was generated here
     stream: ClientStream | None = None
     claiming: asyncio.Task[bool] | None = None
@@ -242,7 +242,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- generate
 
     def taken(self, request_id: RequestId, serial: int) -> None:
-        """Withdraw a request that its client has resumed at another dispatcher. `serial`: of the claim here."""
+        """Withdraw a request that its client has resumed at another dispatcher. `serial`: that of the claim here."""
         service = self._served.get(request_id)
         if service is not None and service.claim is not None and service.claim.serial == serial:
             self._shell.withdraw(request_id, "its client goes on with it at another dispatcher")
@@ -306,7 +306,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             is_first = False
 
     async def _accepted(self, message: pb.GenerateRequest, context: Context) -> _Service:
-        """The validated request. An InvalidRequest is recorded before it is raised."""
+        """Validate a request. An InvalidRequest is recorded before it is raised."""
         try:
             self._refuse_if_draining()
             resumption = resumption_from_proto(message, allowed=self._bounds.resume)

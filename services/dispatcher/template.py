@@ -209,7 +209,7 @@ def _check_form(form: str, values: object) -> None:
 
 
 def _bounded_filter(act: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """A jinja2 filter whose numeric arguments are widths. Any: its arguments."""
+    """Wrap a jinja2 filter whose numeric arguments are widths, to limit these. Any: its arguments."""
 
     @functools.wraps(act)  # keeps jinja2's markers of context arguments
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -240,7 +240,7 @@ def _joined(*parts: object) -> str:
 
 
 def _guard(tree: nodes.Template) -> nodes.Template:
-    """The template with counted iterations and limited concatenation."""
+    """Make a template count its iterations and limit its concatenations."""
     for turning in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
         tick = nodes.Call(nodes.Name(_TICK, "load"), [], [], None, None)
         turning.body.insert(0, nodes.ExprStmt(tick).set_lineno(turning.lineno, override=True))

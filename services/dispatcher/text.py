@@ -92,8 +92,8 @@ class PromptEncoder:
         return await self._encode("conversation", text, longest, add_special_tokens=False)
 
     def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token sequences of each word, as in vLLM: without a space before it, and with one where the first token then
-        differs and the sequence is no longer.
+        """Token sequences of each word, as in vLLM: without a space before it, and with one if the first token then
+        differs and the number of tokens does not.
         """
         found: list[tuple[int, ...]] = []
         for word in words:

@@ -223,7 +223,7 @@ class MessagesWriter:
         return message | self._end(generation)
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """The events for a chunk; may be empty."""
+        """Write a chunk. Returns its events; may be empty."""
         events: list[bytes] = []
         if not self._has_begun:
             self._has_begun = True

@@ -80,7 +80,7 @@ class Writer(Protocol):
     def complete(self, generations: Sequence[Generation], /) -> Mapping[str, object]: ...
 
     def chunk(self, index: int, chunk: GenerationChunk, /) -> bytes:
-        """The events for a chunk of choice `index`; may be empty."""
+        """Write a chunk of choice `index`. Returns its events; may be empty."""
         ...
 
     def end(self) -> bytes:

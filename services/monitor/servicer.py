@@ -179,8 +179,8 @@ class _Heard:
 async def _next_unless_closed(
     requests: AsyncIterator[pb.ReportRequest], stream: ReportStream
 ) -> pb.ReportRequest | None:
-    """The next message; None once the worker has closed its side. Raises when the core closes the stream, which
-    interrupts the wait: a task for each message would take longer than the message.
+    """Wait for the next message; None once the worker has closed its side. Raises when the core closes the stream,
+    which interrupts the wait: a task for each message would take longer than the message.
     """
     if stream.error is not None:
         raise stream.error

@@ -187,7 +187,7 @@ class Watcher:
         self._wake.set()
 
     async def next(self) -> tuple[Change, str]:
-        """The next event with its cause. Raises the error with which the watcher was dismissed."""
+        """Wait for the next event; returns it with its cause. Raises the error with which the watcher was dismissed."""
         while not self._pending:
             if self._error is not None:
                 raise self._error

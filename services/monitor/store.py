@@ -128,7 +128,7 @@ class RedisSurroundings:
 
     def __init__(self, state: StateServer) -> None:
         self._state = state
-        self._body: str | None = None  # serialised form of the layout below
+        self._body: str | None = None  # serialised form of `_layout`
         self._layout: Layout | None = None
         self.monitor_addresses: tuple[str, ...] = ()  # addresses of all running monitors, as last read
 

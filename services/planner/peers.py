@@ -63,7 +63,7 @@ _ANSWER_TIMEOUT_S = 3.0
 _MAX_WHY_CHARS = 16_384
 PROBE_TIMEOUT_S = 1.0
 _LOAD_SERVES_S = 0.5  # maximum time for which load reports are reused
-_MOST_PROBES = 64  # concurrent
+_MOST_PROBES = 64  # concurrent probes
 
 _Answer = (
     worker_pb2.PrepareResponse | worker_pb2.CommitResponse | worker_pb2.AbortResponse | worker_pb2.GetTransitionResponse
@@ -99,7 +99,8 @@ class MonitorEvents:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     async def load(self, timeout_s: float) -> ClusterLoad:
-        """Load reports known to the active monitor. An answer is reused for as long as the call took.
+        """Load reports known to the active monitor. An answer is reused for as long as the call took, at most
+        `_LOAD_SERVES_S`.
 
         Raises:
             BallastError: no monitor is active, or it does not answer.
@@ -120,7 +121,7 @@ class MonitorEvents:
         return self._load
 
     def loads_of(self, answer: pb.GetClusterStatusResponse) -> ClusterLoad:
-        """The valid reports of an answer. Reports that have not changed since the last one are not converted again."""
+        """Convert the valid reports of an answer; not again those that have not changed since the last answer."""
         before, self._reports = self._reports, {}
         slowness: dict[WorkerId, float] = {}
         for row in answer.instances:
@@ -213,7 +214,7 @@ class Members:
     """Calls to workers. Connections are kept while in use. Orders carry the lease's token."""
 
     def __init__(self, on_fenced: Callable[[int], None], dial: Dial = open_channel) -> None:
-        """`on_fenced` is called with a worker that has seen a higher token, and that token."""
+        """`on_fenced` is called with a higher token that a worker has seen."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._orders = with_token(0)
         self._on_fenced = on_fenced
@@ -261,7 +262,7 @@ class Members:
         return Probed.ALIVE if (status.worker_id, status.incarnation) == (worker_id, incarnation) else Probed.GONE
 
     async def call(self, command: CallMember, timeout_s: float) -> MemberSaid | None:
-        """The member's answer; None without a (timely) one. A refused Prepare is FAILED."""
+        """Call a member and return its answer; None without a timely and valid one. A refused Prepare is FAILED."""
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         try:
             with self._asking(worker_id):

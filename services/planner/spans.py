@@ -1,6 +1,6 @@
 """Traces of transitions: a span for each drop and restore, with child spans for stages and for members.
 
-Dispatchers link the requests that lived through it (`ballast.service.otlp.transition_context`).
+Dispatchers link the spans of requests that ran meanwhile to it (`ballast.service.otlp.transition_context`).
 """
 
 import itertools

@@ -221,7 +221,7 @@ def _partial_from(text: str) -> Partial:
 
 
 def _learnt_from(text: str | None) -> Learnt:
-    """Nothing learnt if there is none, or it makes no sense."""
+    """What was learnt; empty if nothing is stored, or nothing valid."""
     try:
         learnt = Learnt() if text is None else _LEARNT.validate_json(text)
     except ValidationError as error:

@@ -27,7 +27,7 @@ _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Machine:
-    """One instance of the model on the number of GPUs it needs. `vocab_size`: of a different tokenizer.
+    """One instance of the model on the number of GPUs it needs. `vocab_size`: that of another tokenizer, if any.
 
     Raises:
         ConfigError: unknown GPU or model; the message lists the catalogue's entries.

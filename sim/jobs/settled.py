@@ -95,7 +95,7 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
     running = held = most = 0.0
     for seconds, load in phases:
         prompts = load.rate_per_s * prompt_s(costs, layers, load.input_tokens)
-        kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # mean tokens of held KV
+        kept = (load.product + load.square / 2) / (load.input_tokens + load.output_tokens)  # mean stay of KV, in steps
         for _ in range(int(seconds / _STEP_S)):
             layer_s = costs.dense_work_s(running) + held * costs.context_s
             step_s = costs.stage_s + running * costs.sequence_s + layers * layer_s + costs.head_s
@@ -108,8 +108,8 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 
 def carried_by_pairs(parameter_share: float) -> float:
-    """Load of a pair relative to a single instance if reading memory is the bottleneck: more capacity, but longer token
-    times, as each microbatch reads the parameters. `parameter_share`: of the memory.
+    """Load that a pair carries relative to its two instances alone, if reading memory is the bottleneck: more capacity,
+    but longer token times, as each microbatch reads the parameters. `parameter_share`: their fraction of the memory.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)

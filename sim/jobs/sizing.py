@@ -42,7 +42,7 @@ class SizingRun:
 
     gpu_count: int
     keeps: bool
-    met_share: float  # fraction of all requests; an upper bound if the run ended early
+    met_share: float  # fraction of the requests that met the goal; an upper bound if the run ended early
     ended_early_s: float | None  # time in the trace at which a miss was certain
     ttft_p50_s: float | None
     ttft_p99_s: float | None

@@ -148,7 +148,7 @@ class LocalCluster:
         self.metrics_targets: dict[str, str] = {}  # name of a child process -> host:port of its metrics
         self._metrics_port = metrics_port
         self.state_server: PrivateStateServer | None = None  # the cluster's own, while it runs
-        self.keep_logs = False  # whether a temporary folder of logs is kept, as something has failed
+        self.keep_logs = False  # True once something has failed: a temporary log folder is then kept
         self._counts: dict[Service, int] = {
             "monitor": monitors,
             "planner": planners,

@@ -59,10 +59,9 @@ def _missing() -> ConfigError:
 async def state_server(
     environ: Mapping[str, str] = os.environ, users: Path | None = None
 ) -> AsyncGenerator[tuple[str, "PrivateStateServer | None"], None]:
-    """Context manager that yields (URL of a state server, private server). The server is None if it is the one that
-    REDIS_URL names.
+    """Context manager that yields (URL, private server); the latter is None if the server at REDIS_URL is used.
 
-    `users`: absolute path of a file of users (ACL) for a private server, which is then used even if REDIS_URL is set.
+    `users`: absolute path of an ACL file; forces a private server even if REDIS_URL is set.
 
     Raises:
         ConfigError: there is no server and no binary to start one.

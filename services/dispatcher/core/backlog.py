@@ -47,14 +47,14 @@ class Backlog:
         self._classes = [FairQueue(key) for _ in PriorityClass]  # one queue per class, by rank
         self._lift_s = lift_s
         self._now_s = 0.0
-        self._callers: Counter[str] = Counter()  # -> number of requests
+        self._callers: Counter[str] = Counter()  # caller -> number of requests
         self._caller_tokens: Counter[str] = Counter()
         self.count = 0
         self.token_count = 0
         self.shares = False  # True: workers cache prompt prefixes
         self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> prefix marks of its prompt
         self._mark_counts: Counter[Mark] = Counter()
-        self._repeated_count = 0  # marks, minus distinct marks
+        self._repeated_count = 0  # number of marks minus number of distinct marks
 
     def __len__(self) -> int:
         return self.count

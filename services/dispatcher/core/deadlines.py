@@ -11,7 +11,7 @@ _SLACK = 64
 class Deadlines:
     def __init__(self) -> None:
         self._heap: list[tuple[float, int, RequestId]] = []  # (deadline, serial, request)
-        self._live: dict[RequestId, int] = {}  # request -> serial
+        self._live: dict[RequestId, int] = {}  # request -> serial, of requests that have not ended
 
     def add(self, at_s: float, serial: int, request_id: RequestId) -> None:
         self._live[request_id] = serial

@@ -63,7 +63,7 @@ class DispatcherCore:
         self.backlog = Backlog(placement.order, placement.lift_s)
         self.long = LongRequests(limits.long_wait_s)
         self.feed = Feed()  # waiting offline requests
-        self.requests: dict[RequestId, Tracked] = {}  # accepted, not ended
+        self.requests: dict[RequestId, Tracked] = {}  # requests that were accepted and have not ended
         self.draining = False
         self._for_good = False  # draining because the process is going to exit
         self.endings: Counter[str] = Counter()  # finish reason, or refused -> count
@@ -487,10 +487,10 @@ class DispatcherCore:
         return commands
 
     def contenders(self, request: d.Request, at_s: float) -> list[WorkerKey]:
-        """The possible choices for the request if it were submitted now with an empty backlog; none if it would wait.
+        """The possible choices for the request if it were submitted now with an empty backlog; empty if it would wait.
 
-        A caller may have newer loads than the dispatcher: if only free blocks have decreased in them, and those of no
-        contender, the choice would be the same.
+        Of use to a caller that knows newer loads: if they differ only in fewer free blocks, and not for a contender,
+        the choice would be the same.
         """
         return self._placement.contenders(request, at_s)
 
@@ -534,8 +534,8 @@ class DispatcherCore:
             raise InvariantViolation("a worker is usable, and the dispatcher does not know")
 
     def check_step(self, key: WorkerKey) -> None:
-        """`check` restricted to a step of this worker that only delivered tokens: its own requests, and counts of the
-        others.
+        """A cheaper `check` after a step of this worker that only delivered tokens: checks the worker's requests, and
+        of all others only their number.
         """
         worker = self.fleet.get(key)
         if worker is None:

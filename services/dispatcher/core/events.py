@@ -28,17 +28,17 @@ class Request:
 
     request_id: RequestId
     prompt_token_ids: Sequence[int] = field(repr=False)
-    sampling: SamplingParams = field(repr=False)  # contains stop strings
+    sampling: SamplingParams = field(repr=False)  # excluded from `repr` as it contains stop strings
     priority: PriorityClass
     deadline_at_s: float
     omit_text: bool = False
     caller: str = ""  # name of the sender's token, or address of its connection
     traceparent: str = ""  # W3C traceparent header
-    output_token_ids: Sequence[int] = field(default=(), repr=False)  # received from another dispatcher
+    output_token_ids: Sequence[int] = field(default=(), repr=False)  # tokens of the answer from another dispatcher
     text_chars: int = 0  # characters of the text of `output_token_ids` that the client has received
     cache_salt: bytes = b""  # workers share KV only among requests with the same salt
     targets: Targets = NO_TARGETS  # latency targets of the request; by default those of the worker
-    taken_over: bool = False  # another dispatcher served it before
+    taken_over: bool = False  # True: another dispatcher served it before
 
     @property
     def caller_number(self) -> int:
@@ -121,7 +121,7 @@ class StepReceived:
     token_counts: Sequence[int]
     token_ids: Sequence[int] = field(repr=False)
     texts: Sequence[str] = field(repr=False)  # empty, or one for each handle
-    logprobs: Sequence[object] = field(repr=False)  # passed through
+    logprobs: Sequence[object] = field(repr=False)  # relayed as they are
     endings: Sequence[Ending]
     load: LoadReport
     seen_handle: int
@@ -154,7 +154,7 @@ class UndrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class TimeIsUp:
-    """The drain timeout has passed: running requests are aborted."""
+    """The drain timeout has passed: all remaining requests fail."""
 
     at_s: float
 
@@ -197,7 +197,7 @@ class PlaceOnWorker:
     request: Request
     output_token_ids: Sequence[int]
     delivered_text_chars: int
-    deadline_s: float  # remaining time
+    deadline_s: float  # seconds until the request's deadline
     expects_handover: bool = False  # the worker has the request's KV, or will receive it
 
 
@@ -224,9 +224,9 @@ class Facts:
     completion_token_count: int
     replay_count: int
     queue_s: float
-    ttft_s: float | None  # None: no token was generated
+    ttft_s: float | None  # None: no token was generated, or the first one at another dispatcher
     e2e_s: float
-    cached_token_count: int = 0  # prompt tokens
+    cached_token_count: int = 0  # prompt tokens whose KV was cached
     caller: str = ""
     traceparent: str = ""
     priority: PriorityClass = PriorityClass.DEFAULT
@@ -241,7 +241,7 @@ class Facts:
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds per token after the first; None if there are fewer than two."""
+        """Mean seconds per token after the first; None if there are fewer than two, or `ttft_s` is None."""
         if self.ttft_s is None or self.completion_token_count < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.completion_token_count - 1)

@@ -10,7 +10,7 @@ from services.dispatcher.core.fleet import Fleet, Worker
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import blocks_for
 
-_TAKEN_OVER_FACTOR = 2  # factor on the limits while requests taken over from other dispatchers are included
+_TAKEN_OVER_FACTOR = 2  # factor on the limit for a request taken over from another dispatcher
 _SCAN_COUNT = 64  # requests examined if the first ones fit no worker
 
 
@@ -30,8 +30,8 @@ class Feed(ArrivalOrder):
         return Overloaded(why, self._drain_rate.until_half_s(count, at_s))
 
     def next(self, fleet: Fleet, at_s: float) -> tuple[Tracked, Worker] | None:
-        """The first request that fits a pulling worker, and of those workers the one with most room; None: no such
-        request.
+        """The first request that fits a worker that pulls, with the one of these workers that wants most tokens. None:
+        no request fits.
         """
         wanting = [(worker.offline_room_tokens, worker) for worker in fleet.usable if worker.hold_until_s <= at_s]
         wanting = [(room, worker) for room, worker in wanting if room > 0]

@@ -28,7 +28,7 @@ class Worker:
     address: str
     group_id: str
     instance_count: int = 1  # instances of the group
-    closed_in_layout: bool = False  # draining, leaving or parked
+    closed_in_layout: bool = False  # True: draining, leaving or parked in the layout
     leads: bool = True
     connected: bool = False
     load: LoadReport | None = None
@@ -38,9 +38,9 @@ class Worker:
     unseen_block_count: int = 0
     unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> uncomputed tokens
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle, ascending -> time of its preemption
-    long_handles: set[int] = field(default_factory=set[int])  # handles of requests that no single instance holds
+    long_handles: set[int] = field(default_factory=set[int])  # handles of requests that do not fit on any one instance
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
-    placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> its online requests there
+    placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> number of its online requests here
     hold_until_s: float = 0.0  # no request is sent before that time, after a refusal
     # Shared with the fleet: workers changed since the last update of the ranking. Call `touch` after changing a field.
     changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
@@ -211,7 +211,7 @@ class Fleet:
         self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; may contain removed workers
         self.most_tokens = 0  # largest capacity of any worker so far
         self._workers: dict[WorkerKey, Worker] = {}
-        self._former: set[WorkerKey] = set()  # no longer leaders
+        self._former: set[WorkerKey] = set()  # workers that are no longer leaders
 
     def __iter__(self) -> Iterator[Worker]:
         """Workers sorted by id."""

@@ -1,9 +1,9 @@
 """Expected remaining tokens of an answer, learnt from past answers.
 
-The tokens of all answers divided by the number of ended ones: tokens of running answers count too, otherwise short
-answers would dominate at first. For memoryless lengths this is the expected remainder at any time, so it is used for
-new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start with a few
-pseudo-answers of the configured length, and decay.
+The estimate is the tokens of all answers divided by the number of ended ones: tokens of running answers count, too,
+otherwise short answers would dominate at first. For memoryless lengths this is the expected remainder at any time, so
+it is used for new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start with
+a few pseudo-answers of the configured length, and decay.
 """
 
 from collections.abc import Iterable
@@ -23,7 +23,7 @@ class _Class:
     def __init__(self, prior_tokens: int) -> None:
         self.ended_count = _PRIOR_COUNT
         self.tokens = _PRIOR_COUNT * prior_tokens
-        self.new_count = 0  # answers ended since the last scan
+        self.new_count = 0  # number of answers ended since the last scan
         self.gone_tokens = 0  # total tokens of removed answers
         self.known_tokens = 0  # total tokens of all answers at the last scan
 

@@ -7,15 +7,15 @@ from services.dispatcher.core.backlog import Backlog, DrainRate
 from services.dispatcher.core.long_requests import LongRequests
 from services.dispatcher.core.tracked import Tracked
 
-_TAKEN_OVER_FACTOR = 2  # factor on the limits while requests taken over from other dispatchers are included
-MOST_SHARED = 2  # factor on the limits while callers are within their fair share
+_TAKEN_OVER_FACTOR = 2  # factor on the limits for a request taken over from another dispatcher
+MOST_SHARED = 2  # factor on the limits for a request whose caller is within its fair share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
     max_queued_request_count: int = 1024
     max_queued_token_count: int = 1_000_000
-    max_offline_queued_count: int = 256  # --max-offline-queued
+    max_offline_queued_count: int = 256  # maximum number of waiting offline requests
     replay_limit: int = 3
     no_worker_timeout_s: float = 30.0  # maximum wait while there is no worker at all
     long_wait_s: float = 60.0  # maximum wait of a request that no group holds

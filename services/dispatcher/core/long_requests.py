@@ -1,4 +1,4 @@
-"""Online requests that exceed every single instance: they wait, in order, for a group that can hold them.
+"""Online requests that do not fit on any one instance: they wait, in order, for a group that can hold them.
 
 The planner publishes the longest context that a group could hold (`Reach`), and forms such a group when requests wait
 for it. They have their own queue, so that they do not count as demand of ordinary requests, and no worker is searched
@@ -30,7 +30,7 @@ class LongRequests(ArrivalOrder):
         self._wait_s = wait_s
 
     def takes(self, tracked: Tracked) -> bool:
-        """True if an online request exceeds every single instance, or did before."""
+        """True if an online request does not fit on any one instance, or did not before."""
         too_long = self.reach is not None and tracked.token_count + 1 > self.reach.alone_tokens
         return not tracked.offline and (tracked.long or too_long)
 
@@ -65,7 +65,7 @@ class LongRequests(ArrivalOrder):
         return self._wait_s if self.refusal(token_count) is None else min(_SHRUNK_S, self._wait_s)
 
     def demand(self, growth: Growth, at_s: float) -> LongDemand:
-        """Number and longest wait of the waiting requests, and the tokens that the largest needs."""
+        """Number of waiting requests, how long the first has waited, and the tokens that the largest needs."""
         if not self._entries:
             return LongDemand()
         largest = max(self._entries, key=lambda tracked: tracked.token_count)

@@ -49,7 +49,7 @@ class PlacementRules:
 @dataclass(frozen=True, slots=True)
 class PlacementOutcome:
     placed: Sequence[PlaceOnWorker]
-    hopeless: Sequence[Tracked]  # exceed every worker; still in the backlog
+    hopeless: Sequence[Tracked]  # requests too large for every worker; still in their queue
 
 
 class Placement:
@@ -146,7 +146,9 @@ class Placement:
         return placed
 
     def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
-        """True if the request would run on the worker at once, or may queue there after letting others overtake it."""
+        """True if the request would run on the worker at once, or may queue there after letting others overtake it.
+        While it lets them, the next look is scheduled.
+        """
         view = worker.view()
         if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
             return True
@@ -169,9 +171,9 @@ class Placement:
         return PlacementOutcome(placed, feed.hopeless(self._fleet) if len(feed) else ())
 
     def move(self, tracked: Tracked, worker: Worker, at_s: float) -> PlaceOnWorker:
-        """Assign a request to the worker that has taken it over, regardless of room.
+        """Submit a handed-over request to its new worker, regardless of room.
 
-        It is neither in the backlog nor on a worker.
+        Precondition: it is neither in the backlog nor assigned to a worker.
         """
         return self._send(tracked, worker, at_s, expects_handover=True)
 

@@ -20,7 +20,7 @@ class PrefixMap:
         """`most_marks`: maximum number of known marks; LRU."""
         self._most_marks = most_marks
         self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # mark -> last use by worker, latest last
-        self._kept_since_s: dict[WorkerKey, float] = {}  # for each connected worker: see `report`
+        self._kept_since_s: dict[WorkerKey, float] = {}  # connected worker -> since when it has kept all: see `report`
 
     def __len__(self) -> int:
         return len(self._used)

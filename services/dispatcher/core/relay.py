@@ -88,7 +88,7 @@ class Relay:
         self.token_count += token_count - offline_count
 
     def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        """The fast path for most messages: one token for each handle and nothing else."""
+        """Like `_give`, a fast path for most messages: one token for each handle and nothing else."""
         at_s, placed, add, stale_count = event.at_s, worker.placed, commands.append, self.stale_count
         took_s, later_count, offline_count, gap_counts = 0.0, 0, 0, self.gap_counts
         last_gap_s, bucket = -1.0, 0

@@ -15,30 +15,30 @@ class Tracked:
     request: Request
     serial: int  # order of arrival; kept through replays, so the request keeps its position in the backlog
     arrived_at_s: float
-    queued_at_s: float  # time of the last entry into the backlog
+    queued_at_s: float  # time at which it last began to wait in a queue
     worker: WorkerKey | None = None
     handle: int = 0
-    placed_at_s: float = 0.0  # time of its placement
+    placed_at_s: float = 0.0  # time of its last placement
     recalled: bool = False  # its worker was told to give it back, as another one has room
     recall_count: int = 0
-    moving: bool = False  # the stream to its new worker is not open yet
+    moving: bool = False  # True: handed over, and the stream to its new worker is not open yet
     attempt: int = 0
     replay_count: int = 0
-    idle_move_count: int = 0  # moves since its last token
+    idle_move_count: int = 0  # number of moves since its last token
     output_token_ids: list[int] = field(default_factory=list[int])
     text_chars: int = 0
-    queue_s: float = 0.0  # total time in the backlog
+    queue_s: float = 0.0  # total time in queues here
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0
     longest_gap_s: float = 0.0  # longest time between two tokens
     longest_gap_token: int = 0  # index of the token after it
-    awaits_token: bool = True  # no token since the last placement
+    awaits_token: bool = True  # True: no token since the last placement
     move_count: int = 0
     cached_token_count: int = 0
     prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # time since which no worker could run it at once
-    long: bool = False  # exceeds every single instance: see `LongRequests`
+    long: bool = False  # does not fit on any one instance: see `LongRequests`
     groupless_since_s: float | None = None  # time since which no group can hold this long request
     offline: bool = field(init=False)  # True for the batch class
 

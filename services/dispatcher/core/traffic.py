@@ -23,7 +23,9 @@ from ballast.common.traffic import (
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
-_BURST, _CHANCE, _LONGER = 2.0, 2.0, 1.5  # a burst: multiple of calm counts, and deviations; multiple of the longest
+# A burst begins with a bin of more than _BURST calm counts plus _CHANCE standard deviations. Its end is unknown once it
+# is _LONGER times as long as the longest one before.
+_BURST, _CHANCE, _LONGER = 2.0, 2.0, 1.5
 _INTERVAL_S = 0.25  # interval of reads if only tokens come: within the monitor's lease of an entry
 
 
@@ -37,7 +39,7 @@ class _TimeBin:
     arrived_tokens: int = 0
     ended_count: int = 0
     ended_tokens: int = 0
-    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # keys by `length_index`
+    arrived_lengths: Counter[int] = field(default_factory=Counter[int])  # `length_index` -> number of requests
 
 
 @dataclass(slots=True)
@@ -45,7 +47,7 @@ class _TrafficSums:
     """Sums over bins, relative to the newest one."""
 
     newest: int
-    last: int  # index of the first bin not included
+    last: int  # index of the last bin, which is summed separately
     spans: list[int]  # arrived requests in each RECENT_S, the newest first
     minute_count: int = 0
     minute_tokens: int = 0
@@ -83,8 +85,8 @@ class TrafficCounter:
         self._read = (0, 0)  # (change count, queued requests) at the last `read`
         self._read_at_s = -math.inf
         self._bins = deque[_TimeBin]()
-        self._since_s: float | None = None  # first request ever
-        self._closed = _TrafficSums(-1, -1, [])  # all bins except the last, the only one that changes
+        self._since_s: float | None = None  # arrival of the first request
+        self._closed = _TrafficSums(-1, -1, [])  # sums of all bins but the last, the only one that changes
         self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
@@ -143,13 +145,13 @@ class TrafficCounter:
         return self._bins[-1]
 
     def carries_changes(self, at_s: float, queued_count: int) -> bool:
-        """True if a request has arrived, begun, ended or left the queue since the last `read`, or that is
-        `_INTERVAL_S` ago.
+        """True if a request has arrived, begun, ended or left the queue since the last `read`, or if the last `read` is
+        at least `_INTERVAL_S` ago.
         """
         return self._read != (self._change_count, queued_count) or at_s - self._read_at_s >= _INTERVAL_S
 
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
-        """The counted traffic until now, with the demand that waits: requests, their tokens, and long requests."""
+        """Read the traffic counted until now, with the demand that waits: requests, their tokens, and long requests."""
         self._read, self._read_at_s = (self._change_count, queued_count), at_s
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
         sums = self._sums(int(at_s // _BIN_S), int(max(MINUTE_S, known_s) / RECENT_S))
@@ -174,7 +176,7 @@ class TrafficCounter:
         )
 
     def _sums(self, newest: int, span_count: int) -> _TrafficSums:
-        """Sums over all bins. `span_count`: number of spans of RECENT_S since the first request."""
+        """Sums over all bins. `span_count`: number of spans of RECENT_S to count arrivals in."""
         last = self._bins[-1].index if self._bins else -1
         closed = self._closed
         if (closed.newest, closed.last, len(closed.spans)) != (newest, last, span_count):
@@ -199,8 +201,8 @@ class TrafficCounter:
         return sums
 
     def check(self, waiting: Set[RequestId], open_tokens: int) -> None:
-        """Raise InvariantViolation unless bins are ordered, few and not empty, `waiting` are those without a token, and
-        the others have the counted tokens.
+        """Raise InvariantViolation unless the bins are ordered and few, `waiting` are the requests counted as without a
+        token, and the running answers have `open_tokens` tokens.
         """
         if self._open_tokens != open_tokens:
             raise InvariantViolation(f"open answers have {open_tokens} tokens, {self._open_tokens} were counted")
@@ -220,8 +222,9 @@ def _told(counts: list[int]) -> tuple[int, ...]:
 
 
 def _burst_left_s(counts: Mapping[int, int], newest: int, calm_count: float) -> float:
-    """For how much longer the recent rate lasts, at least a bin: a burst as long as the mean of those before, and no
-    longer once it is over. 0: unknown, as there was none recently, none before, or it lasts for longer than these.
+    """Predicted seconds for which the recent rate lasts, at least one bin: until the present burst is as long as the
+    mean of earlier ones; one bin if it is over. 0: unknown, as there was no burst recently or none before, or the
+    present one is much longer than these.
 
     Args:
         counts: Requests by complete bin.
@@ -232,7 +235,7 @@ def _burst_left_s(counts: Mapping[int, int], newest: int, calm_count: float) -> 
     least, calm = _BURST * calm_count + _CHANCE * deviation, calm_count + deviation
     lengths, length, last = list[int](), 0, -1
     for index in range(newest - int(WINDOW_S / _BIN_S), newest):
-        if counts.get(index, 0) > (calm if length else least):  # chance does not end one
+        if counts.get(index, 0) > (calm if length else least):  # a dip by chance does not end a burst
             length, last = length + 1, index
         elif length:
             lengths.append(length)

@@ -10,8 +10,8 @@ until it has all the load, although its tokens take longer. So among the freest 
 to a request's expected growth; beyond that the fewest requests per instance decide. If no worker has room for all the
 growth, the request goes where it runs now.
 
-Batches are slow while a worker computes a prompt that exceeds every single instance: other requests avoid that worker
-if another one runs them at once.
+Batches are slow while a worker computes a prompt that does not fit on any one instance: other requests avoid that
+worker if another one runs them at once.
 
 Workers with a part of the prompt cached are compared with the freest: the request is sent where the fewest tokens,
 including those of earlier prompts, must be computed before its first token.
@@ -60,7 +60,7 @@ class WorkerView:
     block_count: int
     used_block_count: int
     waiting_block_count: int
-    unseen_block_count: int  # needed by requests placed since the worker's last report
+    unseen_block_count: int  # blocks needed by requests placed since the last report
     running_count: int
     waiting_count: int
     unseen_count: int
@@ -68,11 +68,11 @@ class WorkerView:
     max_waiting_count: int
     draining: bool
     instance_count: int = 1  # instances of its group
-    kept_block_count: int = 0  # not available to a new request while another one runs
+    kept_block_count: int = 0  # blocks not available to a new request while another one runs
     prompt_token_count: int = 0  # uncomputed prompt tokens there
-    max_prompt_token_count: int = 0  # a new request waits while `prompt_token_count` is this large; 0: no limit
+    max_prompt_token_count: int = 0  # a new request waits while `prompt_token_count` is at least this; 0: no limit
     uncomputed_token_count: int = 0  # like `prompt_token_count`, but with long prompts counted in full
-    has_long_prompt: bool = False  # computes a prompt that exceeds every single instance: batches are slow
+    has_long_prompt: bool = False  # computes a prompt that does not fit on any one instance: slow batches
 
     @property
     def shape(self) -> "WorkerShape":
@@ -91,7 +91,7 @@ class WorkerView:
 class Need:
     """A request's need of memory."""
 
-    tokens: int  # prompt, tokens of earlier attempts, and the next one
+    tokens: int  # prompt tokens, those of earlier attempts, and the next one
     growth_tokens: int  # expected further tokens
 
     @property
@@ -130,8 +130,8 @@ class PlaceRank(NamedTuple):
     """Sort key among the freest of each shape and those with a cached prefix: the smallest is chosen."""
 
     has_long_prompt: bool  # such workers are avoided if possible
-    token_count: int  # computed before its first token; 0 for all if no prefix is cached
-    minus_growth: float  # freeness, capped at the growth
+    token_count: int  # tokens to compute before its first; 0 for all workers if none has its prefix cached
+    minus_growth: float  # minus freeness, capped at the growth in blocks
     requests_per_instance: float
     minus_freeness: float
     worker: WorkerKey
@@ -151,7 +151,7 @@ def runs_at_once(view: WorkerView, block_count: int) -> bool:
 
 
 def has_room(view: WorkerView, block_count: int) -> bool:
-    """True if a request of that many blocks would wait there for earlier prompts only."""
+    """True if a request of that many blocks would wait there for nothing but earlier prompts."""
     coming = view.waiting_count + view.unseen_count
     return (
         not view.draining
@@ -162,9 +162,11 @@ def has_room(view: WorkerView, block_count: int) -> bool:
 
 
 def claims(view: WorkerView, block_count: int, own_count: int, busiest_count: int) -> bool:
-    """True if a request of that many blocks may wait there for memory of another caller: afterwards its caller, who has
-    `own_count` requests there, would hold at most half of the blocks of the one with the most, `busiest_count`. Assumes
-    requests of mean size; the worker decides by their real sizes.
+    """True if a request of that many blocks may wait there until a heavier caller's request is preempted: even then its
+    caller would hold at most half of the blocks of the caller with the most requests. Assumes requests of mean size;
+    the worker decides by their real sizes.
+
+    `own_count`, `busiest_count`: requests of these two callers on the worker.
     """
     blocks_each = view.used_block_count / max(1, view.running_count)
     return busiest_count * blocks_each >= _CLAIM_RATIO * (own_count * blocks_each + block_count)

@@ -38,9 +38,9 @@ class _ShapeRanking:
     __slots__ = ("free_block_counts", "queues", "runs")
 
     def __init__(self) -> None:
-        self.runs: list[_RankedWorker] = []  # could run a request of one block at once
+        self.runs: list[_RankedWorker] = []  # workers that could run a request of one block at once
         self.free_block_counts: list[int] = []  # free blocks of the workers in `runs`, ascending
-        self.queues: list[_RankedWorker] = []  # workers with a free place in the queue
+        self.queues: list[_RankedWorker] = []  # workers with a free place in their own queue
 
 
 class _RankingEntry(NamedTuple):

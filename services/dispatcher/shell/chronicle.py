@@ -33,12 +33,12 @@ _MAX_UNWRITTEN = 8192  # lines; beyond that a line is written synchronously at t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Statistics of one request, running or ended. `was_accepted`: False if it was refused."""
+    """Statistics of one request, running or ended. `was_accepted`: False if it was refused or invalid."""
 
     request_id: RequestId
     state: str
     error: str
-    at_s: float  # time of its arrival or its end
+    at_s: float  # time of its end; while it runs, of its arrival
     was_accepted: bool
     facts: Facts
 
@@ -65,7 +65,7 @@ class Times:
 
 
 class Chronicle:
-    """`keep_count`: number of ended requests to keep. `log_each`: log a line for each."""
+    """Access log and history. `keep_count`: number of ended requests to keep. `log_each`: log a line for each."""
 
     def __init__(self, core: DispatcherCore, *, keep_count: int, log_each: bool) -> None:
         self._core = core
@@ -73,14 +73,14 @@ class Chronicle:
         self._log_each = log_each
         self.tell: Callable[[Account], None] | None = None  # called at the end of accepted requests
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
-        self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (instant, seconds)
+        self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (end of a request, its TPOT)
         self._past: deque[Past] = deque(maxlen=_PAST_COUNT)
         self.past_count = 0  # requests that ended with at least one token, kept or not
         self._unwritten: deque[Account] = deque()
         self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
-        """Record an accepted request, and the reason if it has to wait."""
+        """Add to the history of an accepted request why it has to wait, if it has to."""
         tracked = self._core.requests.get(request_id)
         if tracked is not None and tracked.worker is None and not tracked.moving:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
@@ -202,7 +202,7 @@ class Chronicle:
 
 
 def quantile(ascending: Sequence[float], fraction: float) -> float:
-    """Smallest value not exceeded by this fraction of the values; 0 if there are none."""
+    """Smallest value that at least this fraction of the values does not exceed; 0 if there are none."""
     return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
 
 

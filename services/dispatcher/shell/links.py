@@ -58,7 +58,7 @@ class WorkerLink:
         self._identity = identity
         self._clock = clock
         self._feed = feed
-        self._outgoing: deque[pb.AttachRequest] = deque()  # bounded by what the core places on one worker
+        self._outgoing: deque[pb.AttachRequest] = deque()  # messages to send; bounded by what the core places there
         self._wake = asyncio.Event()
         self._log = get_logger().bind(worker_id=worker.worker_id, worker_incarnation=worker.incarnation)
 

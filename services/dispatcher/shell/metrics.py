@@ -25,7 +25,7 @@ class DispatcherMetrics(Collector):
     """Metrics; registers itself. Labels: `worker` (those of the layout), `ending` and `how` (closed sets)."""
 
     def __init__(self, core: DispatcherCore, registry: CollectorRegistry) -> None:
-        self.invalid_count = 0  # invalid requests
+        self.invalid_count = 0  # number of requests refused as invalid
         self._core = core
         self._queue_s = _histogram("queue_time", "Time a request waited in the backlog", TTFT_BUCKETS_S, registry)
         self._ttft_s = _histogram("ttft", "Time from a request's arrival to its first token", TTFT_BUCKETS_S, registry)
@@ -35,7 +35,7 @@ class DispatcherMetrics(Collector):
         registry.register(self)
 
     def observe(self, facts: Facts) -> None:
-        """Record an ended request. Latencies are of online requests only."""
+        """Record the latencies of an ended request, if it is online."""
         if facts.priority.offline:
             return
         self._queue_s.observe(facts.queue_s)

@@ -61,7 +61,7 @@ class PlannerPort(Protocol):
 
     @property
     def address(self) -> str:
-        """host:port of the active one; empty while unknown."""
+        """host:port of the active planner; empty while unknown."""
         ...
 
     async def kept_out(self) -> Mapping[str, str]:

@@ -17,7 +17,7 @@ from ballast.service.otlp import Context, Exporter, Span, SpanEvent, transition_
 from services.dispatcher.core.story import Moment, What
 from services.dispatcher.shell.chronicle import Account
 
-_REMEMBERED: Final = 64  # changes of the layout
+_REMEMBERED: Final = 64  # maximum number of remembered changes of the layout
 _ON_WORKER: Final = (What.PLACED, What.MOVED)
 _OFF_WORKER: Final = (What.LOST, What.SENT_BACK, What.RECALLED, What.MOVING)
 
@@ -52,7 +52,7 @@ class Tracer:
         self._changes: deque[Change] = deque(maxlen=_REMEMBERED)
 
     def layout(self, layout: Layout) -> None:
-        """Record a new layout in which workers hold other layers than before."""
+        """Record a new layout if workers hold other layers in it than before."""
         before = self._held
         self._held = {m.worker_id: (m.first_layer, m.last_layer) for group in layout.groups for m in group.members}
         changed = {w for w, layers in self._held.items() if before.get(w, layers) != layers}

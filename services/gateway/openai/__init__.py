@@ -1,1 +1,1 @@
-"""OpenAI's formats: parsing requests and writing answers. Pure, except for a clock that is passed in."""
+"""OpenAI's formats: parsing requests and writing answers. Pure: no clock, no I/O."""

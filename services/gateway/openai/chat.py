@@ -106,7 +106,7 @@ class ChatWriter:
         }
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """The events for a chunk of choice `index`; may be empty."""
+        """Write a chunk of choice `index`. Returns its events; may be empty."""
         if index in self._passing and chunk.finish_reason is None:
             return self._text(index, chunk.text) if chunk.text else b""
         parts: list[bytes] = []

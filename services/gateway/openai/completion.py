@@ -48,7 +48,7 @@ class CompletionWriter:
         self._wishes = wishes
         self._echoes = list(echoes)
         self._choices_per_prompt = choices_per_prompt
-        self._offsets = [len(echo) for echo in echoes]  # characters written so far, by choice
+        self._offsets = [len(echo) for echo in echoes]  # per choice: characters written so far, its echo included
         self._usages: dict[int, Usage] = {}
         prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
@@ -78,7 +78,7 @@ class CompletionWriter:
         return {**self._head.begin(_KIND), "choices": choices, "usage": self._usage([g.usage for g in generations])}
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """The events for a chunk of choice `index`; may be empty."""
+        """Write a chunk of choice `index`. Returns its events; may be empty."""
         if self._drops:
             chunk = _nothing_of(chunk)
         if chunk.prompt_token_count:  # set only in the first chunk

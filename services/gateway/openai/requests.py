@@ -152,7 +152,7 @@ def refuse_unsupported(request: BaseModel) -> None:
     for name in sorted(UNSUPPORTED.keys() & request.model_fields_set):
         value: object = getattr(request, name)
         if name == "add_special_tokens" and isinstance(request, CompletionRequest):
-            value = value is False  # its default is true in completions
+            value = value is False  # the default of add_special_tokens is true in completions
         if value is None or value is False or value in ("", [], {}, *_DEFAULTS.get(name, ())):
             continue
         if not (name == "echo" and isinstance(request, CompletionRequest)):

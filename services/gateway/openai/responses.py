@@ -162,7 +162,7 @@ class ResponsesWriter:
         return self._response()
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """The events for a chunk; may be empty."""
+        """Write a chunk. Returns its events; may be empty."""
         events: list[bytes] = []
         if self._sequence_number == 0:
             events = [self._event(f"response.{kind}", response=self._response()) for kind in ("created", "in_progress")]

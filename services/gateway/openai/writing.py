@@ -60,7 +60,7 @@ class StreamUsage:
             self._completions[index] = self._completions.get(index, 0) + len(chunk.token_ids)
 
     def field(self, index: int) -> dict[str, object]:
-        """The field for the next event of a choice, as a mapping."""
+        """`usage` entry to merge into a choice's next chunk: empty, null, or the counts so far."""
         if self.wish is UsageWish.NONE:
             return {}
         if self.wish is UsageWish.AT_THE_END:

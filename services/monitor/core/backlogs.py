@@ -17,7 +17,7 @@ _NOTHING = Traffic()
 class Backlogs:
     lease_s: float  # a dispatcher without a new entry for longer counts as lost: its requests are no demand
     forget_s: float  # how long the last entry of a silent dispatcher counts as its traffic
-    _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # entry, time of its last change
+    _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # dispatcher -> (entry, time of its last change)
         default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
     )
     _read_at_s: float | None = None

@@ -66,20 +66,20 @@ class MonitorRules:
     lease_s: float  # silence for longer means lost
     pressure: PressureRules
     registry_interval_s: float = 1.0  # interval of writes of the registry, which standbys show
-    max_instances: int = 1 << 16  # bounds the memory against invented names
+    max_instances: int = 1 << 16  # limit that bounds the memory against invented names
     history_length: int = 50  # load samples per instance: the trend's window at twice the report rate
     backlog_lease_s: float = 1.0  # a dispatcher without a new entry for longer counts as lost
     backlog_forget_s: float = 60.0
     warmup_s: float = 4.0  # time after becoming active for workers to find this monitor
     step_timeout_s: float = 60.0  # an engine whose step lasts longer counts as lost
-    max_remembered: int = 10_000  # departed workers whose newest incarnation is kept
+    max_remembered: int = 10_000  # number of workers whose newest incarnation is remembered
 
 
 @dataclass(slots=True)
 class MonitorCore:
     rules: MonitorRules
     token: int | None = None  # fencing token of the lease; None: standby
-    warm: bool = False  # the snapshot is complete
+    warm: bool = False  # True: the snapshot for watchers is complete
     entries: dict[WorkerId, WorkerEntry] = field(default_factory=dict[WorkerId, WorkerEntry])
     groups: Groups = field(default_factory=Groups)
     pressure: Pressure = field(init=False)
@@ -94,8 +94,8 @@ class MonitorCore:
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None
-    _evaluated_at_s: float = -math.inf  # last evaluation of total demand
-    _long_at_s: float = -math.inf  # last long-request event
+    _evaluated_at_s: float = -math.inf  # time of the last evaluation of total demand
+    _long_at_s: float = -math.inf  # time of the last `LongRequest` signal
     # Instances with a request that will need a larger group.
     _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])
     _registry_at_s: float = 0.0

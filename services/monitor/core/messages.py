@@ -58,7 +58,7 @@ class StreamEnded:
     at_s: float
     cause_id: str
     stream_id: StreamId
-    announced_exit: bool  # the worker is leaving
+    announced_exit: bool  # True: the worker has closed the stream as it exits
 
 
 @dataclass(frozen=True, slots=True)

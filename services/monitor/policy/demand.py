@@ -16,7 +16,7 @@ class GroupLoad:
 
     leader_id: WorkerId
     member_ids: tuple[WorkerId, ...]
-    used_bytes: int  # held by running requests
+    used_bytes: int  # bytes held by running requests
     spare_bytes: int = 0  # part of used and waiting bytes: held by the leader's draining group, and not needed
     waiting_bytes: int  # needed by prompts in the leader's waiting line, head of line included
     capacity_bytes: int
@@ -29,7 +29,7 @@ class GroupLoad:
 
 @dataclass(frozen=True, slots=True)
 class BacklogDemand:
-    """Requests waiting in a dispatcher."""
+    """Requests waiting in dispatchers."""
 
     request_count: int
     token_count: int  # tokens of prompts, and of earlier attempts' output
@@ -57,7 +57,7 @@ class ClusterDemand:
     capacity_bytes: int
     undropped_bytes: int
     groups: tuple[tuple[WorkerId, ...], ...]  # members of each group, leaders first
-    complete: bool  # all reports are known
+    complete: bool  # True: all reports are known
 
     @property
     def merged(self) -> tuple[tuple[WorkerId, ...], ...]:

@@ -41,7 +41,7 @@ class PressureRules:
     overload_threshold_fraction: float  # fraction of the capacity: forecast demand above it is an overload
     relief_threshold_fraction: float  # fraction of the un-dropped memory: usage below it is a relief
     dwell_s: float  # minimum time between any two transitions
-    sample_count: int  # bound of the history
+    sample_count: int  # maximum number of samples in the history
     horizon_s: float = 1.0  # about the duration of a drop, with the evaluation before
     trend_window_s: float = TREND_WINDOW_S
     # Subtracted from the threshold: the fraction of the memory that must be used, or waited for on workers, before an
@@ -119,7 +119,7 @@ class Pressure:
     _given_back_s: float | None = None  # start of low demand before the last restore, unless a drop followed
     _relief_after_s: float = 0.0  # learnt minimum duration of low demand
     _unchecked_count: int = 0  # samples since the last check
-    _level_count: int = 0  # newest samples that have the same capacity
+    _level_count: int = 0  # number of newest samples that have the same capacity
 
     def __post_init__(self) -> None:
         self.rules.check()
@@ -199,8 +199,8 @@ class Pressure:
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
 
     def _note(self, sample: ClusterDemand, forecast: Forecast) -> None:
-        """Record since when demand has been low. A sudden rise may be a burst, which overload detects; only a trend
-        delays a relief.
+        """Record since when demand has been low. Expected growth counts against it only if it is a sustained trend; a
+        sudden rise may be a burst, which overload detection handles.
         """
         at_s, rules = sample.at_s, self.rules
         grown_bytes = max(0.0, forecast.growth_bytes_per_s * rules.horizon_s)

@@ -51,7 +51,7 @@ class Planning:
 
 @dataclass(frozen=True, slots=True)
 class DropRequest:
-    by: str  # overload or operator
+    by: str  # cause: overload, long request, operator, loss or policy
     cause_id: str
     request_id: str = ""  # id of an operator's request; empty: the planner's own
     required_bytes: int | None = None
@@ -64,10 +64,10 @@ class DropRequest:
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequest:
-    by: str  # relief, operator or drain
+    by: str  # cause: relief, operator, drain or loss
     cause_id: str
     request_id: str = ""
-    only: tuple[GroupId, ...] | None = None  # None: as many as the load allows
+    only: tuple[GroupId, ...] | None = None  # pipelines to restore; None: as many as the load allows
     regardless_of_load: bool = False
 
 
@@ -226,7 +226,7 @@ def _for_long(
     epoch: Epoch,
     planning: Planning,
 ) -> Approved | Rejected:
-    """The smallest group that can hold the request beside its current ones, if the effect on others is tolerable."""
+    """Plan the smallest group with room for the request beside those that run there, if the others can bear it."""
     snapshot, led = surveyed
     if (holder := held_by(snapshot, need)) is not None:
         return Rejected(f"{holder} holds {need.need_tokens} tokens already", for_now=True)

@@ -99,8 +99,8 @@ class Conductor:
     coordinator: Coordinator | None = None
     record: TransitionRecord | None = None  # record of the current transition
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
-    to_write: Journal | None = None  # not yet known to be stored
-    newest: Journal | None = None  # known to be, or to have been, stored
+    to_write: Journal | None = None  # journal to write, not yet known to be stored
+    newest: Journal | None = None  # newest journal known to be, or to have been, stored
     failed: tuple[WorkerId, ...] = ()  # members that failed in the last transition, to be handled by the core
     prediction_log: PredictionLog = field(default_factory=PredictionLog)  # predictions and outcomes of decisions
     sizing: Sizing = field(init=False)
@@ -114,7 +114,7 @@ class Conductor:
     _again_at_s: float = math.inf  # when an overload is evaluated again
     _again_bytes: int = 0  # shortfall of that overload
     _again_until_s: float = -math.inf  # time until which that overload is evaluated again
-    _blind_s: tuple[float, float] | None = None  # first and last rejection of an overload for missing data
+    _blind_s: tuple[float, float] | None = None  # times of the first and last rejection of an overload for missing data
     _held_until_s: float = 0.0  # earliest time of an automatic restore
     _dropped_at_s: dict[GroupId, float] = field(default_factory=dict[GroupId, float])
 
@@ -254,7 +254,7 @@ class Conductor:
         return self.coordinator is not None and self._began_by_planner and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
-        """Restore the groups of draining members first."""
+        """Request a restore of the groups that have a draining member, if any."""
         groups = _draining(layout)
         if not groups or self.busy or self._has_change or at_s < self._own_at_s:
             return []

@@ -12,13 +12,13 @@ from services.planner.core.membership import Membership
 class Drain:
     worker_id: WorkerId
     incarnation: Incarnation  # the incarnation to drain; later ones are not affected
-    epoch: Epoch | None = None  # None: not in the layout yet
+    epoch: Epoch | None = None  # first epoch in which it drains; None: not in the layout yet
 
 
 @dataclass(slots=True)
 class Drains:
     limit: int
-    _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # oldest first
+    _by_request: dict[str, Drain] = field(default_factory=dict[str, Drain])  # by request id, oldest first
 
     def requested(self, event: p.WorkerDrainRequested, membership: Membership, *, all_known: bool) -> list[p.Command]:
         """Mark the worker as draining. A repeated request gets the first answer."""
@@ -54,7 +54,9 @@ class Drains:
         return any((d.worker_id, d.incarnation) == (worker_id, incarnation) for d in self._by_request.values())
 
     def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
-        """Request id and epoch of each drain that this layout completes: its worker gets no new requests any more."""
+        """Settle the drains that this layout completes, as their workers get no new requests any more. Returns request
+        ids and epochs.
+        """
         taking = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members if not m.draining}
         settled: list[tuple[str, Epoch]] = []
         for request_id, drain in self._by_request.items():

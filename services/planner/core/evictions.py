@@ -74,7 +74,7 @@ class Suspects:
     def gone(
         self, member_count: int, groups: Mapping[WorkerId, Group], left: AbstractSet[WorkerId]
     ) -> list[tuple[WorkerId, Incarnation, str]]:
-        """Members evicted now, with the evidence.
+        """Members to evict now, with the evidence.
 
         Args:
             member_count: Number of all known members, suspects included.

@@ -13,15 +13,15 @@ from ballast.common.layout import Group, Layout, worker_ids
 from services.planner.core.membership import Membership
 from services.planner.core.messages import Event, InstanceLost, InstanceUp, SnapshotEnded
 
-_COUNTS = -math.inf  # "since": counts as inconsistent already
+_COUNTS = -math.inf  # in `_since_s`: the worker counts as inconsistent already
 
 
 @dataclass(slots=True)
 class Inconsistent:
     disagree_s: float  # duration after which a contradiction counts
     _since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
-    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # last compared with all reports
-    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # groups of that layout, by members
+    _compared: Layout = field(default_factory=lambda: Layout(Epoch(0), 0, (), ""))  # layout last compared with reports
+    grouped: dict[WorkerId, Group] = field(default_factory=dict[WorkerId, Group])  # member -> its group in `_compared`
 
     def __bool__(self) -> bool:
         return bool(self._since_s)
@@ -74,7 +74,7 @@ class Inconsistent:
         return found
 
     def overdue(self, at_s: float) -> list[WorkerId]:
-        """Workers that count as inconsistent from now on."""
+        """Mark and return the workers that count as inconsistent from now on."""
         found = [w for w, since_s in self._since_s.items() if since_s > _COUNTS and at_s >= since_s + self.disagree_s]
         self._since_s.update(dict.fromkeys(found, _COUNTS))
         return found

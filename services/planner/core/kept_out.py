@@ -1,4 +1,4 @@
-"""Instances that must serve on their own, and why: unlike most in protocol, or from groups that broke (pure)."""
+"""Instances that must serve on their own, and why: their protocol is not that of most, or their group broke (pure)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ class KeptOut:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._broken: dict[WorkerId, _BrokenGroup] = {}
-        self._since_s: dict[WorkerId, float] = {}  # when it was first kept out
+        self._since_s: dict[WorkerId, float] = {}  # worker -> since when it is kept out
 
     def why(self, at_s: float) -> dict[WorkerId, str]:
         """Workers currently kept out of groups, and why; those of another model are kept out of the layout."""

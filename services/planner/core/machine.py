@@ -46,8 +46,8 @@ class PlannerRules:
     coalesce_s: float = 0.1  # joins within this time share an epoch, as in the start of a cluster
     verify_interval_s: float = 1.0  # interval of reads of the stored layout: only a second leader changes it
     retry_s: float = 0.5  # wait after the state server gave no answer
-    max_drains: int = 1000  # drains whose answers are remembered
-    disagree_s: float = 2.0  # an instance's report that contradicts the layout for so long counts, not the layout
+    max_drains: int = 1000  # number of drains whose answers are remembered
+    disagree_s: float = 2.0  # how long a report has to contradict the layout to count instead of it
     transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
@@ -55,17 +55,17 @@ class PlannerRules:
 class PlannerCore:
     rules: PlannerRules
     layout: Layout = NO_LAYOUT  # the newest known to be stored, now or before the state server lost it
-    layout_model: ModelInfo | None = None  # served by its instances
+    layout_model: ModelInfo | None = None  # model served by its instances
     membership: Membership = field(default_factory=Membership)
     partial: Partial = ()  # incarnations that hold only some layers, as last written
-    suspects: Suspects = field(default_factory=Suspects)  # not heard by the monitor
+    suspects: Suspects = field(default_factory=Suspects)  # members that the monitor does not hear
     conductor: Conductor = field(init=False)
     store: StoreSync = field(init=False)
     _drains: Drains = field(init=False)
     standings: Standings = field(init=False)
     _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
     _timer_at_s: float = math.inf
-    _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # since the last layout
+    _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # reasons of losses not in a layout yet
     inconsistent: Inconsistent = field(init=False)
     kept_out: KeptOut = field(init=False)
     _stand_ins: StandIns = field(default_factory=StandIns)
@@ -411,7 +411,7 @@ class PlannerCore:
         return self._begin_transition(at_s, cause_id)
 
     def _stand_in(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Replace a lost follower, if an instance can take its place. Empty: none is lost, or its group ends."""
+        """Replace a lost follower, if an instance can take its place. Empty: none is lost, or none replaced now."""
         if self.store.stored_epoch != self.layout.epoch:
             return []
         busy, changing = self.conductor.busy, self.conductor.changing

@@ -24,7 +24,7 @@ class Known:
     confirmed: bool  # True if the monitor has confirmed it over the current connection
     place: Place | None = None  # last reported place; None: alone, with all layers
     protocol: int | None = None  # number of the protocol between workers; None: from a layout
-    fresh: bool = True  # it has reported since the layout assigned its group
+    fresh: bool = True  # True: it has reported since the layout assigned its group
     away: bool | None = None  # True: it should be parked; None: undecided
     parked: bool = False  # True if it reports to be parked
 
@@ -40,7 +40,7 @@ class Known:
 
 @dataclass(slots=True)
 class Membership:
-    max_remembered: int = 10_000  # departed workers whose newest incarnation is kept
+    max_remembered: int = 10_000  # number of workers whose newest incarnation is remembered
     model: ModelInfo | None = None  # the cluster's model
     complete: bool = False  # the monitor's snapshot over the present connection is complete
     known: dict[WorkerId, Known] = field(default_factory=dict[WorkerId, Known])
@@ -233,7 +233,7 @@ def _is_whole(place: Place | None, worker_id: WorkerId, layer_count: int) -> boo
 
 
 def _is_there(known: Known, group: Group, worker_id: WorkerId) -> bool:
-    """True if the incarnation meant by the layout is in the group."""
+    """True if the known incarnation is a member of the group."""
     return any((m.worker_id, m.incarnation) == (worker_id, known.placeable.incarnation) for m in group.members)
 
 

@@ -88,7 +88,7 @@ class WriteSettled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """A new connection to the monitor: it reports all instances, then SnapshotEnd."""
+    """A new connection to the monitor: it reports all instances, then SnapshotEnded follows."""
 
     at_s: float
     cause_id: str
@@ -275,7 +275,9 @@ class LoadLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteLayout:
-    """Store a layout; refused unless `expected_epoch` is stored and `token` is the lease's; answers WriteSettled."""
+    """Store a layout. Answered by WriteSettled. It is refused unless `expected_epoch` is stored and `token` is the
+    lease's.
+    """
 
     layout: Layout
     model: ModelInfo | None
@@ -296,7 +298,7 @@ class WriteJournal:
     journal: Journal
     expected_epoch: Epoch | None
     model: ModelInfo | None
-    partial: Partial  # that of the stored layout after a commit
+    partial: Partial  # `StoredLayout.partial` after a commit
     token: int
     cause_id: str
 

@@ -82,7 +82,7 @@ class PredictionLog:
         self.open.append(predicted)
 
     def asks(self, at_s: float) -> bool:
-        """True if the traffic must be read now."""
+        """True if the traffic must be read now; then not again for `_ASK_AGAIN_S`."""
         if at_s < self.due_at_s:
             return False
         self._asked_at_s = at_s

@@ -18,13 +18,13 @@ class TransitionRecord:
 
     journal: Journal
     began_at_s: float
-    by: str  # overload, relief, operator, loss or drain
+    by: str  # why it began, for example overload, relief, operator, loss or drain
     request_id: str = ""
-    shape: ModelShape | None = None  # None: begun by a previous planner
+    shape: ModelShape | None = None  # sizes of the model; None: unknown
     reached_at_s: dict[Stage, float] = field(default_factory=dict[Stage, float])
     statuses: Mapping[WorkerId, Status] = field(default_factory=dict[WorkerId, Status])
     lost: tuple[WorkerId, ...] = ()
-    dropped_at_s: float | None = None  # of a restore: time when its oldest group was merged
+    dropped_at_s: float | None = None  # for a restore: when the oldest of its groups was merged
 
     @property
     def epoch(self) -> Epoch:

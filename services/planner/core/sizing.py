@@ -35,8 +35,8 @@ class SizingRules:
     parks: bool = False  # True: idle instances are parked
     advises: bool = False  # True: without parking, compute the wanted number for an external scaler
     drops: bool = False  # True: parameters are dropped under memory pressure, which bridges the time to wake
-    least_instances: int = 1  # minimum number serving
-    dwell_s: float = 10.0  # how long one less must suffice
+    least_instances: int = 1  # minimum number of serving instances
+    dwell_s: float = 10.0  # how long one instance less must suffice before one leaves
     last_name: bool = False  # the highest name leaves, as with StatefulSets; otherwise the emptiest instance
 
 
@@ -44,12 +44,12 @@ class SizingRules:
 class Sizing:
     rules: SizingRules
     wanted_count: int = 0  # number of instances wanted by the last evaluation; 0: unknown
-    why: str = ""  # reason of that number
+    why: str = ""  # reason for `wanted_count`
     look_at_s: float = math.inf
     _jumps: Jumps = field(default_factory=Jumps)
     _calm_since_s: float | None = None
     _left_at_s: float = -math.inf
-    _dwell_s: float = 0.0  # minimum, learnt
+    _dwell_s: float = 0.0  # learnt minimum of the dwell time
     _waking_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
 
     def __post_init__(self) -> None:
@@ -70,7 +70,7 @@ class Sizing:
         the comparison; None: too little is known.
 
         Args:
-            may_shrink: No drop or restore is pending.
+            may_shrink: Whether an instance may leave, as no drop or restore is pending.
         """
         if self.look_at_s == math.inf:
             return {}, None
@@ -124,7 +124,7 @@ class Sizing:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """Instances that could serve in addition, including as many again that could be started externally."""
+        """The instances that could serve in addition, if as many again can be started externally; and all members."""
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
         waking = [m.worker_id for m in members if m.standing is Standing.WAKING]
@@ -177,7 +177,9 @@ class Sizing:
         )
 
     def _back(self, members: list[Member], load: ClusterLoad, count: int, at_s: float) -> dict[WorkerId, bool]:
-        """Instances to bring back: first those about to leave, most loaded first; then parked ones."""
+        """Choose instances to bring back: first those about to leave, most loaded first; then parked ones. Adapts the
+        learnt dwell time.
+        """
         if at_s - self._left_at_s < _REGRET_S:
             self._dwell_s = min(_MOST_DWELL_S, 2 * max(self._dwell_s, self.rules.dwell_s))
             self._left_at_s = -math.inf
@@ -189,7 +191,7 @@ class Sizing:
         return dict.fromkeys([*leaving, *parked][:count], False)
 
     def _is_calm(self, reserve: Reserve, at_s: float) -> bool:
-        """True if one instance less has sufficed for long enough."""
+        """True if one instance less has sufficed for long enough. Starts to measure that time if it has not begun."""
         self._calm_since_s = at_s if self._calm_since_s is None else self._calm_since_s
         return at_s - self._calm_since_s >= self._wait_s(reserve)
 

@@ -1,7 +1,7 @@
 """Stand-ins: an instance that serves alone takes the place of a lost follower (pure).
 
 The other stages of the pipeline keep their KV and wait for it (`services.worker.core.transition.LostStage`). A loss is
-looked at once: if there is no stand-in, or its transition fails, the group ends.
+examined only once: if there is no stand-in, or its transition fails, the group ends.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -87,7 +87,9 @@ class StandIns:
         self._asked = False  # loads were requested for the current loss
 
     def due_at_s(self, lost: Iterable[LostFollower], at_s: float, *, busy: bool) -> float | None:
-        """Time at which to `take` the next loss; None: there is none. `busy`: a transition is under way."""
+        """Choose the next loss and return the time at which to `take` it; None: there is none. `busy`: a transition is
+        under way.
+        """
         found = {(one.member.worker_id, one.member.incarnation): one for one in lost}
         self._seen &= found.keys()
         new = [one for key, one in found.items() if key not in self._seen]

@@ -80,7 +80,7 @@ class Standings:
         return any(back)
 
     def settle(self, layout: Layout) -> list[p.Command]:
-        """Remove and return the requests fulfilled by this layout."""
+        """Remove the requests fulfilled by this layout and return their answers."""
         of = {m.worker_id: m for group in layout.groups for m in group.members}
         settled = [
             request_id
@@ -94,7 +94,10 @@ class Standings:
         return commands
 
     def due(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
-        """Orders to send now to leaving and waking instances. `layout`: the stored one."""
+        """Return the orders to send now to leaving and waking instances, and set the time of the next ones.
+
+        `layout`: the stored one.
+        """
         members = [m for g in layout.groups for m in g.members if m.standing in (Standing.LEAVING, Standing.WAKING)]
         if not members:
             self.order_at_s = math.inf

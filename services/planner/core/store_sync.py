@@ -22,7 +22,7 @@ class StoreSync:
     read_at_s: float = 0.0  # time of the next read
     journal_at_s: float = 0.0  # earliest time of the next journal write
     stored_epoch: Epoch | None = None  # epoch last read or written; None: nothing is stored
-    used_epoch: int = 0  # the highest that may have been written
+    used_epoch: int = 0  # highest epoch that may have been written
     has_seen_last: bool = True  # this planner knows every epoch that was written
 
     @property

@@ -25,7 +25,7 @@ from services.planner.policy.snapshot import (
 
 Loads = Mapping[WorkerId, LoadReport]
 _Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent size -> those of its class
-_MARGIN = 1.1  # multiple of the demand that is freed
+_MARGIN = 1.1  # factor on the demand for which memory is to be freed
 _LIKE_SPEED = 1.1  # speeds are rounded to powers of this
 _MOST_SLOWNESS = 1000.0
 _ALIKE = 1.02  # memories that differ by less are of one class: each class increases the search
@@ -143,9 +143,7 @@ def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
 
 
 def _rounded(slowness: float) -> float:
-    """Speeds rounded to powers of `_LIKE_SPEED`, as each kind of members increases the search. Impossible values count
-    as 1.
-    """
+    """Slowness rounded to a power of `_LIKE_SPEED`, as each kind of members increases the search; 1 if impossible."""
     if not _MOST_SLOWNESS**-1 <= slowness <= _MOST_SLOWNESS:
         return 1.0
     return _LIKE_SPEED ** round(math.log(slowness, _LIKE_SPEED))
@@ -216,7 +214,8 @@ def dropped(base: Layout, plan: DropPlan, epoch: Epoch, why: str) -> Layout:
 
 
 def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: str) -> Layout:
-    """One group of these instances, which hold all layers each, in this order; layers split as evenly as possible.
+    """The layout in which these instances, which hold all layers each, form one group in this order, with layers split
+    as evenly as possible.
 
     Raises:
         NoSurvey: they cannot form a group.

@@ -114,7 +114,7 @@ class Poll:
 class Ended:
     stage: Stage
     why: str
-    lost: tuple[WorkerId, ...]  # lost after the commit: the next plan excludes them
+    lost: tuple[WorkerId, ...]  # members lost after the commit: the next plan excludes them
 
 
 # A journal is written with the fencing token; with COMMITTING the target becomes the layout in the same write.
@@ -140,7 +140,7 @@ class Coordinator:
         self._lost: dict[WorkerId, str] = {}
         self.given_up: set[WorkerId] = set()  # lost members that may be alive; what they hold is unknown
         self._began_s = at_s
-        self._entered_s = at_s  # start of the stage
+        self._entered_s = at_s  # time at which the stage began
         self._progress_s = at_s  # time of a member's last progress
         self._first_loss_s = math.inf
         self._sent_s = at_s

@@ -135,7 +135,7 @@ class _PoolShare:
     pool: Pool
     heavy: int
     light: int
-    heavy_from: int = 0  # groups at this end taken by other merges of the candidate
+    heavy_from: int = 0  # number of groups at this end that other merges of the candidate take
     light_from: int = 0
 
     @property
@@ -189,7 +189,7 @@ class Candidate:
 
     name: str
     parts: tuple[_Merges, ...] = ()
-    added: int = 0  # reserve instances added, see `policy.reserve`
+    added: int = 0  # number of reserve instances added, see `policy.reserve`
     toward_memory: float = 0.0  # split of layers over unlike members: see `Splitter.split`
 
     @property
@@ -351,7 +351,7 @@ class Candidates:
         Args:
             restored: Blocks of each member of a pipeline, once it has all layers.
             remaining_s: Mean remaining time of running requests.
-            prompt_tokens: Mean of running requests.
+            prompt_tokens: Mean prompt tokens of a request.
         """
         pools = pools_of([group for group in self._groups if group.group_id not in restored], self._running)
         gone = pools_of([group for group in self._groups if group.group_id in restored], self._running)

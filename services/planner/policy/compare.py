@@ -72,7 +72,7 @@ class Evaluation:
     """A candidate and its prediction."""
 
     candidate: Candidate
-    prediction: Prediction  # for the middle future; of the chosen one and of no change for the expected one
+    prediction: Prediction  # for the middle future; see `_Evaluator.expect`
     loss: float  # a lower bound for candidates that could not be chosen
 
     @property
@@ -179,8 +179,8 @@ def compare_sizes(
     may_shrink: bool,
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """Compare numbers of serving instances, for parking: some of the reserve more, or one less. Of all sizes about as
-    good as the best the smallest is chosen. An instance leaves only if the rest is good enough, even at the highest
+    """Compare numbers of serving instances, for parking: with some of the reserve, or with one less. Of all sizes about
+    as good as the best the smallest is chosen. An instance leaves only if the rest is good enough, even at the highest
     arrival count of the last minute.
     """
     given = targets or ComparisonTargets()
@@ -223,7 +223,7 @@ class _Evaluator:
         self.targets = ComparisonTargets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
         first = self._futures[0]
         stays_s = 2 * first.answer_tokens * tpot_s
-        self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # of running requests
+        self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # time left of running requests
         self.prompt_tokens = first.prompt_tokens
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
@@ -242,8 +242,8 @@ class _Evaluator:
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
 
     def expect(self, found: Evaluation, kinds: Sequence[GroupKind], lasts_s: float) -> Evaluation:
-        """The prediction for a rate that lasts as long as earlier bursts did. The choice must be right for longer ones
-        too, and for shorter ones.
+        """Replace the prediction by one for a rate that lasts for `lasts_s`, as long as earlier bursts did. The choice
+        is made without it, as it must be right for longer and shorter bursts, too.
         """
         return replace(found, prediction=self._predict(kinds, replace(self._futures[_MIDDLE], lasts_s=lasts_s)))
 
@@ -251,7 +251,7 @@ class _Evaluator:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
-        """The mean over all futures; missing ones count as 0, which makes it a lower bound."""
+        """The mean loss over all futures; missing ones count as 0, which makes it a lower bound."""
         loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
 
@@ -394,7 +394,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
 def _remaining_tokens(traffic: Traffic, running_count: int, answer_tokens: float) -> float:
     """Remaining tokens of running answers: in the steady state as many as they have generated.
 
-    If near the mean of all answers it is the same distribution, and 0: as for a new one.
+    0, unless that is more than `_OUTLIVED` times the mean of all answers: as many as for a new answer.
     """
     age_tokens = traffic.open_tokens / running_count if running_count else 0.0
     return age_tokens if age_tokens > _OUTLIVED * answer_tokens else 0.0

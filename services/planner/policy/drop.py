@@ -18,7 +18,7 @@ class DropPlan:
     shortfall_bytes: int  # 0: the need is met
     usable_bytes: int  # additional KV that admission can use; less than freed where layers split unevenly
     exchange_bytes: int
-    groups: tuple[GroupPlan, ...]  # the changing ones, by id
+    groups: tuple[GroupPlan, ...]  # groups that change, by id
     unchanged: tuple[GroupState, ...]
 
 

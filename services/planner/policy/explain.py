@@ -6,7 +6,7 @@ from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import ModelShape
 
-MOST_GROUPS = 32  # groups described; the layout has all of them
+MOST_GROUPS = 32  # maximum number of groups described; the layout has all
 
 
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:

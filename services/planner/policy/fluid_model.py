@@ -21,7 +21,7 @@ from ballast.common.cost import CostModel
 from ballast.common.traffic import Pace
 
 STEPS = 80  # time steps of the horizon
-_TAIL = 3  # horizons simulated until all arrivals of the first have a token
+_TAIL = 3  # maximum number of horizons simulated, until all arrivals of the first have a token
 # Fraction of a pipeline's time in which a stage waits for its neighbours, by depth, as measured in the simulator and on
 # two cores; linear between and beyond.
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
@@ -42,11 +42,11 @@ class GroupKind:
 
     stages: int
     group_count: int
-    capacity_tokens: float  # KV, in total
+    capacity_tokens: float  # KV tokens of all groups together
     running_count: float
     used_tokens: float  # used KV tokens
     uncomputed_tokens: float = 0.0  # prompt tokens of admitted requests without a token
-    max_running_count: float = 0.0  # maximum in total; 0: the machine's
+    max_running_count: float = 0.0  # maximum of all groups together; 0: from the machine's
     stall_s: float = 0.0  # nothing progresses until then, because of a transition
     kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
     kept_s: float = 0.0
@@ -65,7 +65,7 @@ class Future:
     waiting_count: float  # requests without a first token
     waiting_tokens: float
     remaining_tokens: float = 0.0  # mean of running answers, if more than of a new one; 0: the same
-    waited_s: float = 0.0  # waiting time of the first of them; the last has just arrived
+    waited_s: float = 0.0  # waiting time of the first waiting request; the last has just arrived
     prompts: tuple[float, ...] = ()  # prompt tokens, by `PARTS`; empty: all equal
 
     @property
@@ -95,7 +95,7 @@ class FluidMachine:
 class Prediction:
     ttft_p99_s: float
     ahead_p99_s: float  # P99 TTFT without the time waited before the prediction
-    tpot_s: float  # mean over the tokens, including waits of preempted requests
+    tpot_s: float  # mean seconds per token, waits of preempted requests included
     lost_share: float = 0.0  # fraction of the requests whose wait is lost
     lost_ahead_share: float = 0.0  # like `lost_share`, without the time waited before the prediction
 
@@ -115,7 +115,7 @@ def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefi
     """Seconds between two tokens of a sequence: a microbatch's time over all stages.
 
     Args:
-        cost: Of all layers, bubbles included: `FluidMachine.cost_of`.
+        cost: Costs of all layers, bubbles included: `FluidMachine.cost_of`.
         decodes: Decoding sequences per microbatch.
         context: Tokens whose KV the decodes read.
         chunk: Prompt tokens per microbatch, after `prefix` tokens.
@@ -212,7 +212,7 @@ class _Flow:
         self.seen_context: float = 0.0
 
     def room(self, until_s: float, mean_tokens: float) -> float:
-        """Number of requests that can be admitted in the step that ends at `until_s`."""
+        """Set `free` to the number of requests that can be admitted in the step that ends at `until_s`. Returns it."""
         self.free = 0.0
         if until_s <= self.stall_s:
             return 0.0
@@ -271,7 +271,7 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
-        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave some of no running ones
+        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave old ones although none runs
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
@@ -406,7 +406,7 @@ def _waits(
     """Number of requests by wait (seconds): until the curve of first tokens reaches their arrival.
 
     Args:
-        ready_s: When the first tokens of a step were ready, if the step was not fully used.
+        ready_s: When the last first token of each step was ready; 0 if it had none.
         waited_s: Waiting time of the first request at the beginning.
     """
     arrivals = [(step * dt, until) for step, until in enumerate(came[: STEPS + 1])]

@@ -150,7 +150,7 @@ class Book:
         self._end()
 
     def take_moves(self) -> list[MellMove]:
-        """The moves of requests whose bin has changed since the last call."""
+        """Return the moves of requests whose bin has changed since the last call, and forget them."""
         moves = [
             MellMove(request, source, here.number)
             for request, source in self._came_from.items()
@@ -239,7 +239,7 @@ class Book:
         item.bin = target
 
     def _enter(self, request: Key, amount: int, source: MellBin | None = None) -> None:
-        """Put an item into the open bag, or into a bin of its class. `source`: its previous bin."""
+        """Put a request into the open bag, or into a bin of its class. `source`: its previous bin."""
         if 8 * amount > self.capacity:
             item = self._items[request] = Item({request: amount}, False, source)
             self._place(item, source)

@@ -35,7 +35,7 @@ class GroupPlan:
 class _MergedCut(NamedTuple):
     """The stages of equal members, largest KV first: ranges of layers with their consequences."""
 
-    parts: tuple[tuple[int, int, Aftermath], ...]  # first and last layer
+    parts: tuple[tuple[int, int, Aftermath], ...]  # first layer, layer after the last, aftermath
     freed_bytes: int
     block_count: int
 
@@ -65,7 +65,7 @@ class GroupPlanner:
     def _applied(self, cut: _MergedCut, ordered: Sequence[GroupState], merged: Sequence[GroupState]) -> GroupPlan:
         model = self._splitter.model
         members: list[MemberPlan] = []
-        sent = before = 0  # blocks; sent ones times layers
+        sent = before = 0  # sent: blocks times layers; before: blocks
         for group, (first, last, aftermath) in zip(ordered, cut.parts, strict=True):
             members.append(MemberPlan(group.members[0].worker_id, first, last, *aftermath))
             sent += group.used_block_count * (model.layer_count - last + first)

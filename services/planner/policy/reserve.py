@@ -12,7 +12,7 @@ from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 
 FEWER = Candidate("one less", added=-1)
 _PEAK_S = 60.0
-_MOST_LEARNT = 1e6  # instances, or seconds
+_MOST_LEARNT = 1e6  # limit on learnt numbers: instances, or seconds
 _SPAN_S, _SPANS, _LEARNS = (
     30.0,
     10,
@@ -22,7 +22,7 @@ _SPAN_S, _SPANS, _LEARNS = (
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
-    """Lone instances that do not serve."""
+    """Lone instances that do not serve, and the demand that may need them."""
 
     leaving: tuple[GroupState, ...] = ()  # most loaded first: cancelling a leave is immediate
     parked_count: int = 0
@@ -86,8 +86,8 @@ class Jumps:
     """Learns the size of bursts: the maximum of the last minute, and the largest rise within a short time."""
 
     def __init__(self) -> None:
-        self._seen = deque[tuple[float, float, int]]()  # of the last minute: instant, instances, requests
-        self._largest = deque[float](maxlen=_SPANS)  # rise in each span
+        self._seen = deque[tuple[float, float, int]]()  # samples of the last minute: (instant, instances, requests)
+        self._largest = deque[float](maxlen=_SPANS)  # largest rise of demand in each span
         self._span_ends_s = -math.inf
 
     @property
@@ -105,7 +105,7 @@ class Jumps:
         self._largest = deque([*before, *self._largest], maxlen=_SPANS)
 
     def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:
-        """The reserve with the statistics of bursts.
+        """Record the demand, and return the reserve with the statistics of bursts.
 
         Args:
             wanted: Memory demand, in instances.

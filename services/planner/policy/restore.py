@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 
-SOURCE_CHOICES = 8  # holders considered for each layer
+SOURCE_CHOICES = 8  # number of holders considered for each layer
 RESTORE_USAGE_LIMIT = 0.85  # maximum fraction of the remaining KV in use, as demand may return
 
 
@@ -55,7 +55,7 @@ def plan_restore(
     Two conditions: a group's own demand against the KV of its members as full replicas (its requests stay with them),
     and total demand against total capacity, as a remaining pipeline relieves the others. `only`: the pipelines to
     consider; None: all.
-    `longest_tokens`: of the longest request of each group, which must fit a single member.
+    `longest_tokens`: tokens of each group's longest request, which must fit a single member.
     """
     model = snapshot.model
     choice = _SourceChoice(snapshot, usage_limit)
@@ -118,7 +118,7 @@ class _SourceChoice:
 
 
 class _Sources:
-    """Holders of each layer, and how often each was chosen."""
+    """Holders of each layer, and the bytes asked of each holder so far."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.model = snapshot.model
@@ -133,7 +133,7 @@ class _Sources:
 
     def assign(self, groups: Sequence[GroupState]) -> Mapping[GroupId, list[Pull]]:
         """The pulls of all missing layers by group. Layers with the fewest holders choose first; each takes the holder
-        chosen least so far.
+        of whom the fewest bytes were asked so far.
         """
         wanted = [
             (len(self.holders[layer]), layer, member.worker_id, group.group_id)

@@ -27,7 +27,7 @@ class ModelShape:
         return len(self.layer_parameter_bytes)
 
     def at(self, extent_bytes: int) -> "ModelShape":
-        """The same with another extent size; 0: unchanged."""
+        """This shape with another extent size; 0: unchanged."""
         if not extent_bytes or extent_bytes == self.extent_bytes:
             return self
         known = self._others
@@ -83,7 +83,7 @@ class InstanceState(NamedTuple):  # a tuple, for fast construction of thousands
 
 
 class GroupState(NamedTuple):
-    """Block counts as its leader reports them: the same on all stages, capacity the minimum over them."""
+    """One group. Block counts are those that its leader reports: equal on all stages, the capacity their minimum."""
 
     group_id: GroupId
     members: tuple[InstanceState, ...]  # in stage order

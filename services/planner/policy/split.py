@@ -58,7 +58,7 @@ class MemberKind(NamedTuple):
 
     held_layers: tuple[int, ...]
     budget_bytes: int
-    first_layer: int  # executed at present
+    first_layer: int  # layers executed at present: [first_layer, last_layer)
     last_layer: int
     extent_bytes: int
     slowness: float
@@ -68,8 +68,8 @@ class SplitBounds(NamedTuple):
     """Bounds of conditions 1 to 3."""
 
     reach: "Reach"
-    block_count: int  # minimum of the smallest stage
-    longest: float  # maximum of a stage: layers times the slowdown of its member
+    block_count: int  # minimum KV blocks of the smallest stage
+    longest: float  # maximum time of a stage: layers times the slowdown of its member
 
 
 class Aftermath(NamedTuple):
@@ -369,9 +369,9 @@ def _evenly(total: int, limits: Sequence[int]) -> list[int]:
 class _Path(NamedTuple):
     """A best partial solution for (members used, last layer); compared by its first fields."""
 
-    kept_bytes: float  # negative: less is better
+    kept_bytes: float  # kept KV, negative: less is better
     uneven: int
-    leader_bytes: float  # negative
+    leader_bytes: float  # KV of the leader per layer, negative
     stages: tuple[tuple[int, int, int], ...]  # kind, first layer, last layer
 
 

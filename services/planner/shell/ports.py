@@ -28,7 +28,7 @@ class LayoutStore(Protocol):
         ...
 
     async def write_learnt(self, learnt: Learnt, token: int) -> None:
-        """For the next planner. Raises as above."""
+        """Store what was learnt for the next planner. Token and errors as for `write_reach`."""
         ...
 
 

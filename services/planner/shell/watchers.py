@@ -23,7 +23,7 @@ class LayoutWatcher:
         self._wake.set()
 
     async def next(self) -> Layout:
-        """The next layout. Raises the error with which the watcher was dismissed."""
+        """Wait for the next layout and return it. Raises the error with which the watcher was dismissed."""
         while self._newest is None:
             if self._error is not None:
                 raise self._error

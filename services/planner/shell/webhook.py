@@ -9,7 +9,7 @@ from http.client import HTTPException
 from ballast.common.wanted import SIGNATURE, Wanted, sign
 from ballast.service.logs import get_logger
 
-EVERY_S = 15.0  # interval of successful posts
+EVERY_S = 15.0  # minimum interval of posts, after a successful one
 _BACK_OFF_S, _LONGEST_BACK_OFF_S = 1.0, 60.0
 _TIMEOUT_S = 5.0
 

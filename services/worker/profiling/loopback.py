@@ -111,7 +111,7 @@ def main() -> None:
     plane = open_plane(_THERE, _Ends(echoes=True), TransportConfig(), _HOST)
     print(plane.store_address, flush=True)
     plane.connect(_HERE, sys.argv[1], _EPOCH, _WAIT_S)
-    sys.stdin.read()  # until the first process has closed it
+    sys.stdin.read()  # blocks until the parent closes our stdin
     plane.close()
 
 
