@@ -81,7 +81,6 @@ class SimInstance(Turns):
         "transitions",
         "worker_id",
     )
-    # fmt: on
 
     def __init__(
         self,

@@ -12,7 +12,6 @@ from services.dispatcher.core.events import Deliver, Fail, Finish, Refuse, Reque
 from sim.clock import Clock
 
 _PREFIX = "offline-"
-_ROWS = 4096  # lengths drawn in advance; repeated afterwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,7 +19,7 @@ from services.dispatcher.shell.chronicle import Account
 
 _REMEMBERED: Final = 64  # maximum number of remembered changes of the layout
 _ON_WORKER: Final = (What.PLACED, What.MOVED)
-_OFF_WORKER: Final = (What.LOST, What.SENT_BACK, What.RECALLED, What.MOVING)
+_OFF_WORKER: Final = (What.LOST, What.SENT_BACK, What.RECALLED, What.MOVING, What.STRANDED)
 
 
 @dataclass(frozen=True, slots=True)

@@ -51,6 +51,8 @@ def test_stays_follow_one_another_from_arrival_to_end() -> None:
         Stay("backlog", "", 5.0, 7.0),
         Stay("on c", "c", 7.0, 10.0),
     ]
+    stranded = [Moment(2.0, What.MOVING, 0, "a"), Moment(3.0, What.STRANDED, 0)]
+    assert stays_of(stranded, 1.0, 4.0)[1:] == [Stay("between workers", "", 2.0, 3.0), Stay("backlog", "", 3.0, 4.0)]
     assert stays_of([], 1.0, 2.0) == [Stay("backlog", "", 1.0, 2.0)]
 
 
