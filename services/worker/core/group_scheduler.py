@@ -331,7 +331,7 @@ class GroupScheduler:
         self._forget_swapped(at_s, who)
 
     def lose_batches(self, at_s: float, *, for_good: bool) -> tuple[int, ...]:
-        """Drop the batches in flight and return their step ids; with `for_good`, drop also what stages were to be told."""
+        """Drop the batches in flight and return their step ids; with `for_good`, also what stages were to be told."""
         lost = self.batches_in_flight.lose()
         if for_good:
             self.batches_in_flight.abandon()

@@ -25,9 +25,7 @@ class InFlightBatch:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self.shares: list[
-            tuple[Sequence, int, bool]
-        ] = []  # sequence, its tokens with KV afterwards, whether it samples
+        self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, whether sampled
         self.chunked: list[Sequence] = []  # sequences with a prompt chunk in this batch
         self.sampled_count = 0
         self.has_safepoints = False  # it may be preempted within its step

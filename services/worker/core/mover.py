@@ -117,7 +117,7 @@ class _Exchange:
 
 class Mover:
     def __init__(self, block_tokens: int, block_bytes: int, withdraw: Callable[[Key], bool]) -> None:
-        """`block_bytes`: size of a block in one layer. `withdraw(key)` forbids a write; False if it may be under way."""
+        """`block_bytes`: of a block in one layer. `withdraw(key)` forbids a write; False: it may be under way."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._withdraw = withdraw
