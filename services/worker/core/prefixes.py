@@ -249,7 +249,7 @@ class PrefixIndex:
         return begun
 
     def name(self, sequence: Sequence) -> None:
-        """Number the sequence's full blocks with KV; where another block has the same tokens, its own gets no number."""
+        """Number the sequence's full blocks with KV; one whose tokens another numbered block has gets no number."""
         if self._closed or sequence.scores_prompt:
             return
         if sequence.snapshot is not None or sequence.sequence_id in self._displaced:

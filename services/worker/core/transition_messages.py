@@ -318,7 +318,7 @@ class TakeUp:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """A stage of the draining group is lost: its leader hands its sequences over without KV. Answered with GroupEnded."""
+    """A stage of the draining group is lost: hand its sequences over without KV. Answered with GroupEnded."""
 
     epoch: Epoch
 
