@@ -97,7 +97,7 @@ class Batch:
     removed: tuple[SequenceId, ...]
     added: tuple[NewSequence, ...]
     slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
-    # Set by the stages:
+    # The next three are set by the stages:
     quiet_s: float = 0.0  # idle time before this batch
     memory_is_awaited: bool = False  # requests wait for KV blocks
     failure: str = ""  # why a stage could not run it: the following stages get it without slices

@@ -107,7 +107,7 @@ class Draining:
         return tightened(self._limit, self._first_blocks, reserved, scheduler.running_count, scheduler.block_tokens)
 
     def _keep(self, limit: int, now_s: float, group: GroupScheduler) -> Iterator[Event]:
-        """Limit the group to `limit` blocks, if it has more and a higher limit is not still taking effect."""
+        """Lower the group's limit to `limit` blocks, if that is less and the group has settled."""
         if limit < self._limit and group.settled:
             self._limit = limit
             yield OfLeaving(now_s, CapacityChanged(now_s, limit, before_block_count=self._first_blocks))

@@ -17,7 +17,7 @@ from services.worker.core.blocks import BlockBook
 
 
 class _Copy(NamedTuple):
-    number: BlockNumber  # the block's number on the device; negative, its id in the host's book
+    number: BlockNumber  # the block's number on the device; negated, its id in the host's book
     used_at_s: float  # last use on the device, set when the device has evicted it; 0.0: not yet
     mark: Mark | None
 

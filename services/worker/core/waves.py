@@ -208,7 +208,7 @@ class Leading:
         lacking: Collection[SequenceId] = (),
     ) -> Decision:
         """Decide when all members are ready. `counts`, `counts_in_the_end`: blocks of each stage, now and once all KV
-        has been sent. `lacking`: sequences that a stand-in cannot continue, as another stage lacks some of their KV.
+        has been sent. `lacking`: sequences for which a stage lacks KV, or the activations that a stand-in needs.
         """
         alive = self._group_scheduler.kv_tokens  # own sequences may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()

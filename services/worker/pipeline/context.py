@@ -112,7 +112,7 @@ class Background(Protocol):
         ...
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None] | None:
-        """Make a function to be called between two pieces of a job without urgency, see `unhurried`; None: none."""
+        """A function to be called between two pieces of a job without urgency (see `unhurried`); None: no pauses."""
         ...
 
     def shutdown(self) -> None:

@@ -409,7 +409,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ prepare
 
     def _prepare_memory(self) -> Sequence[t.PreparationFailed]:
-        """Check the plan. If it does not fail, `MemoryReady` follows, in a drop when running jobs have ended (`poll`)."""
+        """Check the plan. If it does not fail, `MemoryReady` follows, in a drop when no job reads layers (`poll`)."""
         transition, progress = self._current(), self._published.counted
         why = self._why_unfit(transition)
         if not why and transition.plan.kind is TransitionKind.RESTORE:

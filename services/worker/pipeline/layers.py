@@ -313,14 +313,14 @@ class LayerLoading:
         return self._pull is not None and self._pull.finished
 
     def all_here(self) -> bool:
-        """`complete`, but raises InvariantViolation if a layer cannot be loaded: this worker cannot serve without it."""
+        """True if all layers are loaded. Raises InvariantViolation if one cannot be: this worker cannot serve then."""
         if self.failure:
             raise InvariantViolation(f"a layer cannot be read again: {self.failure}")
         return self.complete
 
     @property
     def failure(self) -> str:
-        """Why a layer cannot be loaded from any source; empty if there is none such."""
+        """Why a layer could not be loaded from any source; empty if none has failed."""
         return "" if self._pull is None else self._pull.failure
 
     def learn(self, layers: Sequence[int]) -> None:

@@ -127,7 +127,7 @@ class Links:
         addresses: Mapping[WorkerId, str],
         lives: Mapping[WorkerId, int],
     ) -> Sequence[LinksUp]:
-        """Connect to peers. Returns the transition's event if all links are up; else `LinkMade` follows for each other."""
+        """Connect to peers. Returns the transition's event if all links are up; else `LinkMade` follows for others."""
         self.missing = {peer for peer in peers if self.to(peer, epoch) is None}
         for peer in sorted(self.missing):
             future = self._plane.warm(peer, addresses[peer], epoch, _LINK_TIMEOUT_S, lives.get(peer, 0))

@@ -362,7 +362,7 @@ class GroupMember:
             self.published.publish_as(epoch, Phase.DONE)
 
     def _layer_asked(self, event: LayerAsked) -> None:
-        """Handle the request of a worker outside of any transition. Layers about to be given up are not read any more."""
+        """Handle a worker's request outside of any transition. Layers about to be given up are not read any more."""
         if self._parking.under_way or not self._driver.at_rest:
             self._layer_loading.server.refuse(event.link, event.layer)
         else:

@@ -130,7 +130,7 @@ class StageWatch(Protocol):
         ...
 
     def end(self, told: Told) -> None:
-        """Note that the stage has run or was launched: `told` is called now, or by a later `begin` or `end`, in order."""
+        """Note that the stage has run or was launched: `told` is called now or by a later `begin` or `end`."""
         ...
 
 

@@ -61,8 +61,8 @@ class Topic(IntEnum):
     LAYER_REFUSED = 11  # payload: the reason, or nothing
     ROOM_WITHDRAWN = 14  # no payload
     BATCH_HEAD = 15  # a StageBatch too long for a header: the hidden states follow in a BATCH
-    KV = 16  # only transfers, or a message with the last KV of a migrating sequence
-    LAYER = 17  # only transfers
+    KV = 16  # transfers of KV; or a message with the last KV of a migrating sequence
+    LAYER = 17  # transfers of a layer's parameters
     MIGRATION = 19
     WAVE = 21  # a Roster sent from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
