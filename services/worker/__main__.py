@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 _READINESS_INTERVAL_S = 0.5
 _RANKS_INTERVAL_S = 0.2
-_CALLS_GRACE_S = 1.0  # for streams to end after the last request
+_CALLS_GRACE_S = 1.0  # maximum wait for streams to end after the last request
 # A waiting thread requests the GIL after this time. On busy cores tokens were seen to reach clients in clusters, as if
 # the engine's thread, which releases the GIL in every operator, regained it before the streaming loop woke up. Cause
 # and effect are not measured well: other load disturbed the runs.

@@ -38,7 +38,7 @@ def alone() -> None:
 
 
 class MonitorReporter:
-    """`run` keeps one Report stream to the active monitor open until `leave` is called (or it is cancelled).
+    """Reports load: `run` keeps a Report stream to the active monitor open until `leave` is called or it is cancelled.
 
     Monitors report the addresses of all monitors, so the active one is found without the state server, too.
 
@@ -123,7 +123,7 @@ class MonitorReporter:
             log.warning("monitor not reached, trying again", why=str(error))
 
     async def _report_to(self, target: str) -> None:
-        """Returns when this instance leaves or another monitor is active; raises when the stream fails."""
+        """Report until this instance leaves or another monitor is active; raises BallastError when the stream fails."""
         with asking(target):
             await self._report_over(target)
 

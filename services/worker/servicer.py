@@ -61,7 +61,7 @@ class TransitionPort(Protocol):
     def park(self, incarnation: int, *, park: bool) -> None: ...
 
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
-        """Returns the highest epoch known to this worker."""
+        """Pass on the partners. Returns the highest epoch known to this worker."""
         ...
 
 

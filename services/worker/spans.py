@@ -32,7 +32,7 @@ class RequestSpans:
     def __init__(self, exporter: Exporter | None, worker_id: WorkerId) -> None:
         self._exporter = exporter
         self._worker_id = worker_id
-        self._open: dict[int, dict[int, _WorkerStay]] = {}  # by stream and handle; as many as requests here
+        self._open: dict[int, dict[int, _WorkerStay]] = {}  # stream -> handle -> stay; at most one per request here
 
     def submitted(self, event: Submitted, traceparent: str) -> None:
         """Note a submitted request. `traceparent`: of the request's span at its dispatcher."""

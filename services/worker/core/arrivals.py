@@ -37,7 +37,7 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import KvRange, StageLayers
 
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
-_LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it does not run meanwhile
+_LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a sequence that was handed over: it runs nowhere then
 _REMEMBERED = 256  # ended migrations whose ids are kept
 _NEARLY = 2  # with fewer whole blocks missing, the next span is the last one
 _SOON_S = 0.1  # after an offer: unless the link is slow, all KV that existed then has arrived by then

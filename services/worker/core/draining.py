@@ -54,7 +54,7 @@ class Draining:
         self.hurried = False  # the next transition waits for this group's end
         self.recomputed_count = 0  # requests sent away without KV since they were last counted
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading, with their KV
-        self.over = False  # no batch is in flight and all sequences have been handed over
+        self.over = False  # True: no batch is in flight and all sequences have been handed over
 
     def over_at_s(self, group: GroupScheduler) -> float:
         blocks = group.reserved_block_count

@@ -110,7 +110,7 @@ class StepPreempted:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Time has passed: check deadlines."""
+    """A request to check deadlines, as time has passed."""
 
     at_s: float
 
@@ -401,7 +401,7 @@ class Removed:
 class HandedOver:
     """Sequences that have been handed over. The core has dropped them; the stages' tables have not."""
 
-    snapshots: tuple[tuple[WorkerId, tuple[SequenceSnapshot, ...]], ...]  # by receiver
+    snapshots: tuple[tuple[WorkerId, tuple[SequenceSnapshot, ...]], ...]  # (receiver, its sequences)
 
 
 @dataclass(frozen=True, slots=True)

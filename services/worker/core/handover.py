@@ -28,9 +28,7 @@ class Handovers:
     def __init__(self, limits: WorkerLimits, request_table: RequestTable) -> None:
         self._limits = limits
         self._request_table = request_table
-        self._moved_on: OrderedDict[RequestId, WorkerId] = (
-            OrderedDict()
-        )  # new leaders of KV that left before its request came
+        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # where KV went before its request came
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0

@@ -19,7 +19,7 @@ def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
 
 
 class WaitingLine:
-    """`count` and `token_count` are of online sequences; offline ones are counted separately."""
+    """The waiting sequences. `count` and `token_count` are those of online ones; offline ones count separately."""
 
     def __init__(self) -> None:
         self.count = 0

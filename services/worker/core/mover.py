@@ -50,7 +50,7 @@ class Send:
     """Pieces for one transfer. Answered with `refused`, or in an exchange with `sent`."""
 
     to: WorkerId
-    epoch: Epoch  # of the link
+    epoch: Epoch  # epoch of the link
     mode: Mode
     block_ranges: tuple[BlockRange, ...]
 
@@ -117,7 +117,7 @@ class _Exchange:
 
 class Mover:
     def __init__(self, block_tokens: int, block_bytes: int, withdraw: Callable[[Key], bool]) -> None:
-        """`block_bytes`: of a block in one layer. `withdraw(key)` forbids a write; False: it may be under way."""
+        """`block_bytes`: bytes of a block in one layer. `withdraw(key)` forbids a write; False: it may be under way."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._withdraw = withdraw

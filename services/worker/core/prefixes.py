@@ -70,7 +70,7 @@ class PrefixIndex:
         self._begun: list[Sequence] = []  # sequences that have taken blocks and are in no plan yet
         self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
         self.shared_count = 0  # blocks saved: how many more were needed if each sequence had its own
-        self.queried_tokens_total = self.hit_tokens_total = 0  # of online sequences at their first admission
+        self.queried_tokens_total = self.hit_tokens_total = 0  # tokens of online sequences at their first admission
         self.host_hit_tokens_total = 0  # those of the hits that came from the host
         # For the next batch:
         self._named: list[NamedBlocks] = []
@@ -261,7 +261,7 @@ class PrefixIndex:
         first = len(held)
         if first >= end:
             return
-        begin, count = first, 0  # of the run of blocks being numbered
+        begin, count = first, 0  # first block and length of the run being numbered
         for index, key in enumerate(self._chain(sequence, end)[first:], first):
             if key in self._numbers:
                 self._note_named(sequence, begin, count)
@@ -357,7 +357,7 @@ class PrefixIndex:
         return number in self._retained and self._host.lacks(number, self._keys[number])
 
     def take_to_copy(self, count: int) -> list[tuple[BlockNumber, BlockKey]]:
-        """Up to `count` retained blocks that the host lacks, those evicted next first."""
+        """Take up to `count` retained blocks that the host lacks, those evicted next, sorted by number."""
         found = list[tuple[BlockNumber, BlockKey]]()
         while len(found) < count and self.wants_copies:
             number = self._to_copy.popleft()

@@ -37,7 +37,7 @@ class ReportTotals(NamedTuple):
     prompt_tokens: int  # tokens of online prompts
     generation_tokens: int  # tokens of online answers
     offline_tokens: int
-    closed: GroupTotals  # of groups that have ended
+    closed: GroupTotals  # counters of groups that have ended
 
 
 class Parks(NamedTuple):

@@ -25,7 +25,7 @@ class RequestTable:
         self._limits = limits
         self.streams: dict[int, DispatcherStream] = {}  # stream id -> its sequences
         self.live: dict[SequenceId, Sequence] = {}
-        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # of each sequence, unless it waits for its KV
+        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # by sequence; none while that waits for its KV
         self.waiting_for_kv = Waits(limits.handover_timeout_s)  # requests
         self.kept = Waits(limits.handover_timeout_s)  # KV whose request has not arrived; not in `live`
         self.outbox = Outbox()

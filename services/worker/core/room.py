@@ -47,7 +47,7 @@ class GroupRoom:
         self._limited_epoch = Epoch(0)  # last restore that limited the group; reports before its end are out of date
         self._limited: set[WorkerId] = set()  # stages that have not reported since that limit
         self._before_block_count = before_block_count  # 0: the group has all its blocks
-        self.leading: Leading | None = None  # of the drop that made this group, while suspended sequences wait for room
+        self.leading: Leading | None = None  # decides, after a drop, when suspended sequences get room
 
     @property
     def smallest(self) -> int:

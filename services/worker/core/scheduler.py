@@ -204,8 +204,8 @@ class Scheduler(GroupCounts):
         return None if begins and self.prefixes.is_being_computed(sequence, coming) else yielding
 
     def _claim(self, sequence: Sequence, offline: list[Sequence], completed_step_id: int) -> list[Sequence]:
-        """`offline` and online sequences of a caller that holds much more than this one's, as few as make room for
-        `sequence`; empty if none do.
+        """Sequences to preempt: `offline`, and online ones of a caller that holds much more than this one's, as few as
+        make room for `sequence`; empty if none do.
         """
         running = self.online
         if self.admission_limit is not None or all(s.caller == sequence.caller for s in running):

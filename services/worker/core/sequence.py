@@ -156,7 +156,7 @@ class Sequence:
 
     @property
     def waits(self) -> bool:
-        """True if it waits for admission with no blocks; one being swapped out still has blocks."""
+        """True if the sequence waits for admission without blocks; while being swapped out it still has some."""
         waiting, swapped = self.state is SequenceState.WAITING, self.state is SequenceState.SWAPPED
         return waiting or (swapped and not self.reserved_block_count)
 

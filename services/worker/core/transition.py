@@ -53,7 +53,7 @@ class LostStage:
     may take its layers, by a plan whose target has it in that place.
     """
 
-    epoch: Epoch  # of the group
+    epoch: Epoch  # epoch of the group
     peer: WorkerId
     why: str
     until_s: float

@@ -2,7 +2,7 @@
 when.
 
 A drop and a merge of pipelines are handled alike: they exchange KV at a boundary. In a restore each member serves alone
-from the commit on, and the old group drains beside that; the KV of its remaining sequences is then exchanged likewise.
+from the commit on, and the old group drains beside that; the KV of its remaining sequences is exchanged at its end.
 """
 
 from ballast.common.errors import InvariantViolation
@@ -35,7 +35,7 @@ class TransitionState:
         self.draining: Draining | None = None  # restore: the old group, from the commit on
         self.lost: set[WorkerId] = set()  # members of the draining group lost since the commit
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading
-        self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # by sender
+        self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # member -> sequences that it has handed over
         self.waves: dict[WorkerId, int] = {}  # new leader -> number of its waves handled
         self.closed: set[WorkerId] = set()  # new leaders that have announced their last wave
         self._waves_left: dict[WorkerId, int] = {}  # new leader -> last wave reported to it as done

@@ -41,7 +41,7 @@ class MovedSequence:
     """A sequence to be moved, as its new leader sees it."""
 
     victim: Victim
-    rank: int  # of its priority class; a higher rank matters less
+    rank: int  # rank of its priority class; a higher rank matters less
     arrival: tuple[float, SequenceId]
     need_blocks: int  # on every stage of the group once admitted
     held_blocks: int  # on each of `holders` before
@@ -170,7 +170,7 @@ class Waves:
 @dataclass(frozen=True, slots=True)
 class Decision:
     wave: Wave
-    events: tuple[Event, ...]  # for the core
+    events: tuple[Event, ...]  # events for the core, in this order
     recomputed: tuple[SequenceId, ...]  # recomputed or ended: their KV is not needed
     victim_count: int
 

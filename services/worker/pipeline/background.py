@@ -14,7 +14,7 @@ from typing import TypeVar, TypeVarTuple
 _THREADS = 2
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
-_SHARE = 0.1  # of one processor: two jobs on each of two workers on two shared cores take a fifth of them
+_SHARE = 0.1  # share of one processor: two jobs on each of two workers on two shared cores take a fifth of these
 _LONGEST_REST_S = 0.05
 
 

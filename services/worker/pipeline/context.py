@@ -59,10 +59,12 @@ class StageEngine(Protocol):
         last_layer: int,
         preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
-        """`preempted` is called at the batch's safepoints.
+        """Execute layers `[first_layer, last_layer)` of a batch. `hidden_TD`: output of the layers before; None: the
+        first stage, or no slices. Returns activations, or at the last layer the result. `preempted` is called at the
+        batch's safepoints.
 
         Raises:
-            Preempted: it returned True.
+            Preempted: `preempted` returned True.
         """
         ...
 
@@ -135,7 +137,7 @@ class MemberEnvironment:
     compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: constraints are not applied
     watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
     launch: Launch | None = None  # launches batches; None: the engine only executes synchronously
-    activations: ActivationStore | None = None  # for the activation log; None: there is none
+    activations: ActivationStore | None = None  # memory of the activation log; None: there is no log
     preempts: Callable[[], bool] = never  # True: online work came since the engine thread last took events
 
 
@@ -145,7 +147,7 @@ class MemberContext:
 
     me: WorkerId
     core: WorkerCore  # read only, except that `answers` handles events
-    book: BlockBook  # of the group in force; replaced at the commit of a restore
+    book: BlockBook  # block tables of the group in force; replaced at the commit of a restore
     memory: DeviceMemory
     role: MemberRole
     links: Links

@@ -190,7 +190,7 @@ class TransitionDriver:
             self.drive(t.LayersGivenUp(self._now(), epoch))
 
     def link_made(self, event: LinkMade) -> None:
-        if not self.is_current(event.epoch):  # of a cancelled plan: links of this one may be missing
+        if not self.is_current(event.epoch):  # the link of a cancelled plan: those of this one may be missing
             return
         news = self._links.made(event)
         if news is not None:

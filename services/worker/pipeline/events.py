@@ -165,7 +165,7 @@ class KvLeft(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvLanded(MemberEvent):
-    """KV has arrived, or will not."""
+    """A piece of KV has arrived, or (not `delivered`) will not."""
 
     giver: WorkerId
     piece: Piece
@@ -202,7 +202,7 @@ class LayerChecked(MemberEvent):
 class RoomGranted(MemberEvent):
     """From the leader of a group that is to dissolve: no block beyond the first `block_count` is or will be held."""
 
-    epoch: Epoch  # of the restore
+    epoch: Epoch  # epoch of the restore
     block_count: int
 
 

@@ -372,7 +372,7 @@ class LayerLoading:
             book.shrink(block_count)
 
     def handle(self, event: LayerArrived | LayerChecked) -> bool:
-        """Returns False for an event of another or a cancelled restore."""
+        """Handle an event of a layer. Returns False if it is of another restore, or none is under way."""
         pull = self._pull
         if pull is None or event.epoch != pull.epoch:
             return False

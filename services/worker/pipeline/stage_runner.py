@@ -40,8 +40,8 @@ class StageRunner:
         preempts: Callable[[], bool] = never,
         log: ActivationLog | None = None,
     ) -> None:
-        """`awaits_roster(epoch)`: True until the roster that says which blocks are free. `preempts()`: True if online
-        work waits.
+        """`awaits_roster(epoch)`: True until the roster has come that says which blocks are free. `preempts()`: True if
+        online work waits.
         """
         self._context = context
         self._role = context.role
