@@ -215,7 +215,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
-    """Costs of batches known at the start: from a profile or a measurement, or none.
+    """Costs of batches at the start: those of a profile, or of a measurement made now, or none.
 
     Raises:
         ConfigError: the profile is of another model or machine.

@@ -81,7 +81,7 @@ class NamedBlocks(NamedTuple):
 
 
 class TakenBlocks(NamedTuple):
-    """The numbered blocks with which the table of a sequence begins that has no table yet."""
+    """Numbered blocks that begin the table of a sequence which has none yet."""
 
     sequence_id: SequenceId
     runs: NumberRuns

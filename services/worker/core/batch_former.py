@@ -66,7 +66,7 @@ class BatchFormer:
         self._limits = limits
         self._microbatching = microbatching
         self._limits_always = False  # the limit applies to batches without decodes, too
-        self._limited_tokens = 0  # most prompt tokens that waited since the limit was set or, later, since none waited
+        self._limited_tokens = 0  # maximum of waiting prompt tokens since the limit was set; 0 when none wait
 
     @property
     def ahead_count(self) -> int:

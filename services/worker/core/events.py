@@ -110,7 +110,7 @@ class StepPreempted:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A request to check deadlines, as time has passed."""
+    """Time has passed, and deadlines are to be checked."""
 
     at_s: float
 

@@ -69,7 +69,7 @@ class PrefixIndex:
         self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # numbers of its first blocks; None: not numbered
         self._begun: list[Sequence] = []  # sequences that have taken blocks and are in no plan yet
         self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
-        self.shared_count = 0  # blocks saved: how many more were needed if each sequence had its own
+        self.shared_count = 0  # blocks saved: how many more would be needed if each sequence had its own
         self.queried_tokens_total = self.hit_tokens_total = 0  # tokens of online sequences at their first admission
         self.host_hit_tokens_total = 0  # those of the hits that came from the host
         # For the next batch:

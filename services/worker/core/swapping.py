@@ -149,7 +149,7 @@ class SwapSpace:
     # ---------------------------------------------------------------- swap out and in
 
     def takes(self, sequence: Sequence) -> bool:
-        """True if the sequence may be swapped out: it has KV, and the host has room beside that of other online ones."""
+        """True if the sequence may be swapped out: it has KV, and the host has room beside other online ones."""
         if not self._online or sequence.snapshot is not None:
             return False
         room = self._limit - self._host.used_count + sum(self._mirrors.values())

@@ -70,7 +70,7 @@ from services.worker.policy.token_target import TokenTarget
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Counters since the start of the worker."""
+    """Totals since the start of the worker."""
 
     steps: int
     preemptions: int

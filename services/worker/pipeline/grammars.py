@@ -55,7 +55,7 @@ class GrammarsAhead:
             self._waiting.append(self._compile(grammar))
 
     def _tell(self, grammar: Grammar) -> None:
-        """Announce a grammar to the last stage, unless it was among the latest announced, which that stage caches."""
+        """Announce a grammar to the last stage, unless it is among the latest announced: that stage caches as many."""
         role, told = self._role, self._told
         if self._told_in != role.epoch:
             self._told_in = role.epoch
