@@ -137,7 +137,7 @@ class Handovers:
     # ---------------------------------------------------------------- arrival of requests
 
     def follow(self, event: Submitted) -> bool:
-        """If the request's KV was here and has gone on to another leader, redirect the request there. Returns True then."""
+        """Redirect a request whose KV was here and has gone on to another leader. Returns False for all others."""
         to = self._moved_on.pop(event.request_id, None) if event.expects_handover else None
         if to is not None:
             self._request_table.outbox.moved(event.key, to)

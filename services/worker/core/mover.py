@@ -110,9 +110,7 @@ class _Exchange:
     to_begin: dict[WorkerId, list[BlockRange]] = field(
         default_factory=dict[WorkerId, list[BlockRange]]
     )  # sent by the next `flush`
-    to_ask: dict[WorkerId, list[SequenceId]] = field(
-        default_factory=dict[WorkerId, list[SequenceId]]
-    )  # sent by `flush`
+    to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # not asked yet
     waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # refused by full links
     given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # sequences sent in this wave
 

@@ -106,7 +106,7 @@ class LayerServer:
         if layer not in executed:
             self.refuse(link, layer)
         elif event.layout != self.parameters.layout(layer):
-            # For example, one uses compiled kernels and the other torch's. The peer reads the checkpoint then.
+            # For example, one uses compiled kernels and the other torch's. The peer asks another source then.
             why = "its weights are laid out otherwise; start all workers with the same --kernels"
             get_logger().warning("layer is not sent", layer=layer, to=link.peer_id, why=why)
             self.refuse(link, layer, why)
