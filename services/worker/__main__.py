@@ -69,7 +69,7 @@ if TYPE_CHECKING:
 
 _READINESS_INTERVAL_S = 0.5
 _RANKS_INTERVAL_S = 0.2
-_CALLS_GRACE_S = 1.0  # for streams to end after the last request
+_CALLS_GRACE_S = 1.0  # maximum wait for streams to end after the last request
 # A waiting thread requests the GIL after this time. On busy cores tokens were seen to reach clients in clusters, as if
 # the engine's thread, which releases the GIL in every operator, regained it before the streaming loop woke up. Cause
 # and effect are not measured well: other load disturbed the runs.
@@ -81,16 +81,16 @@ class Kit:
     """Parts that depend on the kind of engine."""
 
     engine: LoadedEngine
-    cost: Callable[[], CostModel | None]  # of the executed stage, for microbatches
+    cost: Callable[[], CostModel | None]  # cost of a batch in the stage executed here, for microbatches
     costs: OnlineCost | None = None  # learns from step durations
-    copier: BlockCopier | None = None  # of KV to and from host memory, for preempted sequences
-    compile_grammar: CompileGrammar | None = None  # ahead of the engine, which would block
-    open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = None  # replaces that of tensors
+    copier: BlockCopier | None = None  # copies KV to and from host memory, for preempted sequences
+    compile_grammar: CompileGrammar | None = None  # compiles ahead of the engine, which would block
+    open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = None  # replaces the usual data plane
     device: str = "emulated"
-    lost_rank: Callable[[], str | None] | None = None  # which of several ranks has ended
-    swap_blocks: int = 0  # of the copier
-    activations: ActivationStore | None = None  # of the activation log
-    joins: bool = True  # may join groups and migrate KV
+    lost_rank: Callable[[], str | None] | None = None  # names the one of several ranks that has ended
+    swap_blocks: int = 0  # host blocks of the copier
+    activations: ActivationStore | None = None  # memory of the activation log
+    joins: bool = True  # True: may join groups and migrate KV
 
 
 class LoadedEngine(BuiltInstance, ShellEngine, Protocol):
@@ -98,7 +98,7 @@ class LoadedEngine(BuiltInstance, ShellEngine, Protocol):
 
 
 def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | None = None) -> Kit:
-    """`devices`: one for each rank of this host; empty: that of the settings. `secret`: of the cluster.
+    """Load the engine. `devices`: one for each rank of this host; empty: that of the settings. `secret`: the cluster's.
 
     Raises:
         ConfigError: the model cannot be loaded that way.
@@ -215,7 +215,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
-    """Initial knowledge of the engine's speed.
+    """Costs of batches at the start: those of a profile, or of a measurement made now, or none.
 
     Raises:
         ConfigError: the profile is of another model or machine.
@@ -251,7 +251,7 @@ def link_bandwidth(settings: WorkerSettings) -> float | None:
 
 
 def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> StepLimits:
-    """`gpu_bytes`: memory of the GPU; None: a CPU."""
+    """Limits of a step: the settings', or defaults. `gpu_bytes`: memory of the GPU; None: a CPU."""
     return step_limits(
         gpu_bytes,
         sequences=settings.max_num_seqs,
@@ -283,7 +283,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
 
 
 def target_of(kit: Kit) -> TokenTarget:
-    """The limit on running requests by the costs of all layers, known from the start to an emulated engine."""
+    """The limit on running requests by the costs of all layers, which only an emulated engine knows from the start."""
     return TokenTarget(math.inf, _cost_of_all_layers(kit))
 
 
@@ -303,7 +303,7 @@ def _cost_of_all_layers(kit: Kit) -> Callable[[], CostModel | None]:
 
 
 def swap_block_count(settings: WorkerSettings, info: ModelInfo) -> int:
-    """Blocks of all layers in host memory for preempted sequences.
+    """Number of KV blocks, each of all layers, in host memory for preempted sequences.
 
     Raises:
         ConfigError: none fits, and online requests are to be swapped.
@@ -346,7 +346,7 @@ class WorkerProcess:
         self._compile_grammar, self._cost = kit.compile_grammar, kit.cost
         self._state = state
         self._detokenizer = functools.partial(primed_detokenizer, load_tokenizer(settings.model))
-        # Unique with probability 1 - 2^-31 per pair: the prefix of sequence ids.
+        # The random prefix of sequence ids is unique with probability 1 - 2^-31 per pair of workers.
         microbatching = lookahead(kit.cost) if settings.microbatching == "lookahead" else by_token_count
         target = target_of(kit)
         core, book = stage_core(
@@ -386,7 +386,7 @@ class WorkerProcess:
         REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated plane refuses none
 
     def _pace(self) -> Pace | None:
-        """Learnt cost of batches; None: too little was executed."""
+        """Learnt cost of batches; None: too few were executed."""
         cost = self._cost()
         layer_count = self._membership.member.role.layer_count
         return None if cost is None else Pace(cost, layer_count, step_limits_of(self._settings).tokens)
@@ -451,7 +451,7 @@ class WorkerProcess:
             taking.cancel()
 
     def _announce_grammar(self, grammar: Grammar) -> Future[Any]:
-        """The sampling stage compiles the grammar while this leader validates it."""
+        """Compile a grammar, for validation, while the stage that samples compiles it too."""
         self._shell.post_member(GrammarAnnounced(grammar))
         assert self._compile_grammar is not None
         return self._compile_grammar(grammar)
@@ -482,7 +482,7 @@ class WorkerProcess:
         )
 
     async def _keep_readiness(self, server: RpcServer) -> None:
-        """Ready while the engine makes progress."""
+        """Report ready while the engine makes progress and the worker does not drain."""
         told = None
         while True:
             load_report = self._shell.load()
@@ -493,7 +493,7 @@ class WorkerProcess:
             await asyncio.sleep(_READINESS_INTERVAL_S)
 
     async def _watch_ranks(self) -> None:
-        """If a rank ends the instance ends. Its requests are replayed elsewhere."""
+        """Raise RankLost when a rank has ended: the instance ends, and its requests are replayed elsewhere."""
         while self._lost_rank is not None:
             if (who := self._lost_rank()) is not None:
                 raise RankLost(who)
@@ -562,7 +562,7 @@ async def serve(
     worker_id: WorkerId,
     shown: Exposition,
 ) -> None:
-    """From loading to the end."""
+    """Load the model and serve until a stop signal; with a node rank, run this host's ranks instead."""
     count = settings.tensor_parallel_size // settings.nnodes
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
         if settings.node_rank and (nodes := nodes_of(settings, security.secret)) is not None:

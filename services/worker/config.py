@@ -209,7 +209,7 @@ class WorkerSettings(ServiceSettings):
 
     @property
     def targets(self) -> Mapping[PriorityClass, Targets]:
-        """By online class."""
+        """Latency targets by online class."""
         ttft, tpot = read_by_class(self.ttft_target_s), read_by_class(self.tpot_target_s)
         return {each: Targets(ttft.get(each, math.inf), tpot.get(each, math.inf)) for each in {*ttft, *tpot}}
 

@@ -88,7 +88,7 @@ class Costs(_Strict):
 
 
 class Errors(_Strict):
-    """|predicted / measured - 1| on held-out batches."""
+    """Relative errors, |predicted / measured - 1|, on held-out batches."""
 
     count: int
     mean: float
@@ -113,14 +113,14 @@ class LinkCosts(_Strict):
 
 
 class CopyCosts(_Strict):
-    """Host memory to and from the device's; on a CPU both are the same memory."""
+    """Speed of copies between host memory and device memory; on a CPU both are the same memory."""
 
     to_device_bytes_per_s: float = Field(gt=0)
     from_device_bytes_per_s: float = Field(gt=0)
 
 
 class CostProfile(_Strict):
-    """The whole file."""
+    """The whole profile file."""
 
     kind: Literal["ballast-cost-profile"] = "ballast-cost-profile"
     version: Literal[1] = VERSION
@@ -129,10 +129,10 @@ class CostProfile(_Strict):
     clock: str  # how batches were timed
     key: ProfileKey
     costs: Costs
-    sample_count: int  # of the fit
+    sample_count: int  # measured batches from which the costs were fitted
     held_out: dict[CostForm, HeldOut]
     link: LinkCosts | None
-    remap_s_per_gb: float | None = Field(ge=0)  # parameters to KV; None for a model of one layer
+    remap_s_per_gb: float | None = Field(ge=0)  # remapping of parameters to KV; None for a model of one layer
     copies: CopyCosts
 
 
@@ -149,7 +149,7 @@ def write_profile(path: Path, profile: CostProfile) -> None:
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Raises ConfigError naming the file, and the first invalid field."""
+    """Read a profile. Raises ConfigError naming the file, and the first invalid field."""
     try:
         return CostProfile.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -165,7 +165,7 @@ def read_profile(path: Path) -> CostProfile:
 
 
 def read_matching(path: Path, key: ProfileKey) -> CostProfile:
-    """Raises ConfigError if the profile is of another model, machine or version of torch."""
+    """Read a profile. Raises ConfigError if it is of another model, machine or version of torch."""
     profile = read_profile(path)
     differing = [
         f"{name} {getattr(profile.key, name)} there, {getattr(key, name)} here"

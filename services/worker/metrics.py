@@ -93,7 +93,7 @@ class LoadCollector(Collector):
 
 
 class StageCollector(Collector):
-    """The bubble fraction of a stage is idle / (busy + idle), as rates."""
+    """Metrics of a stage's time. Its bubble fraction is idle / (busy + idle), as rates."""
 
     def __init__(self, times: Callable[[], StageTimes]) -> None:
         self._times = times

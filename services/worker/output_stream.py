@@ -27,9 +27,9 @@ class OutputStream:
         self.stream_id = stream_id
         self.sent_at_s = 0.0
         self.seen_handle = 0
-        self.told: LoadReport | None = None  # with the last output
+        self.told: LoadReport | None = None  # load report of the last output
         self._told_handle = 0
-        self.broken = asyncio.Event()  # closed with an error: abandon the current write, too
+        self.broken = asyncio.Event()  # set when closed with an error: the current write is abandoned, too
         self._outputs: deque[Output] = deque()
         self._wake = asyncio.Event()
         self._closed: BallastError | _StreamEnd | None = None
@@ -40,7 +40,7 @@ class OutputStream:
 
     @property
     def counts_more(self) -> bool:
-        """True if the report counts requests of which the dispatcher does not know that."""
+        """True if the engine has seen requests that the last report to this dispatcher does not count."""
         return self.seen_handle > self._told_handle
 
     def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
@@ -58,7 +58,7 @@ class OutputStream:
         self._wake.set()
 
     def put_ending(self, ending: Ending, load: LoadReport) -> None:
-        """Ending of a malformed request, which never reached the core."""
+        """Queue the ending of a request that never reached the core."""
         emit = Emit(self.stream_id, (), (), (), (), (), (ending,), self.seen_handle)
         self.put(emit, load, self.sent_at_s)
 

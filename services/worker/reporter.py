@@ -38,14 +38,14 @@ def alone() -> None:
 
 
 class MonitorReporter:
-    """`run` keeps one Report stream to the active monitor open until `leave` is called (or it is cancelled).
+    """Reports load: `run` keeps a Report stream to the active monitor open until `leave` is called or it is cancelled.
 
     Monitors report the addresses of all monitors, so the active one is found without the state server, too.
 
     Args:
         load: Called before each report, on the event loop; must be quick.
-        place: Returns its place in the layout; None: it serves alone.
-        pace: Returns its learnt batch costs; None: not known yet.
+        place: Returns the instance's place in the layout; None: it has had no transition.
+        pace: Returns the instance's learnt batch costs; None: not known yet.
         monitor_address: host:port; None: the holder of the lease in the state server.
     """
 
@@ -70,8 +70,8 @@ class MonitorReporter:
         self._interval_s = interval_s
         self._told: LoadReport | None = None  # last report on the open stream
         self._leaving = asyncio.Event()
-        self._due = asyncio.Event()  # leaving, or demand has jumped
-        self.connected = False  # the last report was answered
+        self._due = asyncio.Event()  # set to report at once: when leaving, or when demand has jumped
+        self.connected = False  # True: the last report was answered
 
     def leave(self) -> None:
         """Announce the departure with the next report; `run` returns then."""
@@ -123,7 +123,7 @@ class MonitorReporter:
             log.warning("monitor not reached, trying again", why=str(error))
 
     async def _report_to(self, target: str) -> None:
-        """Returns when this instance leaves or another monitor is active; raises when the stream fails."""
+        """Report until this instance leaves or another monitor is active; raises BallastError when the stream fails."""
         with asking(target):
             await self._report_over(target)
 

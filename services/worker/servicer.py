@@ -53,7 +53,7 @@ class TransitionPort(Protocol):
     def migrate(self, request: pb.MigrateRequest) -> None: ...
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
-        """`status` after a short wait."""
+        """Wait briefly until the transition is prepared. Returns its `status`."""
         ...
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus: ...
@@ -61,13 +61,13 @@ class TransitionPort(Protocol):
     def park(self, incarnation: int, *, park: bool) -> None: ...
 
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
-        """Returns the highest epoch known to this worker."""
+        """Pass on the partners. Returns the highest epoch known to this worker."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerIdentity:
-    """Identity of a worker."""
+    """Identity of a worker, with its model and device."""
 
     worker_id: WorkerId
     incarnation: Incarnation
@@ -88,7 +88,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         compile_grammar: Callable[[Grammar], Future[Any]] | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
-        """`compile_grammar`: starts before the engine gets a request with a grammar."""
+        """`compile_grammar` starts to compile a request's grammar, before the engine gets the request."""
         self._spans = spans or RequestSpans(None, identity.worker_id)
         self._transitions = transitions
         self._clock = clock
@@ -234,7 +234,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         """Pass messages on until the dispatcher closes its side; an invalid message closes the stream. Requests whose
         grammar is being compiled are overtaken by later ones, and by their own aborts.
         """
-        compiling: dict[int, asyncio.Task[None]] = {}  # by handle
+        compiling: dict[int, asyncio.Task[None]] = {}  # handle -> compilation of the request's grammar
         try:
             async for request in requests:
                 match request.WhichOneof("message"):

@@ -48,10 +48,10 @@ _FAILED_STEPS = 3  # consecutive failures after which the engine counts as broke
 
 
 class StepEngine(Protocol):
-    """Executes batches. Called from the engine thread only."""
+    """Executes batches. Called from the engine thread only, once that runs."""
 
     def compute_here(self) -> None:
-        """First call: executes on this thread from now on."""
+        """Bind the engine to the calling thread, before it executes anything."""
         ...
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult: ...
@@ -149,9 +149,9 @@ class EngineTurns(Turns):
             self.texts.pop(sequence_id, None)
 
     def _count_failed(self, batch: Batch, why: str) -> None:
-        """The failed step's requests end with an error. Dispatchers replay each of them at most `replay_limit` times,
-        so a request that causes the failure fails no more steps than that. After consecutive failures the worker ends,
-        as the cause is likely its own.
+        """Count a failed step, whose requests end with an error. Dispatchers replay each of them at most `replay_limit`
+        times, so a request that causes the failure fails no more steps than that. After consecutive failures the worker
+        ends, as the cause is likely its own.
         """
         get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
         self._failed_steps += 1
@@ -198,7 +198,7 @@ class WorkerShell:
         self._stopping = False
         self._stop_asked = asyncio.Event()
         self._draining = False
-        self._idle_since_s = math.inf  # drained, with an idle pipeline
+        self._idle_since_s = math.inf  # since when the worker is drained and its pipeline idle
         self._loop: asyncio.AbstractEventLoop | None = None
         self.drained = asyncio.Event()
 
@@ -252,7 +252,7 @@ class WorkerShell:
         self._requests_came = came
 
     def post_member(self, event: MemberEvent) -> None:
-        """From any thread. Not bounded here: links and the planner bound their messages."""
+        """Queue an event for the group member. Any thread. Not bounded here: links and the planner bound theirs."""
         self._inbox.put(event)
         if event.preempts:
             self._preempting.set()
@@ -268,7 +268,7 @@ class WorkerShell:
 
     @property
     def preempts(self) -> Callable[[], bool]:
-        """True if online work has arrived since the engine thread last took events."""
+        """A function that tells whether online work has arrived since the engine thread last took events."""
         return self._preempting.is_set
 
     async def open_stream(self) -> OutputStream:
@@ -279,15 +279,15 @@ class WorkerShell:
         return stream
 
     def close_stream(self, stream: OutputStream) -> None:
-        """A dispatcher has disconnected. Needs no slot: there is one such event per stream."""
+        """Close the stream of a dispatcher that has disconnected. Needs no slot: one such event comes per stream."""
         if self._streams.pop(stream.stream_id, None) is not None:
             self._inbox.put(StreamClosed(time.monotonic(), stream.stream_id))
 
     def load(self) -> LoadReport:
-        """State after the last step, with the time since the engine thread's last sign of life."""
+        """Load report after the last step, with the time since the engine thread's last sign of life."""
         now_s, since_s = time.monotonic(), self._busy_since_s
         age_s = 0.0 if since_s is None else now_s - since_s
-        # An idle engine thread turns every second; otherwise it hangs outside of a step.
+        # Even an idle engine thread takes a turn every second; if it does not, it hangs outside of a step.
         hangs_s = now_s - self._turned_at_s
         return replace(self._report, step_age_s=max(age_s, hangs_s) if hangs_s > 2 * _IDLE_WAIT_S else age_s)
 
@@ -335,7 +335,9 @@ class WorkerShell:
             self._loop.call_soon_threadsafe(_finish, ended, failure)
 
     def _close_all(self, failure: BaseException | None) -> BaseException | None:
-        """The event loop is notified in any case: otherwise this worker would seem to live."""
+        """Close member and engine. Returns the failure to report, which must reach the event loop: otherwise this
+        worker would seem to live.
+        """
         try:
             if self._member is not None:
                 self._member.close()
@@ -394,7 +396,7 @@ class WorkerShell:
         return self._core.load(now_s, memory, member.newest_epoch, member.parks)
 
     def _wait_for_events(self) -> list[Event | MemberEvent]:
-        """Pending events; waits for one if there is nothing to do."""
+        """Take the pending events; wait for one if there is nothing to do."""
         events: list[Event | MemberEvent] = []
         wait_s = 0.0
         if self._turns.rests:
@@ -411,7 +413,7 @@ class WorkerShell:
 
 
 def _name_thread(name: str) -> None:
-    """Names this thread for `top -H`, debuggers and `ballast chaos`; Python before 3.14 does not."""
+    """Name this thread for `top -H`, debuggers and `ballast chaos`; Python before 3.14 does not do that."""
     with contextlib.suppress(OSError):  # not Linux
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 

@@ -13,7 +13,7 @@ from services.worker.core.events import Emit, Ending, Submitted
 
 @dataclass(slots=True)
 class _WorkerStay:
-    context: Context  # of the request's span
+    context: Context  # trace context of the request's span
     submitted: Submitted
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0
@@ -22,20 +22,20 @@ class _WorkerStay:
 
 
 class RequestSpans:
-    """Lives on the event loop. Times are the servicer's `time.monotonic()`.
+    """Records the spans of requests here. Lives on the event loop; times are the servicer's `time.monotonic()`.
 
     Args:
         exporter: Receives spans; None: disabled.
-        worker_id: Of this worker.
+        worker_id: Id of this worker.
     """
 
     def __init__(self, exporter: Exporter | None, worker_id: WorkerId) -> None:
         self._exporter = exporter
         self._worker_id = worker_id
-        self._open: dict[int, dict[int, _WorkerStay]] = {}  # by stream and handle; as many as requests here
+        self._open: dict[int, dict[int, _WorkerStay]] = {}  # stream -> handle -> stay; at most one per request here
 
     def submitted(self, event: Submitted, traceparent: str) -> None:
-        """`traceparent`: of the request's span at its dispatcher."""
+        """Note a submitted request. `traceparent`: of the request's span at its dispatcher."""
         if self._exporter is None or not traceparent:
             return
         context = Context.read(traceparent)
@@ -43,7 +43,7 @@ class RequestSpans:
             self._open.setdefault(event.key.stream_id, {})[event.key.handle] = _WorkerStay(context, event)
 
     def told(self, emit: Emit, at_s: float) -> None:
-        """Tokens and endings sent to their dispatcher."""
+        """Note tokens and endings that are sent to their dispatcher."""
         stays = self._open.get(emit.stream_id)
         if not stays:
             return
@@ -60,7 +60,7 @@ class RequestSpans:
                 self._end(stay, at_s, ending)
 
     def closed(self, stream_id: int, at_s: float) -> None:
-        """The stream is closed, with all its requests."""
+        """End the spans of all requests of a stream that has closed."""
         for stay in self._open.pop(stream_id, {}).values():
             self._end(stay, at_s, None)
 

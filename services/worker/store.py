@@ -34,7 +34,7 @@ class Leases(Protocol):
 async def claimed_device(
     wanted: str, gpus: Callable[[], Sequence[StoredGpu]], leases: Leases, worker_id: WorkerId
 ) -> AsyncGenerator[str]:
-    """The configured device, or for `cuda:auto` the first free one, leased to this worker.
+    """Provide the configured device, or for `cuda:auto` the first free GPU, leased to this worker.
 
     A restarted worker of the same name gets its GPU again. `gpus` is slow and called in a thread.
 
@@ -65,7 +65,7 @@ async def claimed_device(
 async def claimed_devices(
     wanted: str, count: int, gpus: Callable[[], Sequence[StoredGpu]], leases: Leases, worker_id: WorkerId
 ) -> AsyncGenerator[tuple[str, ...]]:
-    """One for each rank, from the configured device on, or for `cuda:auto` as many free ones.
+    """Provide a device for each rank, from the configured one on, or for `cuda:auto` as many free GPUs.
 
     Raises:
         ConfigError, Unavailable: as `claimed_device`.
@@ -79,7 +79,7 @@ async def claimed_devices(
         return
     claimed: list[str] = []
     async with contextlib.AsyncExitStack() as claims:
-        for _ in range(count):  # its own leases would be granted again, so these are excluded
+        for _ in range(count):  # this worker's own leases would be granted again, so their GPUs are excluded
 
             def others() -> Sequence[StoredGpu]:
                 return [gpu for gpu in gpus() if gpu.device not in claimed]

@@ -15,7 +15,7 @@ from services.worker.core.batch import NewSequence
 _CONTEXT_TOKENS = 6  # tokens before the window that preserve the decoder's context
 _WINDOW_TOKENS = 16  # the window is shortened to the context when it reaches this length
 _REPLACEMENT = "\ufffd"
-_INCOMPLETE_CHARS = 3  # bytes that a UTF-8 character can lack its last one of
+_INCOMPLETE_CHARS = 3  # maximum bytes of an incomplete UTF-8 character, each of which may appear as U+FFFD
 
 
 class Detokenizer:
@@ -30,7 +30,7 @@ class Detokenizer:
         self._given_chars = len(self._stable_text())  # emitted characters of the window's text
 
     def push(self, token_id: int) -> str:
-        """The new text of this token, possibly empty."""
+        """Add a token. Returns the new text, possibly empty."""
         self._window.append(token_id)
         text = self._stable_text()
         new = text[self._given_chars :]

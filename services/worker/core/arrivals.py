@@ -1,5 +1,5 @@
-"""The target's half of live migrations, kept by the group's leader: running sequences that come from other groups
-(pure).
+"""The target's side of live migrations, kept by the leader of the target group: running sequences that arrive from
+other groups (pure).
 
 Rule 1: blocks are reserved before the first byte arrives, and released only after all writes have completed or been
 cancelled. Rule 2: a sequence that was handed over is accepted, with its KV or, if that is lost, by recomputation. Rule
@@ -37,11 +37,11 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import KvRange, StageLayers
 
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
-_LAST_PATIENCE_S = 2.0  # for the last span of a sequence that was handed over: it does not run meanwhile
+_LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a sequence that was handed over: it runs nowhere then
 _REMEMBERED = 256  # ended migrations whose ids are kept
 _NEARLY = 2  # with fewer whole blocks missing, the next span is the last one
 _SOON_S = 0.1  # after an offer: unless the link is slow, all KV that existed then has arrived by then
-_MOST_WAIT_S = 0.3  # longest time for which prompts are held back for the end of one sequence
+_MOST_WAIT_S = 0.3  # longest time for which prompts are held back so that one migration can end
 
 
 class ArrivalPhase(Enum):
@@ -60,10 +60,10 @@ class _KvArrival:
     migration_id: MigrationId
     sequence_id: SequenceId
     source: WorkerId
-    epoch: Epoch  # of the links
-    givers: tuple[StageLayers, ...]
-    takers: tuple[StageLayers, ...]  # this group's
-    block_count: int  # blocks reserved on each of them
+    epoch: Epoch  # epoch of the links
+    givers: tuple[StageLayers, ...]  # stages of the source group
+    takers: tuple[StageLayers, ...]  # stages of this group
+    block_count: int  # blocks reserved on each stage of this group
     progress_s: float
     offered_s: float
     nearly_since_s: float = math.inf  # since when only the last span is missing
@@ -72,8 +72,8 @@ class _KvArrival:
     writing: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not confirmed the end of writes
     failed: bool = False  # a stage has not received its span, and the others were told to stop
     landed_blocks: int = 0
-    kv_tokens: int = 0  # tokens whose KV is on all stages
-    snapshot: SequenceSnapshot | None = None  # handed over
+    kv_tokens: int = 0  # tokens with KV on all stages, set once the last span has arrived
+    snapshot: SequenceSnapshot | None = None  # None: not handed over yet
 
     def keep(self, token_count: int) -> Keep:
         return Keep(self.migration_id, self.sequence_id, token_count)
@@ -81,8 +81,8 @@ class _KvArrival:
 
 class KvArrivals:
     def __init__(self, block_tokens: int, why_no_room: Callable[[int, bool], str]) -> None:
-        """`why_no_room(block_count, new)`: why a new sequence, or one that is arriving, cannot get so many more blocks;
-        empty if it can.
+        """`why_no_room(block_count, new)` returns why `block_count` more blocks cannot be reserved for a sequence that
+        is new (`new`) or already arriving; empty if they can.
         """
         self._block_tokens = block_tokens
         self._why_no_room = why_no_room
@@ -122,8 +122,8 @@ class KvArrivals:
     def offered(
         self, at_s: float, peer: WorkerId, epoch: Epoch, offer: Offer, takers: tuple[StageLayers, ...], why_not: str
     ) -> list[TargetCommand]:
-        """Handle an offer. `epoch`: of the links. `takers`: this group's stages. `why_not`: why no sequence is accepted
-        at present; empty if one may be.
+        """Handle an offer. `epoch`: epoch of the links. `takers`: this group's stages. `why_not`: why no sequence is
+        accepted at present; empty if one may be.
         """
         migration_id = offer.migration_id
         if migration_id in self._open or migration_id in self._over:
@@ -170,7 +170,7 @@ class KvArrivals:
             self.stale_total += 1
             return []
         arrival.snapshot, arrival.progress_s = snapshot, at_s
-        if arrival.phase is ArrivalPhase.ENDING:  # cancelled here before the source knew: see `quiet`
+        if arrival.phase is ArrivalPhase.ENDING:  # cancelled here before the source knew: see `_quiet`
             return []
         arrival.phase = ArrivalPhase.HANDED
         return self._take(arrival) if arrival.kv_tokens else []
@@ -178,7 +178,7 @@ class KvArrivals:
     # ------------------------------------------------------------ KV
 
     def ready(self, at_s: float, migration_id: MigrationId, stage: WorkerId) -> list[TargetCommand]:
-        """The stage has reserved the blocks asked for last."""
+        """Handle a stage's report that it has reserved the blocks of the last `Take`."""
         arrival = self._open.get(migration_id)
         if arrival is None or stage not in arrival.unready:
             self.stale_total += 1
@@ -192,8 +192,8 @@ class KvArrivals:
     def landed(
         self, at_s: float, migration_id: MigrationId, stage: WorkerId, span: KvRange | None
     ) -> list[TargetCommand]:
-        """Handle a span that has been written on that stage, or its failure (None). No write is under way there any
-        more.
+        """Handle a stage's report that a span has been written there, or has failed (None). No write is under way on
+        that stage any more.
         """
         arrival = self._open.get(migration_id)
         if arrival is None or stage not in arrival.writing:
@@ -257,10 +257,10 @@ class KvArrivals:
         why = "its KV has not come"
         return [arrival.keep(0), Say(arrival.source, Off(arrival.migration_id, why))]
 
-    # ------------------------------------------------------------ the end of it
+    # ------------------------------------------------------------ end of a migration
 
     def _quiet(self, arrival: _KvArrival) -> list[TargetCommand]:
-        """All writes for this migration have completed or been cancelled."""
+        """End a stopped migration: all writes for it have completed or been cancelled."""
         arrival.kv_tokens = 0
         if arrival.snapshot is not None:
             return self._take(arrival)
@@ -279,7 +279,7 @@ class KvArrivals:
         return commands
 
     def abandon(self, why: str) -> list[TargetCommand]:
-        """The group is lost with all its blocks. Dispatchers replay what was handed over to it."""
+        """End all migrations: the group is lost with all its blocks. Dispatchers replay sequences handed over to it."""
         copying = [a for a in self._open.values() if a.phase is ArrivalPhase.COPYING]
         for arrival in list(self._open.values()):
             self._close(arrival, _End.TAKEN if arrival.snapshot is not None else _End.GIVEN_UP)
@@ -315,7 +315,9 @@ class KvArrivals:
             self._over.popitem(last=False)
 
     def check(self) -> None:
-        """Raise InvariantViolation if a sequence arrives twice, or more KV was written than blocks are reserved."""
+        """Raise InvariantViolation if a sequence arrives twice, KV exceeds the reserved blocks, or a sequence that has
+        arrived does not run.
+        """
         coming = [arrival.sequence_id for arrival in self._open.values()]
         if len(set(coming)) != len(coming) or len(coming) > MOST_AT_ONCE:
             raise InvariantViolation(f"sequences that come: {coming}")

@@ -13,12 +13,12 @@ from ballast.common.record import record
 from ballast.common.sampling import SamplingParams
 
 SequenceId = int  # chosen by the leader's core, never reused within the life of a worker
-IN_FLIGHT = -1  # in place of a token id: the token that the previous batch samples for this sequence
-PREEMPTED = "online work waits"  # in place of a failure: a batch of offline work was preempted at a safepoint
+IN_FLIGHT = -1  # placeholder for the token id that the previous batch samples for this sequence
+PREEMPTED = "online work waits"  # `failure` of a batch of offline work that was preempted at a safepoint
 
 
 class Preempted(Exception):
-    """A batch that was preempted at a safepoint: it has no result."""
+    """Raised for a batch that was preempted at a safepoint: it has no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +34,24 @@ class NewSequence:
 class Slice(NamedTuple):
     """One sequence's share of a step: the tokens at positions `[first_position, first_position + len(token_ids))`.
 
-    A named tuple, as one is made for each token.
+    A named tuple for speed: one is made for each token.
     """
 
     sequence_id: SequenceId
     first_position: int  # number of the sequence's tokens with KV in the cache
-    token_ids: tuple[int, ...]  # `(IN_FLIGHT,)` if the only one is not known yet
+    token_ids: tuple[int, ...]  # `(IN_FLIGHT,)`: one token that is not known yet
     samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
 
 
 def row_order(slices: Sequence[Slice]) -> list[int]:
-    """Indices of the slices in the order of their rows in hidden states: decodes first, shorter contexts before longer
-    ones. An engine packs them so.
+    """Indices of the slices in the order in which engines pack their rows into hidden states: decodes first, shorter
+    contexts before longer ones.
     """
     return sorted(range(len(slices)), key=lambda i: (len(slices[i][2]) > 1, slices[i][1] + len(slices[i][2])))
 
 
-BlockNumber = int  # of a block that several sequences may read: see `core.prefixes`
-BlockKey = bytes  # digest of such a block's tokens and of all tokens before them
+BlockNumber = int  # number of a block that several sequences may read: see `core.prefixes`
+BlockKey = bytes  # digest of the tokens of such a block and of all tokens before them
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,12 +60,12 @@ class SwapCopy:
     a batch that does not write these blocks.
     """
 
-    sequence_id: SequenceId  # 0: the blocks named by `numbers`
+    sequence_id: SequenceId  # 0: retained blocks, given by `numbers`
     out: bool  # to the host
     first: int  # index into the sequence's block table
     token_count: int  # tokens with KV
     host_blocks: tuple[int, ...]  # the same on every stage; one per block of the table from `first` on
-    numbers: tuple[BlockNumber, ...] = ()  # one for each of `host_blocks`
+    numbers: tuple[BlockNumber, ...] = ()  # retained blocks, one for each of `host_blocks`
 
 
 NumberRuns = tuple[tuple[BlockNumber, int], ...]  # (first, count) of consecutive numbers
@@ -75,13 +75,13 @@ class NamedBlocks(NamedTuple):
     """Blocks of a sequence's table that get consecutive numbers."""
 
     sequence_id: SequenceId
-    first_block: int  # of its table
+    first_block: int  # index into its table
     first_number: BlockNumber
     block_count: int
 
 
 class TakenBlocks(NamedTuple):
-    """A sequence's table begins with the blocks that have these numbers. It has no table before."""
+    """Numbered blocks that begin the table of a sequence which has none yet."""
 
     sequence_id: SequenceId
     runs: NumberRuns
@@ -89,15 +89,15 @@ class TakenBlocks(NamedTuple):
 
 @record()
 class Batch:
-    """One microbatch. Blocks are `named`, then `removed` sequences and `forgotten` numbers give their blocks back, then
-    numbers are `taken`; after that `added` sequences enter and the slices run.
+    """One microbatch. A stage first numbers the `named` blocks, then frees blocks of `removed` sequences and
+    `forgotten` numbers, begins tables with the `taken` blocks, lets `added` sequences enter, and runs the slices.
     """
 
     step_id: int
     removed: tuple[SequenceId, ...]
     added: tuple[NewSequence, ...]
     slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
-    # Set by whoever executes it first:
+    # The next three are set by the stages:
     quiet_s: float = 0.0  # idle time before this batch
     memory_is_awaited: bool = False  # requests wait for KV blocks
     failure: str = ""  # why a stage could not run it: the following stages get it without slices
@@ -105,14 +105,14 @@ class Batch:
     named: tuple[NamedBlocks, ...] = ()
     forgotten: NumberRuns = ()
     taken: tuple[TakenBlocks, ...] = ()
-    safepoint_layers: int = 0  # batch of offline work only: it may be preempted after each so many layers; 0: never
+    safepoint_layers: int = 0  # if all work is offline: layers from one safepoint to the next; 0: no preemption
 
 
 class LaunchedStep(Protocol):
-    """A batch that a device computes, of the whole model."""
+    """A batch that was launched on a device, through all layers of the model."""
 
     def collect(self) -> "StepResult":
-        """Wait for its result. Called once, in the order of launch."""
+        """Wait for the result and return it. Called once for each batch, in the order of launch."""
         ...
 
 
@@ -132,5 +132,5 @@ class StepResult:
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs | None, ...]  # None where none were asked for
     execute_s: float  # time the engine took
-    copy_s: float = 0.0  # time of copies between device and host meanwhile
-    errors: tuple[tuple[int, str], ...] = ()  # indices of token_ids that failed, and why their sequences end
+    copy_s: float = 0.0  # time of the copies between device and host that ran beside it
+    errors: tuple[tuple[int, str], ...] = ()  # (index into token_ids, why its sequence ends) where sampling failed

@@ -8,8 +8,8 @@ from services.worker.core.swapping import NOTHING, SwapOrders
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import MicrobatchCandidate, Microbatching, PipelineView
 
-_FEW = 0.25  # fraction of a microbatch's decodes
-_LIMITED_BATCHES = 4  # however small the limit, the waiting prompts are spread over no more batches than these
+_FEW = 0.25  # leftover decodes are few if they are at most this fraction of a microbatch's decodes
+_LIMITED_BATCHES = 4  # maximum batches over which waiting prompts are spread, however small the limit
 
 
 @record()
@@ -46,7 +46,7 @@ def ready_ahead(running: list[Sequence], completed_step_id: int) -> list[Sequenc
 
 
 def growing_ahead(running: list[Sequence], completed_step_id: int) -> list[Sequence]:
-    """Running sequences that need a block for it."""
+    """Running sequences that need another block for the batch that follows the one in flight."""
     return [
         s
         for s in running
@@ -65,8 +65,8 @@ class BatchFormer:
         self.prefill_limit: int | None = None  # maximum prompt tokens of a batch with decodes
         self._limits = limits
         self._microbatching = microbatching
-        self._limits_always = False  # in batches without decodes, too
-        self._limited_tokens = 0  # maximum of uncomputed prompt tokens since the limit was set and prompts were waiting
+        self._limits_always = False  # the limit applies to batches without decodes, too
+        self._limited_tokens = 0  # maximum of waiting prompt tokens since the limit was set; 0 when none wait
 
     @property
     def ahead_count(self) -> int:
@@ -74,8 +74,8 @@ class BatchFormer:
         return self._microbatching.ahead
 
     def batch(self, running: list[Sequence], completed_step_id: int, *, all_ready: bool, ahead: bool) -> Share:
-        """Batch of an instance that serves alone. `all_ready`: no running sequence is in flight, and all have the
-        blocks they need; `ahead`: a batch is in flight.
+        """Form a batch of an instance that serves alone. `all_ready`: no running sequence is in flight, and all have
+        the blocks they need; `ahead`: a batch is in flight.
         """
         if ahead:
             found = ready_ahead(running, completed_step_id)
@@ -100,7 +100,7 @@ class BatchFormer:
         in_flight_count: int,
         lacks_room: bool,
     ) -> Share:
-        """Batch of a pipeline; see `PipelineView`."""
+        """Form a microbatch of a pipeline. The counts are those of `PipelineView`."""
         candidates = [
             MicrobatchCandidate(
                 s.rank,

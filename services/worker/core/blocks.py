@@ -1,12 +1,12 @@
 """The block tables of one stage, for the whole life of a worker process: which KV blocks hold which sequence.
 
 Every stage of a pipeline keeps a book of its own, fed by the batches that the leader forms. The leader admits and
-preempts by counts (`core.scheduler`), so a book is never asked for more than it has; if it is, that is our bug.
+preempts by counts (`core.scheduler`), so a book is never asked for more than it has: if it is, that is a bug.
 Sequence ids are unique over the cluster, so the tables outlive every change of group.
 
-Stages take batches in the order in which the leader formed them, and a batch frees before it covers. A block that
-batch k frees was therefore last touched by a batch before k, and whoever gets it does so in batch k or later: no
-stage, however far behind the others, can see it used by two.
+Stages take batches in the order in which the leader formed them, and a batch frees blocks before it assigns any. A
+block that batch k frees was therefore last used by a batch before k, and is used by its next sequence in batch k or
+later: on no stage, however far behind the others, do two sequences use it at once.
 
 A block that has a number (`core.prefixes`) may be in several tables. It is free when it is in none and its number has
 been forgotten.
@@ -32,7 +32,7 @@ _LOOKS = 64  # checks of changed tables only, between two full checks
 
 
 class _Audit:
-    """What the last check has verified."""
+    """The state of a book that its last check has verified."""
 
     __slots__ = ("claims", "looks_left", "numbered", "tables")
 
@@ -56,14 +56,14 @@ class BlockBook:
         self._end = first_block + block_count
         self._block_tokens = block_tokens
         self._fresh = first_block  # this block and all higher ones are free
-        self._returned: list[int] = []  # free blocks below it: a heap
+        self._returned: list[int] = []  # heap of the free blocks below `_fresh`
         self._tables: dict[SequenceId, Table] = {}  # in token order
         self._numbered: dict[BlockNumber, int] = {}  # number -> block
-        self._claims: dict[int, int] = {}  # of a numbered block: how many tables have it, and 1 for the number itself
+        self._claims: dict[int, int] = {}  # block -> its references: tables, and its number if any; absent: at most 1
         self._audit: _Audit | None = None  # result of the last check; None: the next one is a full check
         self._changed: dict[SequenceId, None] = {}  # tables that changed since the last check
-        self._renumbered: dict[BlockNumber, None] = {}  # likewise
-        self.compaction_count = 0  # of those that moved blocks
+        self._renumbered: dict[BlockNumber, None] = {}  # numbers that changed since the last check
+        self.compaction_count = 0  # compactions that moved blocks
 
     @property
     def block_count(self) -> int:
@@ -86,8 +86,8 @@ class BlockBook:
         return self._tables.get(sequence_id, ())
 
     def hold(self, sequence_id: SequenceId, token_count: int) -> Table:
-        """Extend the sequence's table until it covers `token_count` tokens, and return it. Blocks it has stay: a block
-        id means the same place in every layer.
+        """Extend the sequence's table until it covers `token_count` tokens, and return it. Blocks that it has already
+        stay in place.
 
         The same tuple object is returned until the table changes: an engine may cache by identity.
         """
@@ -108,7 +108,7 @@ class BlockBook:
         return table
 
     def apply(self, batch: Batch) -> tuple[Table, ...]:
-        """The tables of the batch's slices, each long enough for its slice; the same object while unchanged."""
+        """Apply the batch. Returns a table for each slice that covers its tokens; the same object while unchanged."""
         for sequence_id, first_block, first_number, count in batch.named:
             self._name(sequence_id, first_block, first_number, count)
         for sequence_id in batch.removed:
@@ -164,7 +164,7 @@ class BlockBook:
             self._give_back((self._numbered.pop(number),))
 
     def forget_numbers(self) -> None:
-        """Remove all numbers, as another leader numbers anew. Blocks in several tables stay shared."""
+        """Remove all numbers: the next leader assigns its own. Blocks in several tables stay shared."""
         self.forget([(number, 1) for number in self._numbered])
 
     # ---------------------------------------------------------------- giving back
@@ -220,9 +220,8 @@ class BlockBook:
         self._end += added_block_count
 
     def compaction_plan(self, block_count: int) -> tuple[tuple[int, int], ...]:
-        """(from, to) for every held block behind the first `block_count`, onto the lowest free ones of those: what must
-        be copied before the cache can end there. Valid until the next batch; to be carried out between two batches and
-        confirmed with `compacted`.
+        """The copies (from, to) after which all held blocks are among the first `block_count`, so that the cache can
+        end there. Valid until the next batch; to be carried out between two batches and confirmed with `compacted`.
         """
         end = self._first + block_count
         tail = sorted(b for b in self._held() if b >= end)
@@ -233,7 +232,7 @@ class BlockBook:
         return tuple(zip(tail, targets, strict=True))
 
     def compacted(self, moves: Sequence[tuple[int, int]]) -> None:
-        """The content of held blocks has been copied to free ones, which take their places in the tables."""
+        """Replace blocks (from, to) in all tables, after their content has been copied."""
         if not moves:
             return
         moved = dict(moves)
@@ -281,7 +280,7 @@ class BlockBook:
         self._renumbered.clear()
 
     def _note(self, sequence_id: SequenceId) -> None:
-        """Record that the table changes, for `check`. Off outside of tests and simulations."""
+        """Record for `check` that the table changes. No-op until the first check: only tests and simulations check."""
         if self._audit is not None:
             self._changed[sequence_id] = None
 

@@ -49,11 +49,11 @@ class GroupCounts:
         self.former = BatchFormer(limits, policies.microbatching)
         self.block_count = block_count
         self.lent_block_count = 0
-        self.expected_block_count = 0  # blocks reserved for sequences that other leaders send, and
-        self.expected_count = 0  # the number of these
+        self.expected_block_count = 0  # blocks reserved for sequences that are being migrated here
+        self.expected_count = 0  # number of these sequences
         self.ceiling_block_count = block_count  # blocks available now, or after the transition in progress
         self.admission_limit: int | None = None  # blocks above which no sequence is admitted
-        self.target = policies.target  # no admission that would make the time per output token exceed it
+        self.target = policies.target  # admissions must not make the time per output token exceed it
         self.has_targets = False  # a sequence with targets of its own has been seen
         self.stage_count = 1
         self.reserved_block_count: int = 0
@@ -86,8 +86,8 @@ class GroupCounts:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of running online prompts that are in no batch yet. A long prompt counts as one full batch, as another
-        may be admitted beside it.
+        """Tokens of running online prompts that are in no batch yet. A prompt counts for at most one full batch, so
+        that others may be admitted beside a long one.
         """
         most = self.limits.max_batch_tokens
         return sum([min(count, most) for count in self._left_tokens if count > 1])
@@ -117,7 +117,7 @@ class GroupCounts:
 
     @property
     def offline(self) -> list[Sequence]:
-        """Offline sequences that run or are being swapped in for it, by arrival."""
+        """Offline sequences that run or are being swapped in, by arrival."""
         running, found = self.running, list[Sequence]()
         if running and running[-1].rank == OFFLINE_RANK:
             found = running[bisect.bisect_left(running, OFFLINE_RANK, key=_rank) :]
@@ -156,8 +156,8 @@ class GroupCounts:
 
     @property
     def place_count(self) -> int:
-        """Sequences that may run before others have to wait. Sequences that run already, or are moved here, may exceed
-        it.
+        """Number of running sequences up to which others are admitted. Those already running or migrated here may
+        exceed it.
         """
         if self.target is None or not self.has_limit:
             return self.max_running_count
@@ -165,7 +165,7 @@ class GroupCounts:
         count = self.running_count + self.expected_count - len(self.offline)
         block_count = self.reserved_block_count + self.prefixes.shared_count + self.expected_block_count
         block_count -= sum([s.reserved_block_count for s in self.offline])
-        token_count = block_count * self.block_tokens  # that a batch reads
+        token_count = block_count * self.block_tokens  # tokens whose KV a batch reads
         decoders = Decoders(count, token_count, self.stage_count)
         return self.target.place_count(decoders, self.max_running_count, target_s)
 
@@ -207,15 +207,15 @@ class GroupCounts:
         return self.free_block_count >= 0 and self.running_count <= self.max_running_count
 
     def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
-        """Set the number of blocks. `before_block_count`: as many may be available again soon; sequences that need them
-        wait instead of ending with an error.
+        """Set the number of blocks. `before_block_count`: the number that may be available again soon; sequences that
+        need so many wait instead of ending with an error.
         """
         self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
         self.lent_block_count = lent_block_count
 
     def need(self, sequence: Sequence) -> int:
-        """Blocks for all its tokens and the next one; at the end of the cache without the next one."""
+        """Blocks for the sequence's tokens and the next one; without the next one if it fills the whole cache."""
         with_next = blocks_for(sequence.token_count + 1, self.block_tokens)
         return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self.block_tokens)))
 
@@ -225,7 +225,7 @@ class GroupCounts:
         sequence.reserved_tokens = sequence.reserved_block_count * self.block_tokens
 
     def _unreserve(self, sequence: Sequence, *, kept: bool) -> None:
-        """Release its reservation. `kept`: its computed KV is valid and may be retained for prefix hits."""
+        """Release the sequence's reservation. `kept`: its computed KV is valid and may be retained for prefix hits."""
         if kept:
             self.prefixes.name(sequence)
         self.reserved_block_count += self.prefixes.leave(sequence, kept=kept)

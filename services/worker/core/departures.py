@@ -1,9 +1,10 @@
-"""The source's half of live migrations, kept by the group's leader: running sequences that go to other groups (pure).
+"""The source's side of live migrations, kept by the leader of the source group: running sequences that go to other
+groups (pure).
 
 Rule 1: until `HandOverNow` the sequence is this group's and runs on undisturbed, whatever happens to the migration.
-Rule 2: from `HandOverNow` on it is the target's. Its dispatcher submits it there with the tokens that it has, so a
-loss on the way costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`),
-one span at a time.
+Rule 2: from `HandOverNow` on it is the target's. Its dispatcher submits it there with all tokens so far, so KV lost on
+the way costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`), one span at
+a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -31,8 +32,8 @@ from services.worker.core.migration_messages import (
 from services.worker.core.spans import KvRange, StageLayers
 from services.worker.policy.departure import Decoding
 
-WORTH_BLOCKS = 2  # with fewer whole blocks left no further round: a partial block always remains
-_TAIL_ROUNDS = 8  # rounds that copy KV computed meanwhile; then the sequence stands still for the last span
+WORTH_BLOCKS = 2  # whole blocks that are worth a further round; with fewer left, the last span follows
+_TAIL_ROUNDS = 8  # rounds that copy KV computed during earlier ones; then the sequence stops for the last span
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
 
 
@@ -58,7 +59,7 @@ class _Departure:
     room_blocks: int = 0  # blocks reserved by the target
     rounds: int = 0
     tail_rounds: int = 0
-    last_blocks: int = 0
+    last_blocks: int = 0  # blocks in the last span
     handed_s: float = 0.0
 
     def give(self, span: KvRange) -> Give:
@@ -67,7 +68,7 @@ class _Departure:
 
 class Departures:
     def __init__(self, block_tokens: int, max_span_blocks: int) -> None:
-        """`max_span_blocks`: maximum span while the sequence is decoding."""
+        """`max_span_blocks`: maximum blocks of a span that is sent while the sequence decodes."""
         self._block_tokens = block_tokens
         self._max_span_blocks = max_span_blocks
         self._open: dict[MigrationId, _Departure] = {}
@@ -94,7 +95,9 @@ class Departures:
         chosen: Decoding,
         givers: Iterable[StageLayers],
     ) -> list[SourceCommand]:
-        """Offer a sequence. `epoch`: of the links. `givers`: this group's stages."""
+        """Offer a sequence to the target. `epoch`: epoch of the links. `givers`: this group's stages. Raises
+        InvariantViolation if it is leaving already or too many are.
+        """
         sequence_id = chosen.sequence_id
         if not self.may_begin or sequence_id in self.leaving:
             raise InvariantViolation(f"sequence {sequence_id} is to leave, {len(self._open)} are leaving")
@@ -127,7 +130,7 @@ class Departures:
         departure.takers = want.takers
 
     def sent(self, at_s: float, migration_id: MigrationId, why_not: str) -> list[SourceCommand]:
-        """The last span has left a stage, or could not be sent."""
+        """Handle a stage's report that it has sent the current span or (`why_not`) could not send it."""
         departure = self._open.get(migration_id)
         if departure is None or departure.phase is not DeparturePhase.SENDING:
             return []  # the target has reported the outcome already
@@ -142,8 +145,8 @@ class Departures:
         kv_tokens: Callable[[SequenceId], int | None],
         in_flight: Callable[[SequenceId], bool],
     ) -> list[SourceCommand]:
-        """Called between two steps. `kv_tokens`: tokens of the running sequence that have KV on every stage; None: it
-        runs no more.
+        """Advance all migrations; called between two steps. `kv_tokens(sequence_id)`: number of the sequence's tokens
+        with KV on every stage; None: it is no longer running.
         """
         commands: list[SourceCommand] = []
         for departure in list(self._open.values()):
@@ -183,7 +186,7 @@ class Departures:
         return [departure.give(span)]
 
     def give_up(self, at_s: float, migration_id: MigrationId, why: str) -> list[SourceCommand]:
-        """Sending failed; if it was the last span, the sequence is still here and stays."""
+        """Cancel a migration whose span could not be sent; even if that was the last one, the sequence stays here."""
         departure = self._open.get(migration_id)
         if departure is None:
             return []
@@ -191,7 +194,7 @@ class Departures:
         return self._give_up(departure, at_s, why)
 
     def give_up_all(self, at_s: float, why: str) -> list[SourceCommand]:
-        """Cancel all migrations that were not handed over: the layout changes."""
+        """Cancel all migrations whose sequence was not handed over: the layout changes."""
         still_here = [d for d in self._open.values() if d.phase is not DeparturePhase.HANDED]
         return [command for departure in still_here for command in self._give_up(departure, at_s, why)]
 
@@ -221,7 +224,7 @@ class Departures:
         )
 
     def check(self) -> None:
-        """Raise InvariantViolation if a sequence is in two migrations, or more KV is sent than has room there."""
+        """Raise InvariantViolation if a sequence is in two migrations, or more KV is sent than the target reserved."""
         still_here = [d.sequence_id for d in self._open.values() if d.phase is not DeparturePhase.HANDED]
         if len(set(still_here)) != len(still_here) or len(self._open) > MOST_AT_ONCE:
             raise InvariantViolation(f"sequences that leave: {still_here}, {len(self._open)} in all")

@@ -1,4 +1,4 @@
-"""The draining group after the commit of a restore, as its last leader ends it (pure).
+"""How the last leader of a draining group ends it after the commit of a restore (pure).
 
 It admits nothing. Its waiting sequences go to members at once, without KV; running ones go on until they end, or until
 `policy.leaving.over_at_s`, and then go to a member with their KV. Meanwhile the group's blocks are limited to what it
@@ -27,19 +27,19 @@ from services.worker.core.sequence import SequenceState
 from services.worker.policy.leaving import over_at_s, tightened
 from services.worker.policy.placement import MemberView, PlacementView, place
 
-_TELLS_EVERY_S = 5.0
-_TIGHTENS_WITHIN_S = 1.0
+_TELLS_EVERY_S = 5.0  # interval of progress reports while no sequence leaves
+_TIGHTENS_WITHIN_S = 1.0  # at the end of the draining, maximum wait for the group to shrink to what it needs
 
 
 class Draining:
-    """Methods return events for the worker's core, or yield them one by one, each to be handled before the next is
-    requested. The group itself is only read.
+    """Ends a draining group. Methods return events for the worker's core, or yield them one by one, each to be handled
+    before the next is requested. They only read the group.
     """
 
     def __init__(
         self, me: WorkerId, began_s: float, stages: Sequence[Member], targets: Sequence[MemberView], block_count: int
     ) -> None:
-        """`targets`: the members and the blocks each has free. `block_count`: of the group at the commit."""
+        """`targets`: the members with their free blocks. `block_count`: the group's blocks at the commit."""
         self._me = me
         self._targets = {target.worker_id: target for target in targets}
         self._first_blocks = self._limit = block_count
@@ -50,11 +50,11 @@ class Draining:
         self._left_count = math.inf  # sequences left when progress was last reported
         self._told_tokens: int = 0
         self._tight_by_s = math.inf
-        self.is_short = False  # requests wait here for memory beside the group
+        self.is_short = False  # requests outside of the draining group wait for memory
         self.hurried = False  # the next transition waits for this group's end
         self.recomputed_count = 0  # requests sent away without KV since they were last counted
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading, with their KV
-        self.over = False  # no batch is in flight and all sequences have been handed over
+        self.over = False  # True: no batch is in flight and all sequences have been handed over
 
     def over_at_s(self, group: GroupScheduler) -> float:
         blocks = group.reserved_block_count
@@ -64,8 +64,8 @@ class Draining:
         return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
 
     def has_progress(self, now_s: float, group: GroupScheduler) -> bool:
-        """True if sequences have left or advanced since the last report to the planner, which ends the phase without
-        progress.
+        """True if progress is to be reported to the planner, which ends the phase without it: sequences have left, or
+        have new tokens after `_TELLS_EVERY_S`. Counts as reported then.
         """
         if (count := len(group.sequences)) < self._left_count:
             self._left_count, self._left_s = count, now_s
@@ -97,7 +97,7 @@ class Draining:
             self.over = not group.batches_in_flight.to_remove
 
     def empty(self, now_s: float, group: GroupScheduler, lost: Collection[WorkerId]) -> Iterator[Event]:
-        """Hand over all sequences without KV: those members are gone and the group cannot run a batch."""
+        """Hand over all sequences without KV: the members in `lost` are gone, so the group can run no batch."""
         self._targets = {worker_id: target for worker_id, target in self._targets.items() if worker_id not in lost}
         yield BatchesLost(now_s)
         yield from self._send_away(group.may_leave(running=True), now_s, group, by_tokens=True)
@@ -107,7 +107,7 @@ class Draining:
         return tightened(self._limit, self._first_blocks, reserved, scheduler.running_count, scheduler.block_tokens)
 
     def _keep(self, limit: int, now_s: float, group: GroupScheduler) -> Iterator[Event]:
-        """Limit the group to `block_count` blocks, if it has more and no batch in flight may take a higher one."""
+        """Lower the group's limit to `limit` blocks, if that is less and the group has settled."""
         if limit < self._limit and group.settled:
             self._limit = limit
             yield OfLeaving(now_s, CapacityChanged(now_s, limit, before_block_count=self._first_blocks))
@@ -115,7 +115,7 @@ class Draining:
     def _send_away(
         self, requests: Sequence[Request], now_s: float, group: GroupScheduler, *, by_tokens: bool
     ) -> list[Event]:
-        """Hand sequences over: without KV while the group runs, with KV at its end."""
+        """Hand sequences over to members, with their KV or (`by_tokens`) without it."""
         if not requests:
             return []
         placed = self._place(requests, group)
@@ -133,7 +133,7 @@ class Draining:
         return events
 
     def _place(self, requests: Sequence[Request], group: GroupScheduler) -> dict[SequenceId, WorkerId]:
-        """The member for each sequence, by `policy.placement`."""
+        """Choose a member for each sequence, by `policy.placement`, and deduct what it takes from the member's room."""
         views = [
             PlacementView(r.sequence_id, max(1, group.need(r)), r.state is SequenceState.RUNNING) for r in requests
         ]

@@ -1,8 +1,8 @@
 """Scheduler state of one pipeline group, kept by its leader: running sequences, batches in flight, its own stage's
 block table.
 
-A lone worker leads a group of one. Sequences are known by counts and batches, clients not at all: the owner of a
-sequence has it `enter`, sends its tokens when a batch completes, and removes it (`end`, `give_away`).
+A lone worker leads a group of one. The scheduler knows sequences, but not their clients: the owner of a sequence has it
+`enter`, sends its tokens when a batch completes, and removes it (`end`, `give_away`).
 """
 
 from collections.abc import Callable, Container
@@ -51,10 +51,10 @@ class GroupScheduler:
         policies: SchedulingPolicies | None = None,
         first_number: BlockNumber = 0,
     ) -> None:
-        """`block_count`: of the smallest stage. `book`: block tables of this worker's own stage, which outlive its
-        leading; None: a lone worker's, made here. `outgrown` is called with a sequence that has outgrown the whole
-        cache, and the instant, and ends it. `steps` numbers the batches, and `turned` collects preempted and resumed
-        sequences; both are shared by a worker's groups. `first_number`: see `Scheduler`.
+        """`block_count`: blocks of the smallest stage. `book`: block tables of this worker's own stage, which outlive
+        the group; None: a lone worker's, made here. `outgrown(sequence, at_s)` ends a sequence that has outgrown the
+        whole cache. `steps` numbers the batches, and `turned` collects preempted and resumed sequences; both are shared
+        by a worker's groups. `first_number`: see `GroupCounts`.
         """
         self._limits = limits
         self._keeps_book = book is None
@@ -66,14 +66,14 @@ class GroupScheduler:
         prefixes = self.scheduler.prefixes
         self.batches_in_flight = InFlightBatches(self.book, Steps() if steps is None else steps, prefixes)
         self.leads = True
-        self.stopped = False  # forms no batch any more
+        self.stopped = False  # True: forms no more batches
         self.stale_total = 0
 
     # ---------------------------------------------------------------- what others may look at
 
     @property
     def has_work(self) -> bool:
-        """True if a batch may be requested. With others in flight the answer may still be none."""
+        """True if a batch may be requested. With others in flight, `form` may still return None."""
         scheduler, batches_in_flight = self.scheduler, self.batches_in_flight
         count, completed_step_id = len(batches_in_flight), batches_in_flight.completed_step_id
         if self.stopped or count >= scheduler.max_in_flight_count:
@@ -95,7 +95,9 @@ class GroupScheduler:
 
     @property
     def is_occupied(self) -> bool:
-        """True if KV is being transferred or a batch is in flight; its other sequences are known to their owner."""
+        """True if KV is being transferred or a batch is in flight. Other sequences do not count: their owner knows
+        them.
+        """
         return bool(self.scheduler.suspended or self.batches_in_flight)
 
     @property
@@ -104,7 +106,7 @@ class GroupScheduler:
 
     @property
     def completed_step_id(self) -> int:
-        """Step of the last completed batch."""
+        """Step id of the last completed batch."""
         return self.batches_in_flight.completed_step_id
 
     @property
@@ -156,8 +158,8 @@ class GroupScheduler:
         )
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader cannot get so many more blocks, new or (not `new`) already arriving; empty
-        if it can.
+        """Why `block_count` more blocks cannot be reserved for a sequence of another leader that is new (`new`) or
+        already arriving; empty if they can.
         """
         if not self.leads:
             return "another worker leads its group, or it is parked"
@@ -192,7 +194,7 @@ class GroupScheduler:
     # ---------------------------------------------------------------- steps
 
     def demand_place(self) -> None:
-        """True if a batch may be formed."""
+        """Raise InvariantViolation if no further batch may be in flight."""
         if len(self.batches_in_flight) >= self.scheduler.max_in_flight_count:
             self.batches_in_flight.require_none("a batch is wanted")
 
@@ -214,7 +216,7 @@ class GroupScheduler:
         return None
 
     def release_batch(self) -> Removed | None:
-        """A batch without slices, if the stages are to release something."""
+        """Form a batch without slices if the stages are to release blocks or begin tables."""
         self.scheduler.fit_prefixes()
         return self.batches_in_flight.release_batch() if self.batches_in_flight.needs_release_batch else None
 
@@ -224,15 +226,15 @@ class GroupScheduler:
             self.batches_in_flight.forget(sequence)
 
     def admit_new(self, sequence: Sequence, at_s: float) -> None:
-        """Add a new sequence to the waiting line and admit it if there is room. An offline one changes nothing for
-        waiting online ones.
+        """Admit waiting sequences after a new one has entered the line. An offline one changes nothing while online
+        ones wait.
         """
         scheduler = self.scheduler
         if sequence.rank != OFFLINE_RANK or not (scheduler.line.count or len(scheduler.swap.away)):
             self.admit(at_s)
 
     def complete(self, result: StepResult, text_count: int) -> InFlightBatch:
-        """Complete the oldest batch in flight. `shed` is due after its tokens have been sent."""
+        """Complete the oldest batch in flight and return it. The caller calls `shed` after sending its tokens."""
         in_flight_batch = self.batches_in_flight.complete(result.step_id)
         in_flight_batch.check_result(result, text_count)
         self.scheduler.swap.measured(result.execute_s, in_flight_batch.swaps.block_count, result.copy_s)
@@ -240,7 +242,7 @@ class GroupScheduler:
         return in_flight_batch
 
     def step_preempted(self, event: StepPreempted) -> None:
-        """The oldest batch in flight, of offline sequences, was preempted: its sequences are as before it."""
+        """Undo the oldest batch in flight, of offline sequences, which was preempted within its step."""
         lost_tokens = 0
         for sequence, end, _ in self.batches_in_flight.complete(event.step_id).shares:
             if sequence.state is not SequenceState.ENDED:
@@ -266,13 +268,13 @@ class GroupScheduler:
         return marks
 
     def name_computed(self, in_flight_batch: InFlightBatch) -> None:
-        """A batch has run on all stages: its full prompt blocks may be shared from now on."""
+        """Number the full prompt blocks of a batch that has run on all stages: they may be shared from now on."""
         for sequence in in_flight_batch.chunked:
             if sequence.state is SequenceState.RUNNING:
                 self.scheduler.prefixes.name(sequence)
 
     def shed(self, at_s: float) -> None:
-        """Preempt until reservations fit a reduced capacity; sequences in flight when their batch completes."""
+        """Preempt until reservations fit a reduced capacity; sequences in flight follow when their batch completes."""
         if not self.scheduler.settled or self.scheduler.offline_work.paused:
             for sequence in self.scheduler.shed(at_s, self.batches_in_flight.completed_step_id):
                 self.batches_in_flight.forget(sequence)
@@ -280,8 +282,8 @@ class GroupScheduler:
     # ---------------------------------------------------------------- coming and going
 
     def enter(self, sequence: Sequence, at_s: float, *, travels: bool = False, waits: bool = False) -> None:
-        """Add a sequence to the waiting line; one with KV to the suspended, whose KV is being transferred or waits for
-        room.
+        """Add a sequence to the waiting line, or with KV to the suspended ones. `travels`: its KV is being transferred;
+        `waits`: its KV waits for room.
         """
         if sequence.computed_tokens:
             self.scheduler.suspended.add(sequence, at_s, travels=travels, waits=waits)
@@ -289,7 +291,7 @@ class GroupScheduler:
             self.scheduler.line.add(sequence)
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Attach a request to its KV, by request id. The caller calls `make_room` afterwards."""
+        """Attach a request to its KV, which `kept` stands for. The caller calls `make_room` afterwards."""
         if request.output_token_ids:
             request.first_token_at_s = at_s
         self.scheduler.bind(kept, request, at_s)
@@ -301,7 +303,7 @@ class GroupScheduler:
             self.batches_in_flight.forget(kept)
 
     def make_room(self, at_s: float) -> None:
-        """Make room for adopted sequences: end those larger than the cache, preempt the others' surplus."""
+        """Make room for adopted sequences: end those larger than the cache, and preempt until the others fit."""
         self._end_outgrown(at_s)
         self.shed(at_s)
 
@@ -318,18 +320,18 @@ class GroupScheduler:
             self.batches_in_flight.forget(sequence)
 
     def give_away(self, sequence: Sequence) -> None:
-        """Remove a sequence that another leader has now, with its KV. The caller changes its state afterwards."""
+        """Remove a sequence that another leader or group has taken over. The caller changes its state afterwards."""
         self.scheduler.release(sequence, kept=False)
 
     def hand_over(self, at_s: float, who: Container[SequenceId] | None) -> None:
-        """Prepare to hand over all sequences, or those named: their KV in host memory is dropped."""
+        """Prepare to hand over the sequences in `who` (None: all): their KV in host memory is dropped."""
         if who is None:
             self.batches_in_flight.require_none("all sequences are handed over")
             self._forget_prefixes()
         self._forget_swapped(at_s, who)
 
     def lose_batches(self, at_s: float, *, for_good: bool) -> tuple[int, ...]:
-        """Drop the batches in flight, whose steps are returned; with `for_good`, also what stages were to be told."""
+        """Drop the batches in flight and return their step ids; with `for_good`, also what stages were to be told."""
         lost = self.batches_in_flight.lose()
         if for_good:
             self.batches_in_flight.abandon()
@@ -339,14 +341,14 @@ class GroupScheduler:
         return lost
 
     def may_leave(self, *, running: bool) -> list[Sequence]:
-        """Waiting sequences, and with `running` those with nothing in flight."""
+        """Waiting sequences, and with `running` also running ones that are in no batch in flight."""
         found = self.scheduler.waiting
         if running:
             found += [s for s in self.scheduler.running if not self.batches_in_flight.in_flight(s)]
         return found
 
     def need(self, sequence: Sequence) -> int:
-        """Blocks that it holds, or would need."""
+        """Number of blocks that the sequence holds or would need, whichever is larger."""
         return max(sequence.reserved_block_count, self.scheduler.need(sequence))
 
     def give_up(self, sequence: Sequence, at_s: float, why: str) -> None:
@@ -398,7 +400,7 @@ class GroupScheduler:
     def _make_way(self, event: RoomWanted) -> None:
         """Preempt offline sequences that are in no batch, and release retained blocks."""
         scheduler = self.scheduler
-        # Their blocks are given to KV that arrives beside batches: no copy may still read or write them.
+        # The blocks are given to KV that arrives beside batches: no copy may still read or write them.
         still = not (self.batches_in_flight or scheduler.swap.used_block_count)
         if still and not scheduler.why_no_room(event.block_count, new=False):
             for sequence in scheduler.abort_restore(event.at_s, self.completed_step_id, event.block_count):
@@ -433,7 +435,7 @@ class GroupScheduler:
         self.make_room(event.at_s)
 
     def dissolve(self, at_s: float) -> None:
-        """Stop admission: new requests and host memory belong to another group, and no blocks are retained."""
+        """Give up host memory, which belongs to another group from now on, and retained blocks."""
         if not self.scheduler.swap.limit(0):
             self._forget_swapped(at_s)
         self.scheduler.prefixes.close()

@@ -28,7 +28,7 @@ class Handovers:
     def __init__(self, limits: WorkerLimits, request_table: RequestTable) -> None:
         self._limits = limits
         self._request_table = request_table
-        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # KV that left before its request came
+        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # where KV went before its request came
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0
@@ -68,13 +68,13 @@ class Handovers:
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
-        """Move a sequence from one group of this worker to the other."""
+        """Move sequences from one group of this worker to the other."""
         for sequence in [s for s in source.sequences if s.sequence_id in event.sequence_ids]:
             suspended = sequence.sequence_id in event.suspended_ids
             if not suspended:
                 source.give_up(sequence, event.at_s, "its group dissolves")
             source.give_away(sequence)
-            sequence.step_id, sequence.in_engine = 0, False  # both refer to the other group
+            sequence.step_id, sequence.in_engine = 0, False  # both refer to the source group
             sequence.may_overfill = True
             self._request_table.place(sequence, target, event.at_s, waits=suspended)
             self._request_table.turned.append(sequence)  # its dispatcher may place other waiting requests elsewhere
@@ -123,7 +123,7 @@ class Handovers:
             self.bind(group_scheduler, kept, request, at_s)
 
     def forget_kv(self, group_scheduler: GroupScheduler, at_s: float) -> None:
-        """The group dissolves: free kept KV; its requests are recomputed without waiting."""
+        """Free kept KV of a group that dissolves; its requests are recomputed without waiting."""
         for kept in self._request_table.kept.sequences:
             group_scheduler.forget_kv(kept, at_s, "its group dissolves")
 
@@ -137,7 +137,7 @@ class Handovers:
     # ---------------------------------------------------------------- arrival of requests
 
     def follow(self, event: Submitted) -> bool:
-        """True if its KV was here and has gone on to another leader: its dispatcher is told to follow."""
+        """Redirect a request whose KV was here and has gone on to another leader. Returns False for all others."""
         to = self._moved_on.pop(event.request_id, None) if event.expects_handover else None
         if to is not None:
             self._request_table.outbox.moved(event.key, to)
@@ -147,11 +147,11 @@ class Handovers:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
 
     def kept(self, request_id: RequestId) -> Sequence | None:
-        """KV that another leader has sent for that request, or its notice that there is none."""
+        """Sequence that stands for the request's KV from another leader, or for the notice that there is none."""
         return self._request_table.kept.get(request_id)
 
     def wait(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float) -> None:
-        """Wait for KV. `group_scheduler`: of a sequence of the same request that waits already."""
+        """Have a request wait for its KV. If it was submitted before, that one is recomputed in `group_scheduler`."""
         if earlier := self._request_table.waiting_for_kv.get(request.request_id):
             self._recompute(group_scheduler, earlier, at_s, "it was submitted twice")
         request.move(SequenceState.WAITING_FOR_KV, at_s, "its KV is to come")
@@ -159,7 +159,7 @@ class Handovers:
         self._request_table.waiting_for_kv.add(request, at_s)
 
     def bind(self, group_scheduler: GroupScheduler, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Bind a request to its KV: it resumes when the KV is complete; recomputed if the KV is of other tokens."""
+        """Bind a request to its KV: it resumes when the KV is complete, or is recomputed if that is of other tokens."""
         table, snapshot = self._request_table, kept.snapshot
         assert snapshot is not None
         table.waiting_for_kv.discard(request)
@@ -177,14 +177,14 @@ class Handovers:
         group_scheduler.bind(kept, request, at_s)
 
     def expire(self, group_scheduler: GroupScheduler, at_s: float) -> None:
-        """Timed out: recompute the request in `group_scheduler`, or free the KV."""
+        """End waits that have timed out: recompute the requests in `group_scheduler`, free KV without a request."""
         for request in self._request_table.waiting_for_kv.pop_due(at_s):
             self._recompute(group_scheduler, request, at_s, "no KV of it has come")
         for kept in self._request_table.kept.pop_due(at_s):
             self.free(group_scheduler, kept, at_s, "no dispatcher has asked for it")
 
     def _recompute(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float, why: str) -> None:
-        """Resume by recomputation from tokens."""
+        """Resume a request by recomputation; refuse it if this worker does not lead the group."""
         table = self._request_table
         table.waiting_for_kv.discard(request)
         if not group_scheduler.leads:
@@ -217,7 +217,7 @@ def snapshot_of(sequence: Sequence, at_s: float) -> SequenceSnapshot:
 
 
 def checksum_of(sequence: Sequence, count: int) -> int:
-    """CRC-32 of its first `count` tokens."""
+    """CRC-32 of the sequence's first `count` token ids."""
     return crc32(array("I", sequence.token_ids(0, count)).tobytes())
 
 

@@ -17,7 +17,7 @@ from services.worker.core.blocks import BlockBook
 
 
 class _Copy(NamedTuple):
-    number: BlockNumber  # the block's number on the device; the host's book uses its negative
+    number: BlockNumber  # the block's number on the device; negated, its id in the host's book
     used_at_s: float  # last use on the device, set when the device has evicted it; 0.0: not yet
     mark: Mark | None
 
@@ -44,22 +44,22 @@ class HostPrefixes:
 
     @property
     def book_ids(self) -> list[SequenceId]:
-        """Their ids in the host's book."""
+        """Ids of all copies in the host's book, including those under way."""
         return [*(-copy.number for copy in self._kept.values()), *(-number for number in self._copying)]
 
     @property
     def removable_count(self) -> int:
-        """Blocks that can be evicted."""
+        """Number of copies that can be evicted."""
         return len(self._kept) - sum([key in self._kept for key in self._read])
 
     # ---------------------------------------------------------------- device to host
 
     def lacks(self, number: BlockNumber, key: BlockKey) -> bool:
-        """True if it is neither here nor being copied."""
+        """True if the block is neither here nor being copied here."""
         return key not in self._kept and number not in self._copying
 
     def copy(self, numbers: Iterable[tuple[BlockNumber, BlockKey]]) -> tuple[int, ...]:
-        """Copy blocks beside the batch being formed; there is room for them. Returns blocks of the host."""
+        """Reserve host blocks for copies beside the batch being formed, and return them. There must be room."""
         host_blocks: list[int] = []
         for number, key in numbers:
             self._copying[number] = key
@@ -67,7 +67,7 @@ class HostPrefixes:
         return tuple(host_blocks)
 
     def landed(self, numbers: Iterable[BlockNumber], *, good: bool) -> None:
-        """The batch beside which blocks were copied has completed."""
+        """Keep the copies of a batch that has completed; release those of one that failed (not `good`)."""
         for number in numbers:
             key = self._copying.pop(number, None)
             if key is None:
@@ -78,7 +78,7 @@ class HostPrefixes:
                 self._host.release(-number)
 
     def gone(self, number: BlockNumber, key: BlockKey, used_at_s: float, mark: Mark | None) -> bool:
-        """The device evicts the block, last used at that instant. Returns True if a complete copy stays here."""
+        """Note that the device evicts a block, last used at `used_at_s`. Returns True if a complete copy stays here."""
         if self._copying.pop(number, None) is not None:
             self._host.release(-number)
         if (copy := self._kept.get(key)) is None:

@@ -1,4 +1,4 @@
-"""Batches in flight, and removals that the stages have not been told."""
+"""Batches in flight, and removals of which the stages have not been told."""
 
 from collections import deque
 from collections.abc import Callable
@@ -25,8 +25,8 @@ class InFlightBatch:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, samples
-        self.chunked: list[Sequence] = []  # of these the ones with a prompt chunk
+        self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, whether sampled
+        self.chunked: list[Sequence] = []  # sequences with a prompt chunk in this batch
         self.sampled_count = 0
         self.has_safepoints = False  # it may be preempted within its step
         self.swaps = NOTHING  # copies to host memory and back
@@ -56,9 +56,9 @@ class Steps:
 class InFlightBatches:
     """Batches complete in the order of dispatch. A sequence is in flight if its last batch has not completed.
 
-    Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. What follows a
-    sampling slice has its token as input: in a pipeline nothing does until that has completed; a lone instance refers
-    to it (`IN_FLIGHT`). If that token ends the sequence, the row that follows is computed in vain, in its own block.
+    Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. A slice that follows
+    a sampling one has its token as input: a pipeline forms it when the token is known, a lone instance at once, with a
+    placeholder (`IN_FLIGHT`). If that token ends the sequence, the slice is computed in vain, in the sequence's block.
     """
 
     def __init__(self, book: BlockBook, steps: Steps, prefixes: PrefixIndex) -> None:
@@ -67,14 +67,14 @@ class InFlightBatches:
         self._steps = steps
         self._batches: deque[InFlightBatch] = deque()
         self.completed_step_id = 0
-        self.to_remove: list[SequenceId] = []  # the next batch tells the stages
+        self.to_remove: list[SequenceId] = []  # sequences that the next batch tells the stages to remove
 
     def __len__(self) -> int:
         return len(self._batches)
 
     @property
     def next_completion(self) -> int | None:
-        """Step of the oldest batch in flight."""
+        """Step id of the oldest batch in flight."""
         return self._batches[0].step_id if self._batches else None
 
     @property
@@ -125,14 +125,14 @@ class InFlightBatches:
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
 
     def _decode(self, sequence: Sequence) -> Slice:
-        """Its next decode, while batches are in flight."""
+        """The slice of the sequence's next decode, while batches are in flight."""
         if sequence.step_id > self.completed_step_id and sequence.dispatched_tokens >= sequence.token_count:
             return _new(Slice, (sequence.sequence_id, sequence.token_count, _UNKNOWN, True))
         token_ids = sequence.output_token_ids or sequence.prompt_token_ids
         return _new(Slice, (sequence.sequence_id, sequence.token_count - 1, (token_ids[-1],), True))
 
     def release_batch(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
-        """A batch that only tells the stages what to release and copy, when no other batch is about to follow."""
+        """Form a batch that only tells the stages what to release and copy, when no other is about to follow."""
         batch = self._batch(self._steps.next(), (), (), copies)
         self._book.apply(batch)
         return Removed(batch, block_copies(batch, self._book))
@@ -152,7 +152,7 @@ class InFlightBatches:
         return self.completed_step_id
 
     def lose(self) -> tuple[int, ...]:
-        """Drop all batches in flight. Returns their steps."""
+        """Drop all batches in flight. Returns their step ids."""
         lost = tuple([batch.step_id for batch in self._batches])
         self._batches.clear()
         self.completed_step_id = self._steps.last
@@ -174,7 +174,7 @@ class InFlightBatches:
 
     @property
     def carries_changes(self) -> bool:
-        """True if the next batch carries more than computation."""
+        """True if the next batch tells the stages of removed, named, forgotten or taken blocks."""
         return bool(self.to_remove) or self._prefixes.carries_changes
 
     def _batch(
@@ -191,7 +191,7 @@ class InFlightBatches:
         return Batch(step_id, removed, added, slices, 0.0, False, "", copies, *news, safepoint_layers)
 
     def check(self) -> None:
-        """Raise InvariantViolation unless each sequence's shares in flight are contiguous and none was preempted."""
+        """Raise InvariantViolation unless each sequence's shares in flight are contiguous and it runs or has ended."""
         ends: dict[SequenceId, tuple[int, int]] = {}  # end of the last share, and tokens in flight
         for in_flight_batch in self._batches:
             for sequence, end, samples in in_flight_batch.shares:

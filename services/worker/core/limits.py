@@ -7,13 +7,13 @@ from ballast.common.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLimits:
-    """Raises ConfigError on construction, naming the setting."""
+    """Limits of one worker. The constructor raises ConfigError for a wrong value, naming the setting."""
 
     block_tokens: int
     max_model_len: int  # prompt and output together
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
-    adapters: frozenset[str] = frozenset()  # names of those that are loaded
+    adapters: frozenset[str] = frozenset()  # names of the loaded adapters
     max_running_count: int = 64  # --max-num-seqs
     max_batch_tokens: int = 512  # --max-num-batched-tokens
     max_waiting_count: int = 64  # --max-num-queued-reqs

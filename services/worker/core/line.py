@@ -10,7 +10,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.sequence import Sequence
 
 OFFLINE_RANK = PriorityClass.BATCH.rank  # the lowest class
-LIFT_S = 10.0  # as in dispatchers: `PlacementRules.lift_s`
+LIFT_S = 10.0  # wait after which a head counts as one class better; as `PlacementRules.lift_s` in dispatchers
 
 
 def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
@@ -19,16 +19,16 @@ def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
 
 
 class WaitingLine:
-    """`count` and `token_count` are of online sequences; offline ones are counted separately."""
+    """The waiting sequences. `count` and `token_count` are those of online ones; offline ones count separately."""
 
     def __init__(self) -> None:
         self.count = 0
         self.token_count = 0
-        self.callers: Counter[int] = Counter()  # caller -> its online sequences, never 0
+        self.callers: Counter[int] = Counter()  # caller -> number of its online sequences, if any
         self._classes: tuple[OrderedDict[SequenceId, Sequence], ...] = tuple(OrderedDict() for _ in PriorityClass)
 
     def __iter__(self) -> Iterator[Sequence]:
-        """In order of service."""
+        """Iterate over all waiting sequences in order of service."""
         return chain.from_iterable([line.values() for line in self._classes])
 
     @property
@@ -65,8 +65,8 @@ class WaitingLine:
         return sum(map(bool, self._classes[:OFFLINE_RANK])) > 1
 
     def lift(self, at_s: float) -> None:
-        """Raise the head of a class by one class, permanently, once it has waited LIFT_S behind a better class. Offline
-        sequences are never raised.
+        """Raise the head of each class by one class, permanently, once it has waited LIFT_S behind a better class.
+        Offline sequences are never raised.
         """
         for rank in range(1, OFFLINE_RANK):
             first = next(iter(self._classes[rank].values()), None)

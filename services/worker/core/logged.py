@@ -1,7 +1,7 @@
 """Which tokens of a stage's sequences have their activations in its log, and where (pure).
 
-A log row belongs to a slot of the stage's KV cache: `block * block_tokens + offset`. It is of use while the token's KV
-is, and is overwritten with it. A sequence is logged from its first token without a gap, or not at all; blocks that it
+A log row belongs to a slot of the stage's KV cache: `block * block_tokens + offset`. It is valid as long as the token's
+KV, and is overwritten with it. A sequence is logged from its first token without a gap, or not at all; blocks that it
 reuses count if they were logged when they were computed.
 """
 
@@ -15,14 +15,14 @@ from services.worker.core.blocks import BlockBook
 class LoggedTokens:
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._counts: dict[SequenceId, int] = {}  # tokens from the first on
-        self._token_ids: dict[int, int] = {}  # by slot
-        self._numbers: set[BlockNumber] = set()  # of blocks that are logged
+        self._counts: dict[SequenceId, int] = {}  # sequence -> number of its first tokens that are logged
+        self._token_ids: dict[int, int] = {}  # slot -> token id
+        self._numbers: set[BlockNumber] = set()  # numbers of logged blocks
         self._book: BlockBook | None = None
         self._compaction_count = 0
 
     def covers(self, book: BlockBook, sequence_id: SequenceId, token_count: int) -> bool:
-        """`book`: where the sequence's blocks are now."""
+        """True if the sequence's first `token_count` tokens are logged. `book`: its block tables at present."""
         return self._is_of(book) and self._counts.get(sequence_id, 0) >= token_count
 
     def _is_of(self, book: BlockBook) -> bool:
@@ -33,11 +33,11 @@ class LoggedTokens:
         self._numbers.clear()
 
     def forget_numbers(self) -> None:
-        """Another leader numbers blocks anew."""
+        """Forget the numbers of blocks: the next leader assigns its own."""
         self._numbers.clear()
 
     def follow(self, batch: Batch, book: BlockBook) -> None:
-        """To be called before the batch's slices run. Blocks that have moved are not logged any more."""
+        """Apply the batch's changes of blocks, before its slices run. If blocks were moved, all is forgotten."""
         if not self._is_of(book):
             self.clear()
             self._book, self._compaction_count = book, book.compaction_count
@@ -53,7 +53,9 @@ class LoggedTokens:
                 self._counts[sequence_id] = len(numbers) * self._block_tokens
 
     def take(self, batch: Batch, tables: Sequence[Sequence[int]], slot_count: int) -> tuple[list[int], list[int]]:
-        """The rows of the batch's activations to be logged, and their slots. The log has the first `slot_count`."""
+        """Note the batch's tokens as logged. Returns the rows of its activations to store, and their slots, all below
+        `slot_count`, the size of the log.
+        """
         rows, slots, row = list[int](), list[int](), 0
         for index in row_order(batch.slices):
             (sequence_id, first, token_ids, _), table = batch.slices[index], tables[index]
@@ -71,7 +73,7 @@ class LoggedTokens:
         return tuple([self._token_ids[slot] for slot in slots])
 
     def slots(self, table: Sequence[int], first: int, count: int) -> list[int]:
-        """Of these positions."""
+        """Slots of the positions `[first, first + count)` of a sequence with this block table."""
         size = self._block_tokens
         return [table[position // size] * size + position % size for position in range(first, first + count)]
 

@@ -20,7 +20,7 @@ from services.worker.core.spans import KvRange, StageLayers
 
 MigrationId = int
 MOST_AT_ONCE = 4  # concurrent migrations of a group, in both directions together
-PATIENCE_S = 3.0  # of the source, without progress. The target waits longer, so that the source ends it
+PATIENCE_S = 3.0  # how long the source waits without progress; the target waits longer, so that the source gives up
 SPARE_BLOCKS = 2  # reserved by the target beyond the present KV, as the sequence goes on growing
 
 
@@ -58,7 +58,7 @@ class Want:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """The sequence runs here."""
+    """The target runs the sequence."""
 
     migration_id: MigrationId
     with_kv: bool
@@ -86,7 +86,7 @@ class Give:
 
     migration_id: MigrationId
     sequence_id: SequenceId
-    epoch: Epoch  # of the links
+    epoch: Epoch  # epoch of the links
     span: KvRange
     takers: tuple[StageLayers, ...]
 
@@ -131,7 +131,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """A span has been received, in this stage's layers; None: it will not be, and no write is under way."""
+    """This stage has received a span in its layers; None: it will not, and no write is under way."""
 
     migration_id: MigrationId
     span: KvRange | None
@@ -156,7 +156,7 @@ class Say:
 @dataclass(frozen=True, slots=True)
 class HandOverNow:
     """Hand the sequence over now, between two steps: send the last span, remove the sequence, send Handed. If the span
-    cannot be sent, nothing has changed: `give_up`.
+    cannot be sent, nothing has changed, and `Departures.give_up` is called.
     """
 
     to: WorkerId
@@ -172,10 +172,10 @@ class Report:
     to: WorkerId
     moved: bool
     why: str  # why it has not moved, or that its target has not confirmed it
-    with_kv: bool  # no token is recomputed
-    rounds: int  # of copying while it was decoding
-    copied_blocks: int  # in those rounds
-    last_blocks: int  # in the last span, while it stood still
+    with_kv: bool  # it has moved with its KV: no token is recomputed
+    rounds: int  # copy rounds while the sequence was decoding
+    copied_blocks: int  # blocks copied in those rounds
+    last_blocks: int  # blocks of the last span, copied while the sequence stood still
     took_s: float
     downtime_s: float  # from its last step here until the target has reported that it runs
 

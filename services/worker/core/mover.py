@@ -1,15 +1,15 @@
 """KV transfers of this stage, outgoing and incoming, and who is notified of them (pure).
 
 One account for all of them. What moves when, and who leads afterwards, is decided elsewhere: for the exchange of a
-transition by `core.transition` and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. Here it
-is pieces, one for each hop (`core.spans`), and `pipeline.mover` executes the commands.
+transition by `core.transition` and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. The
+mover keeps track of pieces, one for each hop (`core.spans`); `pipeline.mover` executes its commands.
 
 Rule 1: nothing is sent that has no room. Blocks are reserved before KV is requested: in an exchange by the stage
 itself, in a migration by its leader. Rule 2: requested KV arrives or is cancelled; a write under way is waited for.
 Rule 3: requests of one instant are batched (`flush`): one message to each sender, small pieces in one transfer.
 
-Layers given up have block tables of their own until all their KV has been sent. In retained layers sequences run on and
-new ones arrive; in these they only leave. The remainder is compacted when a wave has ended.
+Layers given up have block tables of their own until all their KV has been sent: no sequence is added to these, and what
+is left is compacted when a wave has ended. In layers that stay, sequences run on and new ones arrive.
 """
 
 from collections import deque
@@ -26,11 +26,11 @@ from services.worker.core.spans import Hop, Key, KvRange, Piece, StageLayers, ho
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
 _TOGETHER_BYTES = 1 << 20  # maximum of a transfer with pieces of several sequences: it delays those that are complete
-_TOGETHER = 32  # pieces in such a transfer; its header names them
+_TOGETHER = 32  # maximum pieces in such a transfer; its header names them
 _BEHIND_EXCHANGE = 1 << 40  # priority among KV transfers, after every sequence that an exchange waits for
 
-_Move = tuple[int, SequenceId]  # see `Piece`
-_Going = tuple[SequenceId, WorkerId]  # and its receiver
+_Move = tuple[int, SequenceId]  # `Piece.move` and the sequence
+_Going = tuple[SequenceId, WorkerId]  # a sequence and the receiver of its KV
 
 
 class Mode(Enum):
@@ -50,7 +50,7 @@ class Send:
     """Pieces for one transfer. Answered with `refused`, or in an exchange with `sent`."""
 
     to: WorkerId
-    epoch: Epoch  # of the link
+    epoch: Epoch  # epoch of the link
     mode: Mode
     block_ranges: tuple[BlockRange, ...]
 
@@ -83,7 +83,7 @@ class KvPlace:
 
 @dataclass(frozen=True, slots=True)
 class CopyOver:
-    """Copy blocks of this worker in the previous group to blocks in its own."""
+    """Copy blocks (from, to): from this worker's blocks in the previous group to its blocks in the present one."""
 
     moves: tuple[tuple[int, int], ...]
 
@@ -92,8 +92,8 @@ class CopyOver:
 class _Coming:
     """Incoming KV of one sequence in one move."""
 
-    epoch: Epoch  # of the links
-    exchanged: bool
+    epoch: Epoch  # epoch of the links
+    exchanged: bool  # True: in an exchange; False: in a migration
     keys: set[Key] = field(default_factory=set[Key])  # pieces neither received nor cancelled
     span: KvRange | None = None
     failed: bool = False
@@ -103,26 +103,26 @@ class _Coming:
 class _Exchange:
     """Outgoing KV of one transition."""
 
-    book: BlockBook  # of the previous layout; in a restore the new one is in force when KV is expected
-    retired: BlockBook | None = None  # of layers that this member has given up
+    book: BlockBook  # block tables of the layout before; in a restore, KV is expected in another book
+    retired: BlockBook | None = None  # block tables of the layers that this member has given up
     ordered: dict[_Going, BlockRange] = field(default_factory=dict[_Going, BlockRange])
     asked: set[_Going] = field(default_factory=set[_Going])
     to_begin: dict[WorkerId, list[BlockRange]] = field(
         default_factory=dict[WorkerId, list[BlockRange]]
     )  # sent by the next `flush`
-    to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # likewise
-    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # for room on the link
-    given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # in this wave
+    to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # not asked yet
+    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # refused by full links
+    given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # sequences sent in this wave
 
 
 class Mover:
     def __init__(self, block_tokens: int, block_bytes: int, withdraw: Callable[[Key], bool]) -> None:
-        """`block_bytes`: of a block in one layer. `withdraw(key)`: forbid a write; False if it may be under way."""
+        """`block_bytes`: bytes of a block in one layer. `withdraw(key)` forbids a write; False: it may be under way."""
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._withdraw = withdraw
         self._coming: dict[_Move, _Coming] = {}
-        self._held: set[SequenceId] = set()  # of migrations: they hold blocks here, but are not this group's
+        self._held: set[SequenceId] = set()  # migrating sequences that hold blocks here, but are not this group's yet
         self._is = _Exchange(BlockBook(0, block_tokens))
 
     @property
@@ -133,11 +133,11 @@ class Mover:
     # ------------------------------------------------------------ incoming
 
     def expect(self, command: ExpectKv, book: BlockBook) -> list[KvPlace | CopyOver]:
-        """Expect KV in blocks of `book`, the one in force."""
+        """Reserve blocks in `book`, the one in force, for a sequence of an exchange, and expect its KV there."""
         sequence_id, token_count = command.victim.sequence_id, command.victim.computed_tokens
         table, end_block = book.hold(sequence_id, token_count), blocks_for(token_count, self._block_tokens)
         commands: list[KvPlace | CopyOver] = []
-        if book is not self._is.book:  # this stage's own layers have it in the blocks of the other group
+        if book is not self._is.book:  # this stage has KV of its own layers in blocks of the previous group
             before = self._is.book.table(sequence_id)[:end_block]
             commands.append(CopyOver(tuple(zip(before, table, strict=True))))
         if command.hops:
@@ -148,7 +148,7 @@ class Mover:
         return commands
 
     def take(self, take: Take, coming_here: Sequence[Hop], book: BlockBook) -> list[KvPlace] | None:
-        """Reserve blocks for a migration. None if there are too few."""
+        """Reserve blocks for a migration and expect its KV there. Returns None if too few are free."""
         sequence_id = take.sequence_id
         if take.last_block - len(book.table(sequence_id)) > book.free_count:
             return None
@@ -203,9 +203,8 @@ class Mover:
         return [landed for move, coming in found for landed in self._fail(move, coming)]
 
     def _fail(self, move: _Move, coming: _Coming) -> list[Landed]:
-        """Cancel the writes of a failed migration, and report it once none is under way.
-
-        A failed exchange fails the whole group.
+        """Note that incoming KV has failed. In a migration, cancel its writes and report it once none is under way; a
+        failed exchange ends the whole group.
         """
         coming.failed = True
         if not coming.exchanged:
@@ -221,7 +220,7 @@ class Mover:
     # ------------------------------------------------------------ outgoing: migrations
 
     def give(self, give: Give, stage: StageLayers, book: BlockBook) -> list[Send] | None:
-        """Send a span. None if the sequence is not here."""
+        """Commands to send a span; None if the sequence is not here."""
         span, table = give.span, book.table(give.sequence_id)
         if len(table) < span.last_block:
             return None
@@ -235,7 +234,7 @@ class Mover:
     # ------------------------------------------------------------ outgoing: exchange
 
     def begin(self, book: BlockBook) -> None:
-        """Begin a transition. `book`: of the layout in force."""
+        """Begin a transition. `book`: block tables of the layout in force."""
         self._is = _Exchange(book)
 
     def order(self, command: SendKv) -> int:
@@ -265,7 +264,7 @@ class Mover:
         )
 
     def asked(self, peer: WorkerId, sequence_ids: Iterable[SequenceId]) -> None:
-        """A peer has reserved its blocks; its request may precede this stage's own order to send."""
+        """Handle the request of a peer that has reserved blocks; it may precede this stage's own order to send."""
         for sequence_id in sequence_ids:
             if (block_range := self._is.ordered.pop((sequence_id, peer), None)) is not None:
                 self._is.to_begin.setdefault(peer, []).append(block_range)
@@ -273,7 +272,7 @@ class Mover:
                 self._is.asked.add((sequence_id, peer))
 
     def flush(self) -> list[KvRequest | Send]:
-        """Send the requests for expected KV, and the KV requested, since the last call."""
+        """Commands to request KV that is expected, and to send KV that was requested, since the last call."""
         to_ask, self._is.to_ask = self._is.to_ask, {}
         to_begin, self._is.to_begin = self._is.to_begin, {}
         commands: list[KvRequest | Send] = [KvRequest(giver, tuple(ids)) for giver, ids in to_ask.items()]
@@ -294,7 +293,7 @@ class Mover:
         return [Send(to, Epoch(g[0].piece.move), Mode.EXCHANGE, tuple(g)) for g in groups]
 
     def refused(self, send: Send) -> None:
-        """The link has no room for a transfer: an exchange retries it later."""
+        """Note that a link has no room for a transfer: in an exchange, it is retried later (`again`)."""
         if send.mode is Mode.EXCHANGE:
             self._is.waiting.setdefault(send.to, deque()).append(send)
 
@@ -311,14 +310,14 @@ class Mover:
             self._is.waiting[to].extend(waiting)
 
     def sent(self, at_s: float, send: Send) -> list[KvSent]:
-        """The receiver has the transfer."""
+        """Events for a transfer that the receiver has."""
         return [KvSent(at_s, send.epoch, block_range.piece.sequence_id, send.to) for block_range in send.block_ranges]
 
     # ------------------------------------------------------------ layers given up
 
     def retire(self) -> int:
-        """Keep the blocks of the layers given up; the book is still that of the old layout. Returns how many are
-        needed.
+        """Copy the block tables for the layers given up, while the book is still that of the old layout. Returns how
+        many blocks these layers need.
         """
         self._is.retired = self._is.book.copy()
         self._is.retired.forget_numbers()
@@ -331,8 +330,8 @@ class Mover:
                 book.release(sequence_id)
 
     def compact(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Called while no KV is being sent. Returns how many blocks of the layers given up are needed from now on, and
-        the copies (from, to) that make these the first ones.
+        """Compact the layers given up after a wave, while no KV is being sent. Returns how many of their blocks are
+        still needed, and the copies (from, to) that make these the first ones.
         """
         given, self._is.given = self._is.given, {}
         self.forget(given)
@@ -358,7 +357,7 @@ class Mover:
         """Raise InvariantViolation unless the account equals the transfers under way.
 
         Args:
-            places: In which KV may be written.
+            places: Keys of the KV that may be written here.
         """
         is_, expected = self._is, {key for coming in self._coming.values() for key in coming.keys}
         if unknown := set(places) - expected:

@@ -27,7 +27,7 @@ Chunks = list[tuple[Sequence, int]]  # with their numbers of tokens
 
 
 def left_of(sequence: Sequence) -> int:
-    """Tokens that are in no batch yet."""
+    """Number of the sequence's tokens without KV."""
     return sequence.token_count - sequence.computed_tokens
 
 
@@ -52,7 +52,7 @@ class OfflineWork:
 
     @property
     def efficient_tokens(self) -> int:
-        """Prompt tokens of a batch that reaches most of the best throughput. Recomputed when costs have been learnt."""
+        """Prompt tokens with which a batch reaches most of the best throughput. Recomputed when costs were learnt."""
         cost = self._harvest.cost()
         if cost is not self._priced:
             self._priced = cost
@@ -60,7 +60,7 @@ class OfflineWork:
         return self._efficient_tokens
 
     def wanted_tokens(self, running: list[Sequence]) -> int:
-        """Prompt tokens of further offline sequences that could be admitted."""
+        """Number of prompt tokens of further offline sequences that could be admitted."""
         return wanted_tokens(self.efficient_tokens, [left_of(s) for s in running])
 
     def note_yield(self, lost_tokens: int) -> None:
@@ -85,19 +85,19 @@ class OfflineWork:
         place_count: int,
         at_s: float,
     ) -> int:
-        """Adds to a batch of online work, which may be empty. Returns its safepoints (see `Batch`).
+        """Add offline sequences to a batch of online work, which may be empty. Returns its `safepoint_layers`.
 
         Args:
-            decodes: Of the batch: added to.
-            chunks: Of the batch: added to.
+            decodes: Decodes of the batch, to be extended.
+            chunks: Prompt chunks of the batch, to be extended.
             ready: Offline sequences that are in no batch, in order of service.
             stage_count: Stages of the group.
-            in_flight_count: Batches that the stages have.
-            prefill_limit: Tokens of prompts in a batch that has decodes; None: any number.
-            online_in_flight: Some of these have online sequences.
-            online: All that run.
-            place_count: Online sequences that may run.
-            at_s: Now.
+            in_flight_count: Batches in flight.
+            prefill_limit: Maximum prompt tokens of a batch that has decodes; None: no limit.
+            online_in_flight: True if batches in flight have online sequences.
+            online: All running online sequences.
+            place_count: Maximum number of running online sequences.
+            at_s: Present instant.
         """
         cost, alone = self._harvest.cost(), not (decodes or chunks)
         if alone and in_flight_count >= stage_count:

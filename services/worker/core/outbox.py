@@ -7,7 +7,7 @@ from services.worker.core.batch import TokenLogprobs
 from services.worker.core.events import Emit, Ending, SequenceKey
 from services.worker.core.sequence import Sequence as Running
 
-_MANY_MARKS = 64  # of 16,384 tokens: so many are sent without waiting for other output
+_MANY_MARKS = 64  # marks, of 16,384 tokens together, that are sent without waiting for other output
 
 
 class _Letter:
@@ -32,7 +32,7 @@ class _Letter:
 class Outbox:
     def __init__(self) -> None:
         self._letters: dict[int, _Letter] = {}  # stream id -> its pending output
-        self._marks: dict[int, list[int]] = {}  # stream id -> sent with its next output, or at `_MANY_MARKS`
+        self._marks: dict[int, list[int]] = {}  # stream id -> marks for its next output; sent alone at `_MANY_MARKS`
 
     def _letter(self, stream_id: int) -> _Letter:
         letter = self._letters.get(stream_id)
@@ -55,7 +55,7 @@ class Outbox:
             letter.logprobs.append(logprobs)
 
     def tokens(self, stream_id: int, handles: list[int], token_ids: list[int]) -> None:
-        """One token without text for each handle."""
+        """Add one token without text for each handle."""
         letter = self._letters.get(stream_id) or self._letter(stream_id)
         letter.handles += handles
         letter.token_counts += [1] * len(handles)
@@ -63,7 +63,7 @@ class Outbox:
         letter.texts += [""] * len(handles)
 
     def text(self, sequence: Running, text: str) -> None:
-        """Text without a token: the remainder held back by stop strings."""
+        """Add text without a token: what was held back as a possible beginning of a stop string."""
         if sequence.wants_text and text:
             letter = self._letter(sequence.key[0])
             letter.handles.append(sequence.key[1])
@@ -80,7 +80,7 @@ class Outbox:
             letter.resumed = (*letter.resumed, key.handle)
 
     def moved(self, key: SequenceKey, to: str, cached_token_count: int = 0) -> None:
-        """The request goes on at another leader."""
+        """Report that the request goes on at another leader."""
         ending = Ending(key.handle, None, moved_to=to, cached_token_count=cached_token_count)
         self._letter(key.stream_id).endings.append(ending)
 
@@ -91,7 +91,7 @@ class Outbox:
         self._letter(stream_id).endings.append(ending)
 
     def record_refused(self, key: SequenceKey, why: str, invalid: bool) -> None:
-        """It never became a sequence: refused, or an ERROR if the request itself is at fault."""
+        """Report a request that never became a sequence: refused, or ERROR if it is itself at fault (`invalid`)."""
         reason = FinishReason.ERROR if invalid else None
         self._letter(key.stream_id).endings.append(
             Ending(key.handle, reason, error=why, refused=not invalid, invalid=invalid)
@@ -107,7 +107,7 @@ class Outbox:
         self._marks.pop(stream_id, None)
 
     def take(self, seen_handle: Callable[[int], int]) -> list[Emit]:
-        """One Emit for each stream with pending output. `seen_handle`: highest handle received, by stream id."""
+        """Take an Emit for each stream with pending output. `seen_handle(stream_id)`: highest handle received on it."""
         if not self._letters:
             return []
         letters, self._letters = self._letters, {}

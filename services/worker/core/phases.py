@@ -2,7 +2,7 @@
 
 A row lists the events that a state handles; others are ignored, since each may arrive twice, late or never. `On`: of
 the entries for an event the first whose condition holds is taken. `Then`: entries without an event; after each event
-they are tried in order until none holds. `docs/transitions.md` is generated from it.
+they are tried in order until none holds. `docs/transitions.md` is generated from the tables.
 """
 
 import math
@@ -18,7 +18,7 @@ from services.worker.core.transition_state import TransitionState as S
 
 
 class State(StrEnum):
-    """Finer than the `Phase` that the planner sees."""
+    """State of a member in a transition, finer than the `Phase` that the planner sees."""
 
     NEW = "new"
     PREPARING = "preparing"
@@ -54,8 +54,8 @@ class Then:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`deadline_s`: the member's own; None: the planner ends the phase, or the member is at rest. `way_out`: from when
-    the deadline counts, and what follows.
+    """One state of a table. `deadline_s`: the member's own deadline; None: the planner ends the phase, or the member is
+    at rest. `way_out`: from when the deadline counts, and what follows it.
     """
 
     phase: Phase
@@ -66,7 +66,7 @@ class Row:
 
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
-_FORGOTTEN_S = 15.0  # after which a prepared transition will not be committed
+_FORGOTTEN_S = 15.0  # silence of the planner after which a transition is no longer committed
 _FORGOTTEN = "counted from the planner's last question: it fails"
 _OVERDUE = "a plan without this worker's group follows: it leaves"
 
@@ -277,6 +277,6 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
 
 
 def deadline_s(phase: Phase) -> float:
-    """The member's own deadline in a state (seconds); infinity: none."""
+    """The member's own deadline in a phase (seconds), the shortest of its states; infinity: none."""
     rows = [row for table in (DROP, RESTORE) for row in table.values() if row.phase is phase]
     return min((row.deadline_s for row in rows if row.deadline_s is not None), default=math.inf)

@@ -23,12 +23,12 @@ class PlainSteps:
         self.sequences = sequences  # in the order of their slices
         self.limit = limit  # maximum number of steps
         self.block_tokens = block_tokens
-        self.context_tokens = sum([s.token_count for s in sequences])  # that the first step reads, new ones included
+        self.context_tokens = sum([s.token_count for s in sequences])  # context of the first step, its inputs included
         self._growth = growth  # step number modulo block size -> blocks reserved before that step
         self._early = early  # step numbers at which a sequence does not need its block yet, once for each such sequence
 
     def growth(self, step: int) -> int:
-        """Blocks reserved before this step (counted from 0)."""
+        """Number of blocks to be reserved before this step (counted from 0)."""
         block_count = self._growth[step % self.block_tokens]
         if step < 2 and self._early:
             block_count -= self._early.count(step)
@@ -36,7 +36,7 @@ class PlainSteps:
 
 
 def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
-    """None if the next step may not be decode-only."""
+    """The decode-only steps that come next; None if the next step may not be one."""
     scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
     if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.carries_changes:
         return None
@@ -69,7 +69,7 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
 
 
 def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, group_scheduler: GroupScheduler) -> None:
-    """Record the first `count` steps as run. `token_ids`: one for each step, by sequence."""
+    """Record the first `count` steps as run. `token_ids`: for each sequence, one for each step."""
     block_tokens, scheduler, book = plain.block_tokens, group_scheduler.scheduler, group_scheduler.book
     taken: list[tuple[int, int, Running]] = []  # step, index in the batch: the order in which blocks are reserved
     step_id = group_scheduler.batches_in_flight.record_completed(count)

@@ -18,7 +18,7 @@ class Plan:
     kind: TransitionKind
     base: Layout
     target: Layout
-    lost: frozenset[WorkerId] = field(init=False, compare=False)  # of the base, and not of the target
+    lost: frozenset[WorkerId] = field(init=False, compare=False)  # workers of the base that the target lacks
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "lost", frozenset(worker_ids(self.base) - worker_ids(self.target)))
@@ -50,7 +50,7 @@ class PlanPart:
 
     old: Group | None
     new: Group
-    peers: tuple[WorkerId, ...]  # links needed to each
+    peers: tuple[WorkerId, ...]  # workers to which it needs links
     handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its handover, itself excluded
     handovers_from: tuple[WorkerId, ...]  # at a new leader: members whose handover it waits for
     rosters_from: tuple[WorkerId, ...]  # new leaders of sequences whose KV it sends or receives, itself included
@@ -60,7 +60,7 @@ class PlanPart:
 
 
 def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:
-    """None if nothing changes for this worker, or it is not in the target layout."""
+    """The worker's part in the plan; None if nothing changes for it, or it is not in the target layout."""
     old, new = group_of(plan.base, me), group_of(plan.target, me)
     if new is None or old == new:
         return None
@@ -89,7 +89,7 @@ def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
 
 
 def refills(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
-    """The lost layers, whose KV a stand-in computes from the log of the stage before: that is the giver."""
+    """The hops of lost layers, whose KV a stand-in computes from the log of the stage before them, the giver."""
     old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
     if not plan.lost or old is None or new is None or victim.computed_tokens == 0:
         return []

@@ -47,7 +47,7 @@ class PrefixIndex:
     def __init__(self, limits: WorkerLimits, first_number: BlockNumber, host: HostPrefixes) -> None:
         """Numbers begin after `first_number`. `host`: copies of retained blocks in host memory."""
         self._host = host
-        self._to_copy = deque[BlockNumber]()  # retained blocks that may lack a copy on the host, among others
+        self._to_copy = deque[BlockNumber]()  # blocks to copy to the host; some are no longer retained, or copied
         self._block_tokens = limits.block_tokens
         self._seed = limits.prefix_seed
         self._closed = not limits.prefix_caching
@@ -60,18 +60,18 @@ class PrefixIndex:
         )  # unreferenced -> last use; in order of eviction
         self._offline: OrderedDict[BlockNumber, None] = (
             OrderedDict()
-        )  # likewise, used by offline sequences only: evicted first
-        self._online: set[BlockNumber] = set()  # have been held by online sequences
-        self._marks: dict[BlockNumber, Mark] = {}  # of the blocks with which a marked prefix ends
-        self.new_marks: list[Mark] = []  # computed or reused since the last report
-        self.at_s = 0.0  # of the event that is handled
+        )  # unreferenced, used by offline sequences only; in order of eviction, before `_retained`
+        self._online: set[BlockNumber] = set()  # numbers that online sequences have held
+        self._marks: dict[BlockNumber, Mark] = {}  # last block of a marked prefix -> its mark
+        self.new_marks: list[Mark] = []  # marks of prefixes computed or reused since the last report
+        self.at_s = 0.0  # instant of the event being handled
         self._kept_since_s = 0.0  # all blocks used since then are still here or on the host
-        self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # its first blocks; None: not numbered
-        self._begun: list[Sequence] = []  # have taken blocks, and are in no plan yet
+        self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # numbers of its first blocks; None: not numbered
+        self._begun: list[Sequence] = []  # sequences that have taken blocks and are in no plan yet
         self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
-        self.shared_count = 0  # blocks saved: those needed besides if each sequence had its own
-        self.queried_tokens_total = self.hit_tokens_total = 0  # of online sequences at their first admission
-        self.host_hit_tokens_total = 0  # of the hits those from the host
+        self.shared_count = 0  # blocks saved: how many more would be needed if each sequence had its own
+        self.queried_tokens_total = self.hit_tokens_total = 0  # tokens of online sequences at their first admission
+        self.host_hit_tokens_total = 0  # those of the hits that came from the host
         # For the next batch:
         self._named: list[NamedBlocks] = []
         self._taken: list[TakenBlocks] = []
@@ -103,7 +103,7 @@ class PrefixIndex:
         return bool(self._forgotten or self._taken or self._named)
 
     def drain_changes(self) -> tuple[tuple[NamedBlocks, ...], NumberRuns, tuple[TakenBlocks, ...]]:
-        """Content of the next batch: named, forgotten, taken."""
+        """Take the changes for the next batch: named, forgotten and taken blocks."""
         news = tuple(self._named), runs_of(sorted(self._forgotten)), tuple(self._taken)
         self._named, self._forgotten, self._taken = [], [], []
         return news
@@ -111,7 +111,7 @@ class PrefixIndex:
     # ---------------------------------------------------------------- lookup
 
     def _chain(self, sequence: Sequence, block_count: int) -> list[BlockKey]:
-        """Prefix keys of its first blocks."""
+        """Prefix keys of the sequence's first `block_count` blocks; new ones are computed."""
         chain, size = sequence.block_keys, self._block_tokens
         for index in range(len(chain), block_count):
             adapter = sequence.sampling.adapter.encode()
@@ -121,7 +121,7 @@ class PrefixIndex:
         return chain[:block_count]
 
     def match(self, sequence: Sequence) -> list[BlockNumber]:
-        """Numbers of its longest cached prefix, without its last token, which is always computed: it gives the next."""
+        """Numbers of the blocks of the longest cached prefix, short of the last token, whose logits give the next."""
         found: list[BlockNumber] = []
         numbers = self._numbers
         if self._closed or not numbers or sequence.scores_prompt:
@@ -134,7 +134,7 @@ class PrefixIndex:
         return found
 
     def on_host(self, sequence: Sequence, first: int) -> tuple[BlockKey, ...]:
-        """Keys of its blocks from `first` on that the host has and the device has not, until the first gap."""
+        """Keys of the sequence's blocks from `first` up to the first one that is not on the host alone."""
         keys = list[BlockKey]()
         if self._closed or not len(self._host) or sequence.scores_prompt:
             return ()
@@ -164,8 +164,8 @@ class PrefixIndex:
         return Counter(n for s in sequences for n in self._held.get(s.sequence_id, ()) if n is not None)
 
     def wanted(self, waiting: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
-        """Blocks, and tokens to compute, needed by sequences with these needs when each is alone: shared blocks and
-        tokens count once, cached tokens cost no computation, held blocks cost no room.
+        """Blocks, and tokens to compute, that sequences need together: shared blocks and tokens count once, cached
+        tokens cost no computation, held blocks cost no room. `waiting`: each with the blocks that it needs alone.
         """
         size, block_count, token_count = self._block_tokens, 0, 0
         keys = set[BlockKey]()
@@ -203,7 +203,7 @@ class PrefixIndex:
     # ---------------------------------------------------------------- references
 
     def take(self, sequence: Sequence, from_host: int = 0) -> int:
-        """Admit a sequence with its cached blocks; `brought` more are copied back from the host. Returns how many of
+        """Admit a sequence with its cached blocks; `from_host` more are copied back from the host. Returns how many of
         the blocks are held by others and need no room.
         """
         if not self._closed:
@@ -249,7 +249,7 @@ class PrefixIndex:
         return begun
 
     def name(self, sequence: Sequence) -> None:
-        """Number its full blocks with KV, except where others have the same tokens: those stay its own."""
+        """Number the sequence's full blocks with KV; one whose tokens another numbered block has gets no number."""
         if self._closed or sequence.scores_prompt:
             return
         if sequence.snapshot is not None or sequence.sequence_id in self._displaced:
@@ -261,7 +261,7 @@ class PrefixIndex:
         first = len(held)
         if first >= end:
             return
-        begin, count = first, 0  # of the run of blocks being numbered
+        begin, count = first, 0  # first block and length of the run being numbered
         for index, key in enumerate(self._chain(sequence, end)[first:], first):
             if key in self._numbers:
                 self._note_named(sequence, begin, count)
@@ -278,7 +278,7 @@ class PrefixIndex:
         self._report_marks(sequence, end * self._block_tokens)
 
     def _report_marks(self, sequence: Sequence, token_count: int) -> None:
-        """Report the marks of its first `token_count` tokens as cached."""
+        """Report the marks of the sequence's first `token_count` tokens as cached."""
         marks = sequence.marks
         first = len(marks)
         for index in range(first, token_count // MARK_TOKENS):
@@ -290,12 +290,12 @@ class PrefixIndex:
         self.new_marks += marks[first:]
 
     def _note_named(self, sequence: Sequence, first: int, count: int) -> None:
-        """`count` blocks of its table have got the last numbers."""
+        """Record that `count` blocks of the sequence's table, from `first` on, have got the last numbers."""
         if count:
             self._named.append(NamedBlocks(sequence.sequence_id, first, self._last_number - count + 1, count))
 
     def leave(self, sequence: Sequence, *, kept: bool) -> int:
-        """The sequence holds nothing any more. Returns how many of its blocks others hold. `kept`: its KV is valid on
+        """Remove all references of a sequence. Returns how many of its blocks others hold. `kept`: its KV is valid on
         all stages and is retained.
         """
         self._displaced.discard(sequence.sequence_id)
@@ -357,7 +357,7 @@ class PrefixIndex:
         return number in self._retained and self._host.lacks(number, self._keys[number])
 
     def take_to_copy(self, count: int) -> list[tuple[BlockNumber, BlockKey]]:
-        """Up to `count` retained blocks that the host lacks, those evicted next first."""
+        """Take up to `count` retained blocks that the host lacks, those evicted next, sorted by number."""
         found = list[tuple[BlockNumber, BlockKey]]()
         while len(found) < count and self.wants_copies:
             number = self._to_copy.popleft()
@@ -365,12 +365,12 @@ class PrefixIndex:
         return sorted(set(found))
 
     def keep_no_copies(self) -> None:
-        """The host has no room: stop copying."""
+        """Drop the list of blocks to copy: the host has no room."""
         self._to_copy.clear()
 
     def forget_all(self, running: list[Sequence]) -> int:
-        """The group changes: stages drop all numbers, each by itself, and running sequences get none until their KV is
-        on the new stages. Returns how many blocks more count as held.
+        """Forget all numbers as the group changes: stages drop theirs by themselves, and running sequences get none
+        until their KV is on the new stages. Returns by how many the held blocks grow, as none is shared any more.
         """
         shared_count, self.shared_count = self.shared_count, 0
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
@@ -399,8 +399,8 @@ class PrefixIndex:
         numbers after the next batch.
 
         Args:
-            stage_numbers: Of this stage's book. None: it is another group's.
-            reserved: Blocks of each sequence that may hold numbers.
+            stage_numbers: Numbers in this stage's book; None: the book is another group's.
+            reserved: Number of reserved blocks of each sequence that may hold numbers.
         """
         holders = Counter(n for held in self._held.values() for n in held if n is not None)
         if holders != self._holders:

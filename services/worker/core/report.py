@@ -31,17 +31,17 @@ class GroupTotals(NamedTuple):
 
 
 class ReportTotals(NamedTuple):
-    """Since the start of the worker."""
+    """Counters since the start of the worker."""
 
     steps: int
     prompt_tokens: int  # tokens of online prompts
     generation_tokens: int  # tokens of online answers
     offline_tokens: int
-    closed: GroupTotals  # of groups that have ended
+    closed: GroupTotals  # counters of groups that have ended
 
 
 class Parks(NamedTuple):
-    """See `LoadReport`."""
+    """Whether the worker is parked, and how long it takes to wake: see `LoadReport`."""
 
     parked: bool = False
     wake_s: float = 0.0
@@ -64,7 +64,7 @@ def load_of(
     *,
     draining: bool,
 ) -> LoadReport:
-    """`groups`: those that the worker leads, the one in force last."""
+    """The worker's load report. `groups`: those that it leads, the one in force last."""
     waiting_block_count = spare_block_count = running_count = waiting_count = max_running_count = 0
     offline_block_count = offline_running_count = offline_waiting_count = waiting_tokens = 0
     closed = totals.closed
@@ -88,7 +88,7 @@ def load_of(
     for one in leaving:
         max_running_count += one.running_count
         spare_block_count += max(0, one.free_block_count)
-    # Blocks used by a draining group beside it count as used, as they are going to be this group's.
+    # Blocks that a draining group uses beside this one count as used: this group gets them later.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
     used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
     longest = max([s for one in groups for s in one.online], key=_token_count, default=None)

@@ -25,7 +25,7 @@ class RequestTable:
         self._limits = limits
         self.streams: dict[int, DispatcherStream] = {}  # stream id -> its sequences
         self.live: dict[SequenceId, Sequence] = {}
-        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # of each sequence, unless it waits for its KV
+        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # by sequence; none while that waits for its KV
         self.waiting_for_kv = Waits(limits.handover_timeout_s)  # requests
         self.kept = Waits(limits.handover_timeout_s)  # KV whose request has not arrived; not in `live`
         self.outbox = Outbox()
@@ -56,19 +56,19 @@ class RequestTable:
         self._watch(sequence)
 
     def rename(self, sequence: Sequence, sequence_id: SequenceId) -> None:
-        """Give it the id by which the stages know its KV."""
+        """Give the sequence the id by which the stages know its KV."""
         del self.live[sequence.sequence_id]
         sequence.sequence_id = sequence_id
         self.live[sequence_id] = sequence
         self._watch(sequence)
 
     def place(self, sequence: Sequence, group_scheduler: GroupScheduler, at_s: float, *, waits: bool = False) -> None:
-        """Assign it to the group that is to run it."""
+        """Assign the sequence to the group that is to run it. `waits`: its KV waits for room."""
         self.group_schedulers[sequence.sequence_id] = group_scheduler
         group_scheduler.enter(sequence, at_s, waits=waits)
 
     def _watch(self, sequence: Sequence) -> None:
-        """Watch its deadline."""
+        """Watch the sequence's deadline."""
         if sequence.deadline_at_s is not None:
             self._deadlines.add(sequence.deadline_at_s, sequence.sequence_id)
             self._deadlines.tidy(self.live)

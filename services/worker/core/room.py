@@ -17,8 +17,8 @@ from services.worker.core.waves import Leading
 class RoomSizes:
     """Block counts of one stage: in the draining group, alone, and in host memory."""
 
-    leaving: int  # of its group when all parameters are loaded
-    home: int  # with all layers, afterwards
+    leaving: int  # in its group, beside all parameters
+    home: int  # alone, with all layers
     host: int = 0  # in host memory, for swapped KV
 
 
@@ -30,7 +30,7 @@ class GroupRoom:
     """
 
     def __init__(self, me: WorkerId, own: Callable[[], RoomSizes]) -> None:
-        """`own`: present sizes of this stage."""
+        """`own()`: present sizes of this stage."""
         self._me = me
         self.own = own
         self._granted = (Epoch(0), 0)  # epoch of the last restore for which room was granted, and its blocks
@@ -44,10 +44,10 @@ class GroupRoom:
         self.stages = tuple(stages) or (self._me,)
         self.counts: dict[WorkerId, int] = {self._me: block_count}
         self._told: dict[WorkerId, RoomSizes] = {}
-        self._limited_epoch = Epoch(0)  # reports that do not know of this restore's end are out of date
-        self._limited: set[WorkerId] = set()  # stages that have not reported since
+        self._limited_epoch = Epoch(0)  # last restore that limited the group; reports before its end are out of date
+        self._limited: set[WorkerId] = set()  # stages that have not reported since that limit
         self._before_block_count = before_block_count  # 0: the group has all its blocks
-        self.leading: Leading | None = None  # of the drop that made this group, while suspended sequences wait for room
+        self.leading: Leading | None = None  # decides, after a drop, when suspended sequences get room
 
     @property
     def smallest(self) -> int:
@@ -76,8 +76,8 @@ class GroupRoom:
         return f"a request has {token_count} tokens, and a member has room for {home} without its group"
 
     def told(self, stage: WorkerId, block_count: int, sizes: RoomSizes, withdrawn: Epoch) -> bool:
-        """Record a stage's report. False: it is of no stage of this group, or was sent before it knew of the end of the
-        last restore. `withdrawn`: the last restore that it knows to be withdrawn.
+        """Record a stage's report. Returns False if the stage is not in this group, or sent it before it knew of the
+        end of the last restore. `withdrawn`: the last restore that it knows to be withdrawn.
         """
         if stage not in self.stages or (stage != self._me and withdrawn < self._limited_epoch):
             return False

@@ -38,7 +38,7 @@ def _views(sequences: list[Sequence]) -> list[VictimView]:
 class Scheduler(GroupCounts):
     @property
     def offline_wanted_tokens(self) -> int:
-        """Prompt tokens of further offline sequences that it could admit."""
+        """Number of prompt tokens of further offline sequences that the group could admit."""
         if self._offline_head() is not None or not self._takes_offline:
             return 0
         return self.offline_work.wanted_tokens(self.offline)
@@ -60,7 +60,7 @@ class Scheduler(GroupCounts):
         head = self._head()
         if head is None:
             return self.settled
-        claims = any(s.caller != head.caller for s in self.running)  # perhaps when others hold more
+        claims = any(s.caller != head.caller for s in self.running)  # once these hold more, the head may claim blocks
         return self.settled and not claims and self._preemption_candidates(head, 0) is None
 
     def has_ready_ahead(self, completed_step_id: int) -> bool:
@@ -101,7 +101,7 @@ class Scheduler(GroupCounts):
 
     def admit(self, at_s: float, completed_step_id: int, *, offline: bool = True) -> list[Sequence]:
         """Admit the head of the line while it fits; nothing overtakes it, so it cannot starve. Returns the sequences
-        preempted for it; those in a batch after `completed_step_id` cannot be. `offline`: offline sequences may be
+        preempted for it, none of which is in a batch after `completed_step_id`. `offline`: offline sequences may be
         admitted.
         """
         yielded: list[Sequence] = []
@@ -147,8 +147,8 @@ class Scheduler(GroupCounts):
             self.turned.append(sequence)
 
     def _brought(self, sequence: Sequence) -> tuple[int, tuple[BlockKey, ...]]:
-        """Index of its first block that only the host has, and the keys of those copied back at its admission: none if
-        recomputing them is faster.
+        """Index of the sequence's first block that the device lacks, and the keys of the blocks copied back from the
+        host at its admission: none if recomputing them is faster.
         """
         if not len(self.swap.prefixes) or sequence.rank == OFFLINE_RANK:
             return 0, ()
@@ -159,14 +159,14 @@ class Scheduler(GroupCounts):
         return first, keys if self.swap.brings_within(len(keys), computing_s) else ()
 
     def _cost(self, sequence: Sequence, without: list[Sequence] | None = None) -> int:
-        """Blocks that it needs and no other sequence holds, once those in `without` are preempted."""
+        """Number of blocks that the sequence needs and no other holds, once those in `without` are preempted."""
         need = self.need(sequence)
         if sequence.state is SequenceState.SWAPPED or not (numbers := self.prefixes.match(sequence)):
             return need
         return need - self.prefixes.held_count(numbers, without)
 
     def _lets_offline_in(self, sequence: Sequence) -> bool:
-        """Offline sequences are admitted without preemption, and keep a fraction of the blocks free for growth."""
+        """True if an offline sequence is admitted: without preemption, and leaving some blocks free for growth."""
         if not self._takes_offline or self.running_count + self.expected_count >= self.max_running_count:
             return False
         kept = reserved(self.block_count, self.limits.admission_reserve_fraction) if self.running_count else 0
@@ -175,8 +175,8 @@ class Scheduler(GroupCounts):
         return sequence.state is SequenceState.SWAPPED or self.offline_work.wanted_tokens(self.offline) > 0
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader cannot be admitted, or (not `new`) extended, with so many blocks more; empty
-        if it can.
+        """Why `block_count` more blocks cannot be reserved for a sequence of another leader that is new (`new`) or
+        already arriving; empty if they can.
         """
         offline = self.offline
         free_count = self.free_block_count + self.prefixes.freed_count(offline)
@@ -188,9 +188,9 @@ class Scheduler(GroupCounts):
         )
 
     def _preemption_candidates(self, sequence: Sequence, completed_step_id: int) -> list[Sequence] | None:
-        """Sequences to preempt for it, from the last one on; empty if there is room. None: it cannot be admitted, or
-        would not be computed soon. Free are the free blocks, and those of sequences in no batch after
-        `completed_step_id`: offline ones, and ones of a caller that outweighs this one's.
+        """Sequences to preempt for `sequence`, from the last one on; empty if there is room. None: it cannot be
+        admitted, or would not be computed soon. Candidates are in no batch after `completed_step_id`: offline
+        sequences, and those of a caller that outweighs this one's.
         """
         begins = sequence.state is not SequenceState.SWAPPED
         if begins and self.prompt_tokens >= self.max_prompt_tokens:
@@ -204,7 +204,9 @@ class Scheduler(GroupCounts):
         return None if begins and self.prefixes.is_being_computed(sequence, coming) else yielding
 
     def _claim(self, sequence: Sequence, offline: list[Sequence], completed_step_id: int) -> list[Sequence]:
-        """Adds online sequences of a caller that holds much more than this one's: as few as are needed, or none."""
+        """Sequences to preempt: `offline`, and online ones of a caller that holds much more than this one's, as few as
+        make room for `sequence`; empty if none do.
+        """
         running = self.online
         if self.admission_limit is not None or all(s.caller == sequence.caller for s in running):
             return []
@@ -223,7 +225,7 @@ class Scheduler(GroupCounts):
         return head is not None and not self._admits(self._cost(head, offline), offline)
 
     def _admits(self, need_block_count: int, yielding: list[Sequence]) -> bool:
-        """True if it may be admitted, counting the blocks of the `yielding` as free."""
+        """True if a sequence that needs so many blocks may be admitted, with those of the `yielding` free."""
         block_count = self._limited_block_count
         lent_count = self.prefixes.freed_count(yielding) if yielding else 0
         view = AdmissionView(
@@ -391,7 +393,7 @@ class Scheduler(GroupCounts):
         *,
         ahead: bool,
     ) -> int:
-        """Add offline sequences to the batch, as far as it has room. Returns its safepoints."""
+        """Add offline sequences to the batch, as far as it has room. Returns its `safepoint_layers`."""
         running = [s for s in offline if s.state is SequenceState.RUNNING]
         return self.offline_work.fill(
             plan.decodes,
@@ -414,7 +416,7 @@ class Scheduler(GroupCounts):
         while self.free_block_count < 1:
             victim = self._victim(completed_step_id)
             if victim.rank != OFFLINE_RANK and self._awaited_block_count < self.swap.leaving_block_count:
-                self._awaited_block_count += 1  # a block that is being swapped out will do: it skips a step
+                self._awaited_block_count += 1  # it gets a block that is being swapped out, and skips a step
                 return victims
             if victim.step_id > completed_step_id:
                 return victims
@@ -564,7 +566,7 @@ class Scheduler(GroupCounts):
     # ---------------------------------------------------------------- KV transfers
 
     def suspend(self, sequence: Sequence, at_s: float, *, waits: bool = False) -> None:
-        """Suspend a running sequence, or add KV without a request."""
+        """Suspend a sequence, or KV whose request has not arrived, while its KV is transferred."""
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self.swap.drop_mirror(sequence)
@@ -572,17 +574,17 @@ class Scheduler(GroupCounts):
         self.suspended.add(sequence, at_s, travels=True, waits=waits)
 
     def resume(self, sequence: Sequence, at_s: float) -> None:
-        """All its KV has arrived: it runs."""
+        """Run a suspended sequence whose KV has arrived, unless its request is missing."""
         if self.suspended.complete(sequence, at_s):
             self._run(sequence, 0, at_s, "its KV is complete")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Bind KV to its request, under the request's id. The caller makes room by `shed` afterwards."""
+        """Bind KV to its request, which has got the KV's sequence id. The caller makes room by `shed` afterwards."""
         if self.suspended.bind(kept, request, at_s):
             self.resume(request, at_s)
 
     def lose(self, sequence: Sequence, at_s: float) -> None:
-        """Its KV is lost, suspended or running: it is recomputed."""
+        """Recompute a suspended or running sequence whose KV is lost."""
         if sequence.snapshot is not None:
             self.suspended.forget_kv(sequence, at_s, "its KV is lost")
             return

@@ -102,28 +102,28 @@ class Sequence:
         self.cache_salt = submitted.cache_salt  # KV is shared only among sequences with the same salt
         self.caller = submitted.caller
         self.block_keys: list[bytes] = []  # prefix keys of its first full blocks, made on demand: `core.prefixes`
-        self.marks: list[int] = []  # reported to dispatchers: `ballast.common.marks`
+        self.marks: list[int] = []  # prefix marks reported to dispatchers: `ballast.common.marks`
         # Prompt tokens whose KV was cached at its first admission; None: not admitted yet.
         self.cached_tokens: int | None = 0 if self.output_token_ids else None
         self.stop = stop
         self.ahead = self._ahead()
         self.state = SequenceState.WAITING
         self.computed_tokens = 0  # number of its first tokens with KV in the cache
-        self.dispatched_tokens = 0  # the same once its batches in flight have completed
+        self.dispatched_tokens = 0  # number of its first tokens with KV once its batches in flight have completed
         self.reserved_block_count = 0
         self.reserved_tokens = 0  # capacity of its reserved blocks
-        self.step_id = 0  # last batch that it was in
+        self.step_id = 0  # step of the last batch that it was in
         self.in_engine = False  # a batch of this leader has added it and none has removed it
         self.on_stages = False  # stages hold state or blocks for it, and must be told when it leaves
-        self.snapshot: SequenceSnapshot | None = None  # of KV whose request has not arrived
+        self.snapshot: SequenceSnapshot | None = None  # set for KV whose request has not arrived
         self.may_overfill = False  # admitted before it entered the waiting line, so the line's bound does not apply
-        self.first_token_at_s: float | None = None  # of this attempt
+        self.first_token_at_s: float | None = None  # when this attempt's first token was sampled
         self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
 
     def _ahead(self) -> range:
-        """Token counts at which its next token may be computed before the last one is known: not where a constraint
-        depends on that one, where it is the last by count, or comes with logprobs of the prompt.
+        """Token counts at which the next token may be computed before the last one is known. Excluded: constraints that
+        depend on the last one, a last token by count, a first one that comes with logprobs of the prompt.
         """
         sampling, prompt_count = self.sampling, len(self.prompt_token_ids)
         if sampling.grammar is not None or sampling.bad_words_token_ids:
@@ -138,12 +138,12 @@ class Sequence:
 
     @property
     def left_tokens(self) -> int:
-        """Tokens to be computed that are in no batch, as of the time when the token in flight, if any, is known."""
+        """Number of tokens to be computed that are in no batch; at least 1: the one that is sampled in flight."""
         return self.token_count - self.planned_tokens or 1
 
     @property
     def limit_tokens(self) -> int:
-        """Maximum tokens, prompt and output."""
+        """Maximum number of tokens, prompt and output together."""
         return len(self.prompt_token_ids) + self.stop.max_output_count
 
     def move(self, to: SequenceState, at_s: float, why: str) -> None:
@@ -156,7 +156,7 @@ class Sequence:
 
     @property
     def waits(self) -> bool:
-        """True if it waits for admission with no blocks; one being swapped out still has blocks."""
+        """True if the sequence waits for admission without blocks; while being swapped out it still has some."""
         waiting, swapped = self.state is SequenceState.WAITING, self.state is SequenceState.SWAPPED
         return waiting or (swapped and not self.reserved_block_count)
 
@@ -168,7 +168,7 @@ class Sequence:
         return f"sequence {self.sequence_id} (request {self.request_id}, attempt {self.attempt})"
 
     def story(self) -> list[str]:
-        """Its latest STORY_LINES state changes."""
+        """The latest STORY_LINES notes on the sequence, then its present state, one line each."""
         now = f"now {self.state.value}: {self.token_count} tokens, {self.computed_tokens} with KV,"
         return [f"{at_s:.6f} {what}" for at_s, what in self._story] + [
             f"{now} {self.reserved_block_count} blocks reserved"
@@ -195,7 +195,7 @@ class Sequence:
         return self.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def enter_engine(self) -> None:
-        """It enters an engine that does not know it."""
+        """Have the next batch add the sequence, to an engine that does not know it."""
         self.in_engine = False
         if self.scores_prompt and self.state is SequenceState.RUNNING:
             self.computed_tokens = self.dispatched_tokens = 0

@@ -11,7 +11,7 @@ from typing import NamedTuple, Protocol
 from ballast.common.ids import WorkerId
 from services.worker.core.batch import SequenceId
 
-Key = tuple[int, int, WorkerId, int]  # of incoming KV: move, sequence, sender and first layer
+Key = tuple[int, int, WorkerId, int]  # key of incoming KV: move, sequence, sender and first layer
 
 
 class Holder(Protocol):

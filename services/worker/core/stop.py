@@ -22,7 +22,7 @@ class StopText:
         self.skip_chars = delivered_chars
 
     def feed(self, delta: str, may_stop: bool) -> tuple[str, str | None]:
-        """Returns the text to send now, and the stop string that is complete, if any."""
+        """Add generated text. Returns the text to send now, and the stop string that is complete, if any."""
         if not self._stops and not self.held:
             if self.skip_chars:
                 return self._pass_on(delta), None

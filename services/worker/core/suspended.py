@@ -1,4 +1,4 @@
-"""Sequences whose KV is being transferred, or complete before its request.
+"""Sequences whose KV is being transferred, and KV that is complete before its request has arrived.
 
 A suspended sequence keeps its reservation and takes part in nothing, even if it ends meanwhile: its blocks are being
 written on the stages. One that waits for room on some stage has no reservation until `take_blocks`. KV that has
@@ -21,8 +21,8 @@ class Suspended(dict[SequenceId, Sequence]):
         super().__init__()
         self._block_tokens = block_tokens
         self._reserve = reserve
-        self.without_blocks: set[SequenceId] = set()  # have no reservation yet
-        self.arrived: set[SequenceId] = set()  # have all KV and no request
+        self.without_blocks: set[SequenceId] = set()  # sequences without a reservation yet
+        self.arrived: set[SequenceId] = set()  # those with all KV and without a request
 
     @property
     def kept(self) -> list[Sequence]:
@@ -49,14 +49,14 @@ class Suspended(dict[SequenceId, Sequence]):
             self.arrived.add(sequence.sequence_id)
 
     def take_blocks(self, sequence: Sequence, at_s: float) -> None:
-        """There is room now for a sequence that waited for it."""
+        """Reserve blocks for a sequence that waited for room."""
         self.without_blocks.remove(sequence.sequence_id)
         self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
         sequence.note(at_s, "its KV travels")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> bool:
-        """Bind KV to its request, under the request's id. Returns True if the KV is complete: the
-        sequence is to run.
+        """Bind KV to its request, which has got the KV's sequence id. Returns True if the KV is complete: the sequence
+        is to run.
         """
         self[kept.sequence_id] = request
         request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or on its way")
@@ -65,7 +65,9 @@ class Suspended(dict[SequenceId, Sequence]):
         return kept.sequence_id in self.arrived
 
     def complete(self, sequence: Sequence, at_s: float) -> bool:
-        """All its KV has arrived. Returns True if it has left and is to run; otherwise its request is missing."""
+        """Note that all KV has arrived. Returns True if the sequence is to run and was removed; otherwise its request
+        is missing.
+        """
         if sequence.sequence_id in self.without_blocks:
             raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
         if sequence.snapshot is not None:
@@ -81,7 +83,7 @@ class Suspended(dict[SequenceId, Sequence]):
         self.arrived.discard(sequence.sequence_id)
 
     def let_go(self, sequence: Sequence) -> None:
-        """No write into its blocks is under way, and it does not need them: release them."""
+        """Remove a sequence with its reservation: no write into its blocks is under way, and it does not need them."""
         self.leave(sequence)
         self._reserve(sequence, -sequence.reserved_block_count)
 

@@ -44,8 +44,8 @@ class _SwapEntry:
 
     def __init__(self, sequence: Sequence, block_count: int, first: int = 0, keys: tuple[BlockKey, ...] = ()) -> None:
         self.sequence = sequence
-        self.block_count = block_count  # of its KV
-        self.copied_count = 0  # in the present direction
+        self.block_count = block_count  # blocks of its KV
+        self.copied_count = 0  # blocks copied in the present direction
         self.phase = SwapPhase.LEAVING
         self.first = first  # index in its table of the first block copied
         self.keys = keys  # not empty: prefix blocks, copied back at its first admission
@@ -78,7 +78,7 @@ class SwapSpace:
         self._fixed_blocks = fixed_blocks
         self._host = BlockBook(block_count, block_tokens)
         self.prefixes = HostPrefixes(self._host, block_tokens)
-        self.entries: dict[SequenceId, _SwapEntry] = {}  # others read whether there are any
+        self.entries: dict[SequenceId, _SwapEntry] = {}  # read from outside only to see whether it is empty
         self._mirrors: dict[SequenceId, int] = {}  # offline running sequence -> its full blocks on the host
         self._pace = CopyPace()
         self.swapped_total = 0
@@ -89,7 +89,7 @@ class SwapSpace:
         return self._online and self._limit > 0
 
     def limit(self, block_count: int) -> bool:
-        """Set the number of host blocks. False if more are in use, and the swapped sequences lose their KV."""
+        """Set the number of host blocks. Returns False if more are in use: the caller then drops swapped KV."""
         self._limit = min(block_count, self._host.block_count)
         self.prefixes.make_room(self._host.used_count - self._limit)
         return self._host.used_count <= self._limit
@@ -149,7 +149,7 @@ class SwapSpace:
     # ---------------------------------------------------------------- swap out and in
 
     def takes(self, sequence: Sequence) -> bool:
-        """True if it may be swapped out: it has KV, and the host has room for it beside other online ones."""
+        """True if the sequence may be swapped out: it has KV, and the host has room beside other online ones."""
         if not self._online or sequence.snapshot is not None:
             return False
         room = self._limit - self._host.used_count + sum(self._mirrors.values())
@@ -189,8 +189,8 @@ class SwapSpace:
         entry.phase, entry.copied_count = SwapPhase.RETURNING, 0
 
     def forget(self, sequence: Sequence) -> None:
-        """It has ended, or lost its KV. A copy under way is harmless: its blocks are not reused
-        before the next step.
+        """Release the host blocks of a sequence that ends or is recomputed. A copy under way is harmless: its blocks
+        are not reused before the next step.
         """
         entry = self.entries.pop(sequence.sequence_id)
         self._host.release(sequence.sequence_id)
@@ -198,13 +198,13 @@ class SwapSpace:
             self.prefixes.done(entry.keys)
 
     def delay_return(self, sequence: Sequence) -> None:
-        """It was being copied back: cancel that. Its KV on the host is complete."""
+        """Stop copying a sequence back. Its KV on the host is complete."""
         entry = self.entries[sequence.sequence_id]
         entry.phase, entry.copied_count = SwapPhase.AWAY, 0
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Before a step: the sequences that are out now, and those that are back. All copies ordered so far complete
-        before it.
+        """Complete all copies ordered so far, before a step. Returns the sequences that are out now, and those that are
+        back.
         """
         complete = [entry for entry in self.entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is SwapPhase.LEAVING]
@@ -222,10 +222,10 @@ class SwapSpace:
         return [entry.sequence for entry in left], back
 
     def order(self, left: tuple[Sequence, ...], *, busy: bool) -> SwapOrders:
-        """Copies for the step being formed: first those out, since others wait for the blocks. A step without online
-        computation has nothing to overlap with, and copies everything for online sequences; swap-in of offline ones
-        stays within the remaining budget, as a new online sequence would wait for the step. `left`: sequences that have
-        left since the last step.
+        """Order copies for the step being formed, those to the host first, since others wait for the blocks. A step
+        without online computation has nothing to overlap with, and copies everything for online sequences; swap-in of
+        offline ones stays within the remaining budget, as a new online sequence would wait for the step. `left`:
+        sequences that have left since the last step.
         """
         budget = self.budget_blocks
         copies: list[SwapCopy] = []
@@ -261,14 +261,14 @@ class SwapSpace:
         return block_count > 0 and bringing_s(self._pace, block_count) < seconds
 
     def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
-        """Order copies of these blocks into its table, from block `first` on."""
+        """Order copies of these prefix blocks into the sequence's table, from block `first` on."""
         entry = self.entries[sequence.sequence_id] = _SwapEntry(sequence, len(keys), first, keys)
         entry.phase = SwapPhase.RETURNING
         sequence.dispatched_tokens = (first + len(keys)) * self._block_tokens  # counted as computed from now on
         self.prefixes.read(keys)
 
     def brings(self, sequence: Sequence) -> bool:
-        """True if it waits for such copies."""
+        """True if the sequence waits for copies of prefix blocks."""
         return bool(self.entries[sequence.sequence_id].keys)
 
     def keep(self, orders: SwapOrders, index: PrefixIndex) -> SwapOrders:
@@ -286,7 +286,7 @@ class SwapSpace:
         return replace(orders, copies=(*orders.copies, SwapCopy(0, True, 0, 0, host_blocks, numbers)))
 
     def landed(self, orders: SwapOrders, *, good: bool) -> None:
-        """The step has completed on all stages. Not `good`: it failed on one."""
+        """Note the end of a step's copies of retained blocks. `good`: the step has completed on all stages."""
         for copy in orders.copies:
             if copy.numbers:
                 self.prefixes.landed(copy.numbers, good=good)
@@ -325,8 +325,8 @@ class SwapSpace:
         return replace(orders, copies=tuple(copies)) if len(copies) > len(orders.copies) else orders
 
     def _room(self, block_count: int, later: list[Sequence]) -> int:
-        """Up to so many host blocks for a mirror. Copies of retained blocks, and mirrors of sequences preempted
-        `later`, are evicted for it.
+        """Make room for a mirror: evict copies of retained blocks, and mirrors of sequences preempted `later`. Returns
+        how many of `block_count` host blocks are free.
         """
         self.prefixes.make_room(block_count - self._limit + self._host.used_count)
         for sequence in reversed(later):

@@ -18,7 +18,7 @@ from services.worker.core.transition_messages import Command, Event, PeerLost
 from services.worker.core.transition_state import TransitionState
 
 AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
-STAND_IN_S = 3.0  # for which the others of a group wait for a stand-in of a lost follower
+STAND_IN_S = 3.0  # how long the others of a group wait for a stand-in of a lost follower
 
 
 class Reception(Enum):
@@ -33,8 +33,8 @@ class Reception(Enum):
 def reception(
     plan: Plan, me: WorkerId, newest_epoch: Epoch, transition: "Transition | None", *, in_group: bool, is_whole: bool
 ) -> Reception:
-    """`transition`: the current or last one. `in_group`: of several members. `is_whole`: alone, at rest, holding all
-    layers.
+    """Decide how this worker answers a plan. `transition`: the current or last one. `in_group`: its group has several
+    members. `is_whole`: it serves alone, at rest, with all layers.
     """
     part = part_of(plan, me)
     if plan.epoch <= newest_epoch or part is None:
@@ -53,7 +53,7 @@ class LostStage:
     may take its layers, by a plan whose target has it in that place.
     """
 
-    epoch: Epoch  # of the group
+    epoch: Epoch  # epoch of the group
     peer: WorkerId
     why: str
     until_s: float
@@ -68,7 +68,9 @@ class LostStage:
 def lost_stage(
     at_s: float, epoch: Epoch, lost: PeerLost, stages: Sequence[Member], me: WorkerId, *, at_rest: bool
 ) -> LostStage | None:
-    """None if the group has to end: its leader is lost, or its layout changes (not `at_rest`)."""
+    """The loss that a stand-in may repair; None if the group has to end: its leader is lost, or its layout changes (not
+    `at_rest`).
+    """
     if not at_rest or lost.peer in (me, stages[0].worker_id):
         return None
     return LostStage(epoch, lost.peer, lost.why, at_s + STAND_IN_S)

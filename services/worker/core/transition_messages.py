@@ -12,7 +12,7 @@ from services.worker.core.spans import Hop
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequested:
-    """`room_blocks`: room for this restore that a follower's leader has granted before; None: not yet."""
+    """Prepare a plan. `room_blocks`: room that a follower's leader has granted before for this restore; None: none."""
 
     at_s: float
     plan: Plan
@@ -152,7 +152,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """From the leader of a group that is to dissolve: it uses no block beyond these."""
+    """From the leader of a group that is to dissolve: the group uses no block beyond the first `block_count`."""
 
     at_s: float
     epoch: Epoch
@@ -282,7 +282,7 @@ class ShrinkGroup:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawRoom:
-    """A restore has failed before its commit: lift the group's limit. For its leader."""
+    """A restore has failed before its commit: its leader lifts the group's limit."""
 
     epoch: Epoch
 
@@ -296,8 +296,8 @@ class ReportRoom:
 
 @dataclass(frozen=True, slots=True)
 class Quiesce:
-    """Stop scheduling; answered with BoundaryReached when batches in flight have completed, or at once if a stage is
-    lost: they never do. For a leader, in a drop.
+    """A leader stops scheduling, in a drop. Answered with BoundaryReached when batches in flight have completed, or at
+    once if a stage is lost, as they never do then.
     """
 
     epoch: Epoch
@@ -318,16 +318,14 @@ class TakeUp:
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """A stage of the draining group is lost: hand its sequences over without KV. Answered with GroupEnded. For its
-    leader.
-    """
+    """A stage of the draining group is lost: hand its sequences over without KV. Answered with GroupEnded."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSeat:
-    """The draining group has ended here. Its blocks are read until ReleaseLost."""
+    """Stop computing for the draining group, which has ended. Its blocks are read until ReleaseLost."""
 
     epoch: Epoch
 
@@ -407,7 +405,7 @@ class SendKvComplete:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Every stage has the sequence's KV."""
+    """Resume the sequence: every stage has its KV."""
 
     epoch: Epoch
     sequence_id: SequenceId
@@ -424,7 +422,7 @@ class ReleaseSent:
 
 @dataclass(frozen=True, slots=True)
 class SendWaveDone:
-    """This worker has ended a wave. Sent after the report of ReleaseSent."""
+    """Tell the leader that this worker has ended a wave, after the report of ReleaseSent."""
 
     epoch: Epoch
     wave: int
@@ -440,7 +438,7 @@ class ReleaseLost:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """A member of the group in force is lost: the group cannot go on."""
+    """Leave the group in force, which cannot go on: a member is lost."""
 
     peer: WorkerId
     why: str

@@ -2,7 +2,7 @@
 when.
 
 A drop and a merge of pipelines are handled alike: they exchange KV at a boundary. In a restore each member serves alone
-from the commit on, and the old group drains beside that; the KV of its remaining sequences is then exchanged likewise.
+from the commit on, and the old group drains beside that; the KV of its remaining sequences is exchanged at its end.
 """
 
 from ballast.common.errors import InvariantViolation
@@ -30,12 +30,12 @@ class TransitionState:
         self.memory_ready = False
         self.room_blocks: int | None = None  # restore: blocks that the group keeps; None: not granted yet
         self.undone = False  # restore: layers loaded before an abort are given up again
-        self.epoch_ended = False  # the old leader has announced it; followers wait for it
+        self.epoch_ended = False  # the old leader has announced the end of its batches; followers wait for that
         self.kept: tuple[Victim, ...] = ()  # if a stage was lost: see EpochEnded
-        self.draining: Draining | None = None  # the old group, from the commit on
+        self.draining: Draining | None = None  # restore: the old group, from the commit on
         self.lost: set[WorkerId] = set()  # members of the draining group lost since the commit
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading
-        self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # by sender
+        self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # member -> sequences that it has handed over
         self.waves: dict[WorkerId, int] = {}  # new leader -> number of its waves handled
         self.closed: set[WorkerId] = set()  # new leaders that have announced their last wave
         self._waves_left: dict[WorkerId, int] = {}  # new leader -> last wave reported to it as done
@@ -155,20 +155,22 @@ class TransitionState:
     # ------------------------------------------------------------ end of a draining group
 
     def yield_to_changes(self, _: t.AbortRequested) -> Commands:
-        """The draining group's running sequences are handed over now."""
+        """Have the draining group hand over its running sequences now."""
         if self.draining is not None:
             self.draining.hurried = True
         return []
 
     def end_group(self, _: t.GroupEnded) -> Commands:
-        """Ends the group once its old leader has handed everything over."""
+        """End the draining group, whose old leader has handed everything over."""
         self.epoch_ended = True
         if self.draining is not None:
             self.own_victims = self.draining.own_victims
         return self._epoch_ends()
 
     def group_ended(self) -> bool:
-        """When a follower is lost, the leader first hands all sequences over; followers may lose their leader."""
+        """True if the draining group has ended, or a follower has lost a member. A leader that has lost one first hands
+        all sequences over.
+        """
         return self.epoch_ended or (bool(self.lost) and not self.led_before)
 
     def close(self) -> Commands:
@@ -179,7 +181,7 @@ class TransitionState:
         return [t.Empty(self.epoch)] if self.led_before else []
 
     def lose(self, event: t.PeerLost) -> Commands:
-        """KV expected from a lost member is not waited for."""
+        """Stop waiting for a lost member: for its messages, and for the end of transfers to it."""
         self.lost.add(event.peer)
         self._outgoing = {(sequence_id, to) for sequence_id, to in self._outgoing if to != event.peer}
         return []

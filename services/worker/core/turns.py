@@ -1,6 +1,6 @@
 """The engine loop's turn: pending events go to the core and to the group member, then batches are run.
 
-A worker's engine thread and the simulator take the same turns. `take_in` and `step` return where the requested work
+A worker's engine thread and the simulator take the same turns. `take_in` and `step` yield where the requested work
 takes time: for a thread that time has passed by then, a simulation lets it pass.
 """
 
@@ -49,7 +49,7 @@ class StepOutcome:
 
 @dataclass(frozen=True, slots=True)
 class LaunchedBatch:
-    """A batch that the device computes."""
+    """A batch that was launched on the device."""
 
     step_id: int
     collect: Callable[[], StepOutcome]  # waits for the outcome
@@ -89,7 +89,7 @@ class TurnMember(Protocol):
         ...
 
     def handle(self, event: MemberEvent) -> list[Command | StepOutcome]:
-        """Handle an event. It has executed each `Removed` among the returned commands."""
+        """Handle an event. Each `Removed` among the returned commands was executed already."""
         ...
 
     def poll(self) -> list[Command | StepOutcome]:
@@ -137,7 +137,7 @@ class Turns(ABC):
         """One text for each token of a batch that has completed, failed or been preempted."""
 
     def note(self, command: Command) -> None:
-        """Collect commands of the core or the member. `Removed` is not for dispatchers."""
+        """Collect a command of the core or the member in `commands`; not `Removed`, which is not for dispatchers."""
         if not isinstance(command, Removed):
             self.commands.append(command)
 
@@ -154,7 +154,9 @@ class Turns(ABC):
 
     @property
     def rests(self) -> bool:
-        """True if there is nothing to do until an event: sequences without blocks wait for batches in flight."""
+        """True if there is nothing to do until the next event: no batch may be formed, or none could be (sequences wait
+        for blocks of batches in flight).
+        """
         if self._launched:
             return False
         return not self.may_step or (self.fruitless_count > 0 and self.core.in_flight_count > 0)

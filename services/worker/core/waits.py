@@ -7,7 +7,7 @@ from services.worker.core.sequence import Sequence
 
 
 class Waits:
-    """At most one sequence per request. All timeouts are equal, so they expire in order of insertion."""
+    """Waiting sequences, at most one per request. All timeouts are equal, so they expire in order of insertion."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
@@ -31,7 +31,7 @@ class Waits:
         return self._by_request.get(request_id)
 
     def add(self, sequence: Sequence, at_s: float) -> None:
-        """Replaces another one of the same request, if any: the caller has handled that."""
+        """Add a sequence. It replaces another one of the same request, which the caller has dealt with."""
         self._by_request[sequence.request_id] = sequence
         self._queue.append((at_s + self._timeout_s, sequence))
         if len(self._queue) > 2 * len(self._by_request) + 64:

@@ -41,7 +41,7 @@ class MovedSequence:
     """A sequence to be moved, as its new leader sees it."""
 
     victim: Victim
-    rank: int  # of its priority class; a higher rank matters less
+    rank: int  # rank of its priority class; a higher rank matters less
     arrival: tuple[float, SequenceId]
     need_blocks: int  # on every stage of the group once admitted
     held_blocks: int  # on each of `holders` before
@@ -55,7 +55,7 @@ class MovedSequence:
 def standing_of(
     plan: Plan, victim: Victim, members: Collection[WorkerId], rank: int, arrival_s: float, need_blocks: int, size: int
 ) -> MovedSequence:
-    """`members`: of the new group; `size`: tokens of a block."""
+    """The victim as its new leader sees it. `members`: of the new group; `size`: tokens of a block."""
     old = members_of(group_of(plan.base, victim.old_leader))
     held_blocks = blocks_for(victim.computed_tokens, size)
     holders = frozenset(old) & frozenset(members)
@@ -96,8 +96,8 @@ class Waves:
         return smallest, smallest - min(counts[stage] - held[stage] for stage in self._stages)
 
     def first(self, counts: Mapping[WorkerId, int], in_the_end: int) -> Wave:
-        """`counts`: blocks of each stage; `in_the_end`: of the smallest, once all KV has been sent. A second wave is
-        possible only where that exceeds `counts`.
+        """Admit the first wave. `counts`: blocks of each stage; `in_the_end`: blocks of the smallest once all KV has
+        been sent. A second wave is possible only where that exceeds `counts`.
         """
         kept: list[MovedSequence] = []
         lost: list[Victim] = []
@@ -115,7 +115,9 @@ class Waves:
         return Wave(admitted, tuple(lost), not self._waiting)
 
     def next(self, counts: Mapping[WorkerId, int], reserved_blocks: int, gone: Collection[SequenceId]) -> Wave:
-        """`reserved_blocks`: of all running sequences, on every stage; `gone`: waiting sequences that have ended."""
+        """Admit the next wave. `reserved_blocks`: of all running sequences, on every stage; `gone`: waiting sequences
+        that have ended.
+        """
         lost = [standing.victim for standing in self._waiting if standing.victim.sequence_id in gone]
         self._waiting = [standing for standing in self._waiting if standing.victim.sequence_id not in gone]
         admitted = self._admit(self._room(counts, reserved_blocks))
@@ -136,7 +138,7 @@ class Waves:
         return {stage: counts[stage] - held[stage] - taken_blocks for stage in self._stages}
 
     def _admit(self, room: Mapping[WorkerId, int]) -> tuple[Victim, ...]:
-        """All, if they fit; otherwise some, with blocks to spare; otherwise at least one, if any fits."""
+        """Admit all waiting sequences if they fit; otherwise some, with blocks to spare; otherwise one, if any fits."""
         for spare_blocks, enough in ((0, len(self._waiting)), (_SPARE_BLOCKS, 1), (0, 1)):
             found = self._fitting(room, spare_blocks)
             if len(found) >= enough:
@@ -168,7 +170,7 @@ class Waves:
 @dataclass(frozen=True, slots=True)
 class Decision:
     wave: Wave
-    events: tuple[Event, ...]  # for the core
+    events: tuple[Event, ...]  # events for the core, in this order
     recomputed: tuple[SequenceId, ...]  # recomputed or ended: their KV is not needed
     victim_count: int
 
@@ -176,7 +178,7 @@ class Decision:
 class Leading:
     """Decisions of a new group's leader about moved sequences, as events in the order in which its core must handle
     them: which keep KV, which wait for room, which are recomputed. In a drop `lead`, then `lead_on` whenever all
-    members have ended a wave; alone, after a draining group, `lead_alone`. Its group is only read.
+    members have ended a wave; alone, after a draining group, `lead_alone`. They only read the group.
     """
 
     def __init__(
@@ -190,7 +192,7 @@ class Leading:
         self._group_scheduler = group_scheduler
         self._block_tokens = block_tokens
         self._waves = Waves(self._members, ())
-        self._in_the_end = 0  # blocks of the smallest stage
+        self._in_the_end = 0  # blocks of the smallest stage once all KV has been sent
 
     @property
     def waiting_ids(self) -> frozenset[SequenceId]:
@@ -205,8 +207,8 @@ class Leading:
         counts_in_the_end: Mapping[WorkerId, int],
         lacking: Collection[SequenceId] = (),
     ) -> Decision:
-        """All members are ready. `counts`: blocks of each stage, now and once all KV has been sent. `lacking`: if a
-        stage is lost, sequences of which another one has not all that is needed.
+        """Decide when all members are ready. `counts`, `counts_in_the_end`: blocks of each stage, now and once all KV
+        has been sent. `lacking`: sequences for which a stage lacks KV, or the activations that a stand-in needs.
         """
         alive = self._group_scheduler.kv_tokens  # own sequences may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
@@ -239,7 +241,7 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids | gone_ids)), len(present))
 
     def lead_on(self, now_s: float, counts: Mapping[WorkerId, int]) -> Decision:
-        """All members have freed the room of the waves so far; no KV is being transferred."""
+        """Decide on the next wave: all members have freed the room of earlier ones, and no KV is being transferred."""
         gone = self._waves.waiting_ids - set(self._group_scheduler.sequence_ids)
         wave = self._waves.next(counts, self._group_scheduler.reserved_block_count, gone)
         lost_ids = sorted(v.sequence_id for v in wave.lost)
@@ -255,7 +257,7 @@ class Leading:
     def lead_alone(
         self, now_s: float, victims: Sequence[Victim], coming: Sequence[SequenceSnapshot], free_blocks: int
     ) -> Decision:
-        """All members are ready. Own sequences come first, then those handed over to this worker."""
+        """Decide when all members are ready. Own sequences come first, then those handed over to this worker."""
         mine, alive = (
             {v.sequence_id for v in victims if v.old_leader == self._me},
             set(self._group_scheduler.sequence_ids),
@@ -282,8 +284,8 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids)), len(victims))
 
     def _without_kv(self, victims: Iterable[Victim], lacking: Collection[SequenceId]) -> frozenset[SequenceId]:
-        """Own ones whose lost KV a stand-in cannot compute: it knows no adapters, and log-probabilities of prompts are
-        those of one engine.
+        """Ids of own sequences whose lost KV a stand-in cannot compute: it knows no adapters, and log-probabilities of
+        prompts are those of one engine.
         """
         if not self._part.lost:
             return frozenset()
@@ -292,7 +294,7 @@ class Leading:
         return frozenset(i for i in own if i not in able or i in lacking)
 
     def capacity(self, now_s: float, counts: Mapping[WorkerId, int]) -> CapacityChanged:
-        """Blocks available, without those held on some stages by waiting sequences."""
+        """The group's blocks, those held on some stages by waiting sequences counted as lent."""
         smallest, held_blocks = self._waves.lent_blocks(counts)
         before = self._in_the_end if self._waves.waiting_ids else 0
         return CapacityChanged(now_s, smallest, held_blocks, before)

@@ -70,15 +70,15 @@ from services.worker.policy.token_target import TokenTarget
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """Since the start of the worker."""
+    """Totals since the start of the worker."""
 
     steps: int
     preemptions: int
-    prompt_tokens: int  # of prompts with a first token
+    prompt_tokens: int  # tokens of prompts that have got a first token
     generation_tokens: int
     endings: Mapping[FinishReason, int]
     refused: int
-    stale_events: int  # of closed streams, repeated or unknown handles or ids
+    stale_events: int  # events of closed streams, or with repeated or unknown handles or ids
     adopted: int  # sequences taken over from other leaders
     moved: int  # sequences handed over to other leaders
 
@@ -108,15 +108,15 @@ class WorkerCore:
             self._new_group_scheduler(block_count, book)
         ]  # the draining one, if any; the one in force
         self._last_formed: GroupScheduler | None = None
-        self._closed = GroupTotals()  # of groups that have ended
-        self._stale_groups_total = 0  # of groups that have ended
+        self._closed = GroupTotals()  # counters of groups that have ended
+        self._stale_groups_total = 0  # stale events of groups that have ended
         self._outbox = request_table.outbox
         self._draining = False
         self._progress_at_s = 0.0  # last completed step, or end of the last idle time
         self._steps_total = 0
         self._prompt_tokens_total = 0
         self._generation_tokens_total = 0
-        self._offline_tokens_total = 0  # of prompts and answers
+        self._offline_tokens_total = 0  # tokens of offline prompts and answers
         self._stale_events_total = 0
 
     # ---------------------------------------------------------------- events
@@ -244,7 +244,7 @@ class WorkerCore:
             self._close_leaving()
 
     def _close_leaving(self) -> None:
-        """Add the draining group's counters to those of ended groups."""
+        """Remove the draining group, if any, and add its counters to those of ended groups."""
         if (group_scheduler := self.leaving) is None:
             return
         in_flight = group_scheduler.batches_in_flight
@@ -259,16 +259,16 @@ class WorkerCore:
     @property
     def _is_busy(self) -> bool:
         """True if a step runs, or could."""
-        return True in [each.is_busy for each in self._group_schedulers]  # likewise
+        return True in [each.is_busy for each in self._group_schedulers]  # a generator would take longer
 
     @property
     def is_drained(self) -> bool:
-        """True if it takes no new requests, and none depends on it any more."""
+        """True if this worker takes no new requests, and none depends on it any more."""
         return self._draining and self.is_empty
 
     @property
     def is_empty(self) -> bool:
-        """True if it has no request, and no KV that one may still come for."""
+        """True if this worker has no request, and no KV whose request may still come."""
         request_table = self._request_table
         return not (
             request_table.live
@@ -280,7 +280,7 @@ class WorkerCore:
 
     @property
     def has_work(self) -> bool:
-        """True if a batch may be requested. With others in flight the answer may still be none."""
+        """True if a batch may be requested. With others in flight, there may still be none to run."""
         return True in [each.has_work for each in self._group_schedulers]  # a generator would take longer
 
     @property
@@ -314,8 +314,8 @@ class WorkerCore:
         return sequence is not None and sequence.step_id > self.group_scheduler.completed_step_id
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why a sequence of another leader cannot get so many more blocks, new or (not `new`) already arriving; empty
-        if it can.
+        """Why `block_count` more blocks cannot be reserved for a sequence of another leader that is new (`new`) or
+        already arriving; empty if they can.
         """
         return _DRAINS if self._draining else self.group_scheduler.why_no_room(block_count, new=new)
 
@@ -348,7 +348,7 @@ class WorkerCore:
         )
 
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0, parks: Parks = IN_SERVICE) -> LoadReport:
-        """`newest_epoch`: of a transition known to this worker."""
+        """The load report. `newest_epoch`: newest epoch of a transition known to this worker."""
         totals = ReportTotals(
             self._steps_total,
             self._prompt_tokens_total,
@@ -458,8 +458,8 @@ class WorkerCore:
             self._stale_events_total += 1
 
     def _shed(self, at_s: float) -> None:
-        """Sequences have ended. If the next one to preempt, in flight, was among them, its successor may be in no
-        batch.
+        """Preempt what does not fit, after sequences have ended: if the next one to preempt was in flight and is among
+        them, its successor may be in no batch.
         """
         for group_scheduler in self._group_schedulers:
             group_scheduler.shed(at_s)
@@ -551,8 +551,8 @@ class WorkerCore:
         return None if self._request_table.waits or len(self._group_schedulers) > 1 else foresee(self.group_scheduler)
 
     def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:
-        """Record the first `count` of them as run, the last at `at_s`, and their tokens (as many for each sequence) as
-        sent to the dispatchers.
+        """Record the first `count` plain steps as run, the last at `at_s`, and their tokens (as many for each sequence)
+        as sent to the dispatchers.
         """
         take(plain, token_ids, count, self.group_scheduler)
         self._steps_total += count

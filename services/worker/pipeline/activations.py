@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class HostActivations:
-    """Reserved with the first batch in a pipeline; pages are taken when they are first written."""
+    """An `ActivationStore`, reserved with the first batch in a pipeline; pages are taken when first written."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -60,7 +60,7 @@ class ActivationLog:
         self.tokens = LoggedTokens(block_tokens)
 
     def take(self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor) -> None:
-        """The batch has run here, and this is what the next stage gets."""
+        """Log what the next stage gets from a batch that has run here: `hidden_TD`, one row for each token."""
         rows, slots = self.tokens.take(batch, tables, self._store.slot_count(hidden_TD))
         if rows:
             self._store.write(hidden_TD, rows, slots)
@@ -68,7 +68,7 @@ class ActivationLog:
     def read(
         self, book: BlockBook, sequence_id: SequenceId, first: int, count: int
     ) -> tuple[tuple[int, ...], torch.Tensor] | None:
-        """Token ids and activations; None: they are not logged."""
+        """Token ids and activations of a sequence's positions `[first, first + count)`; None: not all are logged."""
         if not self.tokens.covers(book, sequence_id, first + count):
             return None
         slots = self.tokens.slots(book.table(sequence_id), first, count)
@@ -80,11 +80,11 @@ class _RefilledSequence:
     epoch: Epoch
     giver: WorkerId
     victim: Victim
-    computed_tokens: int = 0  # here
+    computed_tokens: int = 0  # tokens whose KV was computed here
 
 
 class Refill:
-    """Gives from this stage's log, and computes from that of another stage: one chunk of one sequence at a time."""
+    """Sends activations of this stage's log, and computes KV from another stage's log, chunk by chunk."""
 
     def __init__(
         self, context: MemberContext, engine: StageEngine, log: ActivationLog | None, chunk_tokens: int
@@ -97,14 +97,14 @@ class Refill:
 
     @property
     def logged(self) -> LoggedTokens | None:
-        """What this stage's own log has; None: there is no log."""
+        """The tokens in this stage's own log; None: there is no log."""
         return None if self._log is None else self._log.tokens
 
     def forget(self) -> None:
         self._jobs.clear()
 
     def begin(self, epoch: Epoch, victim: Victim, giver: WorkerId) -> None:
-        """Blocks are reserved for the sequence."""
+        """Compute a sequence's KV from the log of `giver`. Its blocks are reserved already."""
         self._jobs.append(_RefilledSequence(epoch, giver, victim))
         if len(self._jobs) == 1:
             self._ask()
@@ -131,7 +131,7 @@ class Refill:
         links.send(to, traffic, Topic.ACTIVATIONS, b"", hidden_TD, epoch=event.epoch)
 
     def arrived(self, event: ActivationsArrived) -> KvReceived | None:
-        """The event for the transition, once a sequence is complete."""
+        """Compute KV from activations. Returns the event for the transition once the sequence is complete."""
         job = self._jobs[0] if self._jobs else None
         if job is None or (event.epoch, event.sequence_id, event.first) != (
             job.epoch,
@@ -146,7 +146,7 @@ class Refill:
         done = job.computed_tokens >= job.victim.computed_tokens
         if done:
             self._jobs.popleft()
-            self._run(Batch(0, (event.sequence_id,), (), ()), (), None)  # its leader adds it
+            self._run(Batch(0, (event.sequence_id,), (), ()), (), None)  # out of the engine: its leader adds it anew
         if self._jobs:
             self._ask()
         return KvReceived(self._context.now(), job.epoch, event.sequence_id, job.giver) if done else None

@@ -14,7 +14,7 @@ from typing import TypeVar, TypeVarTuple
 _THREADS = 2
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
-_SHARE = 0.1  # of one processor: two jobs on each of two workers on two shared cores take a fifth of them
+_SHARE = 0.1  # share of one processor: two jobs on each of two workers on two shared cores take a fifth of these
 _LONGEST_REST_S = 0.05
 
 
@@ -27,8 +27,8 @@ class Stopped(Exception):
 
 
 def unhurried(stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None]:
-    """A function to be called between two pieces, on the job's thread; one per job. It pauses, and raises Stopped if
-    the job was cancelled. `hurried`: no pauses, as requests wait for the job.
+    """Make a function to be called between two pieces, on the job's thread; one per job. It pauses, and raises Stopped
+    if the job was cancelled. `hurried()`: True for no pauses, as requests wait for the job.
     """
     worked_s: float | None = None  # CPU time of the working thread, which may be another one
 
@@ -45,7 +45,7 @@ def unhurried(stopped: Callable[[], bool], hurried: Callable[[], bool] = never) 
 
 
 class Threads:
-    """See `context.Background`."""
+    """A pool of threads, the worker's `context.Background`."""
 
     def __init__(
         self,

@@ -75,7 +75,9 @@ def stage_core(
     target: TokenTarget | None = None,
     harvest: Harvest | None = None,
 ) -> tuple[WorkerCore, BlockBook]:
-    """`ordinal` is unique in the cluster and makes sequence ids unique."""
+    """The core of a worker that may be a stage, and its block tables. `ordinal`: unique in the cluster, the prefix of
+    its sequence ids.
+    """
     book = BlockBook(engine.block_count, limits.block_tokens)
     core = WorkerCore(
         limits,
@@ -113,10 +115,10 @@ def join(
     compile_grammar: CompileGrammar | None = None,
     activations: ActivationStore | None = None,
 ) -> BuiltMembership:
-    """Opens the data plane; the shell closes it when its engine thread ends. `costs` records durations of stages.
-    `copier`: required if the core's limits allow swapping. `compile_grammar`: for the engine, with caching; None:
-    constraints are not applied. `runner` replaces the engine's own, `open_plane` the data plane. `secret`: see
-    `links.plane.DataPlane`.
+    """Make the worker a member of groups, and open its data plane, which the shell closes when its engine thread ends.
+    `costs` records durations of stages. `copier`: required if the core's limits allow swapping. `compile_grammar`: for
+    the engine, with caching; None: constraints are not applied. `runner` replaces the engine's own, `open_plane` opens
+    another data plane. `secret`: see `links.plane.DataPlane`.
     """
 
     def post(event: MemberEvent) -> None:

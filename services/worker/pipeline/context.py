@@ -39,9 +39,9 @@ if TYPE_CHECKING:
 
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
-# Prompt tokens of a batch with decodes. Loading layers takes bandwidth and processor time from every batch: a long
-# chunk in addition would be the longest gap between two tokens. In a pipeline a token waits for the chunks of all
-# microbatches in flight.
+# Maximum prompt tokens of a batch with decodes, in blocks. Loading layers takes bandwidth and processor time from every
+# batch: a long chunk in addition would be the longest gap between two tokens. In a pipeline a token waits for the
+# chunks of all microbatches in flight.
 _PROMPT_BLOCKS = 0.5
 Now = Callable[[], float]  # monotonic seconds
 
@@ -59,10 +59,12 @@ class StageEngine(Protocol):
         last_layer: int,
         preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
-        """`preempted` is called at the batch's safepoints.
+        """Execute layers `[first_layer, last_layer)` of a batch. `hidden_TD`: output of the layers before; None: the
+        first stage, or no slices. Returns activations, or at the last layer the result. `preempted` is called at the
+        batch's safepoints.
 
         Raises:
-            Preempted: it returned True.
+            Preempted: `preempted` returned True.
         """
         ...
 
@@ -88,7 +90,7 @@ class ActivationStore(Protocol):
     """Rows of activations in host memory, by slot."""
 
     def slot_count(self, hidden_TD: torch.Tensor) -> int:
-        """For activations of this width."""
+        """Number of slots for activations of this width."""
         ...
 
     def write(self, hidden_TD: torch.Tensor, rows: Sequence[int], slots: Sequence[int]) -> None: ...
@@ -112,7 +114,7 @@ class Background(Protocol):
         ...
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None] | None:
-        """To be called between two pieces of a job without urgency. See `unhurried`."""
+        """A function to be called between two pieces of a job without urgency (see `unhurried`); None: no pauses."""
         ...
 
     def shutdown(self) -> None:
@@ -122,7 +124,7 @@ class Background(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class MemberEnvironment:
-    """What an executor gives a member."""
+    """What an executor provides to a member."""
 
     plane: Plane
     hub: Hub  # receives from its links
@@ -134,9 +136,9 @@ class MemberEnvironment:
     copier: BlockCopier | None = None  # required if the core's limits allow swapping
     compile_grammar: Callable[[Grammar], Future[Any]] | None = None  # None: constraints are not applied
     watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
-    launch: Launch | None = None  # of the engine; None: it only executes synchronously
-    activations: ActivationStore | None = None  # for the activation log; None: there is none
-    preempts: Callable[[], bool] = never  # online work has arrived since the engine thread last took events
+    launch: Launch | None = None  # launches batches; None: the engine only executes synchronously
+    activations: ActivationStore | None = None  # memory of the activation log; None: there is no log
+    preempts: Callable[[], bool] = never  # True: online work came since the engine thread last took events
 
 
 @dataclass(slots=True)
@@ -145,7 +147,7 @@ class MemberContext:
 
     me: WorkerId
     core: WorkerCore  # read only, except that `answers` handles events
-    book: BlockBook  # of the group in force; replaced at the commit of a restore
+    book: BlockBook  # block tables of the group in force; replaced at the commit of a restore
     memory: DeviceMemory
     role: MemberRole
     links: Links
@@ -155,11 +157,11 @@ class MemberContext:
     now: Now
     post: Callable[[MemberEvent], None]
     room: GroupRoom
-    leaving: bool = False  # True: of the draining group that this worker has led, not of the one in force
+    leaving: bool = False  # True: context of the draining group, not of the group in force
 
     @property
     def group_scheduler(self) -> GroupScheduler:
-        """Read only."""
+        """The scheduler of this context's group. Read only."""
         leaving = self.core.leaving if self.leaving else None
         return self.core.group_scheduler if leaving is None else leaving
 
@@ -196,8 +198,8 @@ class MemberContext:
             self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)
 
     def limit_prompts(self, *, beside: bool = False) -> None:
-        """Limit prompt chunks during a restore, until `lift_limit`. `beside`: of this worker's own group, while the
-        draining one computes on the same devices.
+        """Limit prompt chunks during a restore, until `lift_limit`. `beside`: in all batches of this worker's own
+        group, while the draining one computes on the same devices.
         """
         token_count = max(1, int(_PROMPT_BLOCKS * self.memory.kv.shape.block_tokens))
         self.answers.tell(PrefillLimited(self.now(), token_count, always=beside))
@@ -210,7 +212,7 @@ Answer = Command | StepOutcome
 
 
 class MemberAnswers:
-    """Commands of the core go to the shell, which sends to dispatchers and drops texts."""
+    """Collects commands of the core for the shell, which sends to dispatchers and drops texts."""
 
     def __init__(self, core: WorkerCore, run: Callable[[Removed], object]) -> None:
         """`run` executes removals on this member's stages."""

@@ -167,7 +167,7 @@ class TransitionDriver:
             and transition.quiesces
             and not (group_scheduler.in_flight_count or group_scheduler.suspended_ids)
         ):
-            # Sequences ended since the last batch, released while the stages still follow this leader.
+            # Release sequences that ended since the last batch, while the stages still follow this leader.
             self._context.report_capacity(ends=True)
             self.drive(t.BoundaryReached(self._now(), transition.epoch))
         if transition is not None and transition.part.dissolves:
@@ -190,7 +190,7 @@ class TransitionDriver:
             self.drive(t.LayersGivenUp(self._now(), epoch))
 
     def link_made(self, event: LinkMade) -> None:
-        if not self.is_current(event.epoch):  # of a cancelled plan: links of this one may be missing
+        if not self.is_current(event.epoch):  # the link of a cancelled plan: those of this one may be missing
             return
         news = self._links.made(event)
         if news is not None:
@@ -243,7 +243,7 @@ class TransitionDriver:
             self.drive(*self._mover.left(event))
 
     def room_granted(self, epoch: Epoch, block_count: int) -> None:
-        """From the leader, perhaps before the planner's Prepare."""
+        """Handle the leader's grant of room, which may come before the planner's Prepare."""
         if self.leaving is not None and self._current().epoch == epoch:
             self.leaving.limited(block_count)
             return
@@ -253,7 +253,7 @@ class TransitionDriver:
             self.drive(t.RoomGranted(self._now(), epoch, block_count))
 
     def room_withdrawn(self, epoch: Epoch) -> None:
-        """From the leader. From now on this follower's capacity is final, and the leader may use it."""
+        """Handle the leader's withdrawal of a restore. The capacity reported then is final: the leader may use it."""
         if self._role.leads:
             self._published.stale_total += 1
             return
@@ -264,7 +264,7 @@ class TransitionDriver:
             self._context.report_room()
 
     def _pass_on_withdrawal(self, epoch: Epoch) -> None:
-        """Down the pipeline, after the grant of room if there was one."""
+        """Pass a withdrawal down the pipeline, after the grant of room if there was one, and note it."""
         self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
         self._context.room.withdraw(epoch)
 
@@ -283,7 +283,7 @@ class TransitionDriver:
         self._published.publish(transition)
 
     def abandon(self) -> None:
-        """The group is lost."""
+        """Drop the transition and the draining group: the group is lost."""
         self._handover.begin()
         self._refill.forget()
         self.transition = self.leaving = None
@@ -409,7 +409,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ prepare
 
     def _prepare_memory(self) -> Sequence[t.PreparationFailed]:
-        """`MemoryReady` follows when running jobs have ended, see `poll`, unless the plan fails at once."""
+        """Check the plan. If it does not fail, `MemoryReady` follows, in a drop when no job reads layers (`poll`)."""
         transition, progress = self._current(), self._published.counted
         why = self._why_unfit(transition)
         if not why and transition.plan.kind is TransitionKind.RESTORE:
@@ -521,7 +521,7 @@ class TransitionDriver:
         self._context.report_capacity()
 
     def _pass_end_on(self, epoch: Epoch) -> None:
-        """Down the pipeline, after its last batch."""
+        """Pass the end of the epoch down the pipeline, after its last batch."""
         if self.leaving is not None:
             self.leaving.pass_end_on()
         else:
@@ -539,8 +539,8 @@ class TransitionDriver:
         progress.remap_s += self._now() - began_s
 
     def _lead(self, victims: tuple[Victim, ...], wave: int) -> t.Led:
-        """There are further waves only if all holders of KV are stages of the new group, as these
-        receive every roster.
+        """Decide which victims keep their KV now. There are further waves only if all holders of KV are stages of the
+        new group, as these receive every roster.
         """
         transition, now_s, progress = self._current(), self._now(), self._published.counted
         if wave:
@@ -561,7 +561,7 @@ class TransitionDriver:
         self._answers.tell(KvArrived(now_s, sequence_id))
 
     def _release_sent(self) -> None:
-        """KV has been sent: use its room for the next wave."""
+        """Release the room of KV that has been sent, for the next wave."""
         progress, began_s = self._published.counted, self._now()
         self._context.grow_book(self._memory.shrink_retired(*self._mover.core.compact()))
         progress.remap_s += self._now() - began_s

@@ -72,7 +72,7 @@ class ResultArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class GrammarAnnounced(MemberEvent):
-    """A request with this grammar is about to be accepted, by this leader or by that of this last stage."""
+    """A request with this grammar is about to be accepted, by this worker as leader or by the leader of its group."""
 
     grammar: Grammar
 
@@ -83,14 +83,14 @@ class HandoverArrived(MemberEvent):
     source: WorkerId
     snapshots: tuple[SequenceSnapshot, ...]
     block_count: int
-    final_block_count: int  # when all KV of layers given up has been sent
-    more: bool = False  # another one follows
-    lacking: tuple[SequenceId, ...] = ()  # if a stage was lost: without all that a stand-in needs
+    final_block_count: int  # blocks of the source when all KV of layers given up has been sent
+    more: bool = False  # another handover of this source follows
+    lacking: tuple[SequenceId, ...] = ()  # if a stage was lost: sequences without all that a stand-in needs
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationsAsked(MemberEvent):
-    """A stand-in asks for those of tokens `[first, first + count)`."""
+    """A stand-in asks for the activations of a sequence's tokens `[first, first + count)`."""
 
     epoch: Epoch
     peer: WorkerId
@@ -110,7 +110,7 @@ class ActivationsArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RosterArrived(MemberEvent):
-    """A later wave's roster comes from the leader by way of the stages in between."""
+    """A roster has arrived; that of a later wave comes from the leader by way of the stages in between."""
 
     epoch: Epoch
     event: RosterReceived
@@ -156,7 +156,7 @@ class KvLeft(MemberEvent):
 
     @property
     def why_not(self) -> str:
-        """Empty if the receiver has it."""
+        """Why the receiver does not have the KV; empty if it does."""
         if (error := self.report.exception()) is not None:
             return str(error)
         report = self.report.result()
@@ -165,7 +165,7 @@ class KvLeft(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvLanded(MemberEvent):
-    """KV has arrived, or will not."""
+    """A piece of KV has arrived, or (not `delivered`) will not."""
 
     giver: WorkerId
     piece: Piece
@@ -178,7 +178,7 @@ class LayerAsked(MemberEvent):
     epoch: Epoch
     layer: int
     link: Link  # it may arrive before this side's event that the link is up
-    layout: bytes  # of the requester's memory, which is filled byte by byte
+    layout: bytes  # byte layout of the layer in the requester's memory, which must equal this worker's
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,9 +200,9 @@ class LayerChecked(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted(MemberEvent):
-    """From the leader of a group that is to dissolve: no block beyond is held or will be reserved."""
+    """From the leader of a group that is to dissolve: no block beyond the first `block_count` is or will be held."""
 
-    epoch: Epoch  # of the restore
+    epoch: Epoch  # epoch of the restore
     block_count: int
 
 

@@ -39,7 +39,7 @@ class GrammarsAhead:
         self._waiting: list[Future[Any]] = []
 
     def comes(self, grammar: Grammar) -> None:
-        """A request with it is about to be accepted by this leader, or by that of this last stage."""
+        """Compile, or announce to the last stage, the grammar of a request that this worker or its leader accepts."""
         role = self._role
         if not role.stages:
             return  # compiled here by the submission
@@ -49,13 +49,13 @@ class GrammarsAhead:
             self._tell(grammar)
 
     def _compile_in_background(self, grammar: Grammar) -> None:
-        """Errors are reported by the leader."""
+        """Start to compile a grammar, unless many are being compiled. Errors are reported by the leader."""
         self._waiting = [job for job in self._waiting if not job.done()]
         if len(self._waiting) < _MOST_WAITING:
             self._waiting.append(self._compile(grammar))
 
     def _tell(self, grammar: Grammar) -> None:
-        """Announce once: the last stage caches as many."""
+        """Announce a grammar to the last stage, unless it is among the latest announced: that stage caches as many."""
         role, told = self._role, self._told
         if self._told_in != role.epoch:
             self._told_in = role.epoch

@@ -23,7 +23,7 @@ from services.worker.pipeline.wire import SNAPSHOT, Topic, roster_to_bytes
 
 
 class Handover:
-    """State of one plan: call `begin` with each."""
+    """Handovers of one plan; `begin` starts with the next."""
 
     def __init__(self, context: MemberContext) -> None:
         self._role = context.role
@@ -31,14 +31,14 @@ class Handover:
         self._context = context
         self._memory = context.memory
         self._tell = context.answers.tell
-        self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # by their new leader
+        self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # new leader -> sequences for it
         self._coming: list[SequenceSnapshot] = []  # new leader: sequences handed over to it
-        self._by_tokens: list[SequenceSnapshot] = []  # likewise, from a draining group, without KV
-        self._told_counts: dict[WorkerId, int] = {}  # blocks by member, as reported
-        self._final_counts: dict[WorkerId, int] = {}  # the same, once all KV of layers given up has been sent
-        self._recomputed: tuple[SequenceId, ...] = ()  # new leader: sequences without room
+        self._by_tokens: list[SequenceSnapshot] = []  # new leader: sequences of a draining group, without KV
+        self._told_counts: dict[WorkerId, int] = {}  # member -> its blocks, as reported
+        self._final_counts: dict[WorkerId, int] = {}  # member -> its blocks when KV of layers given up has been sent
+        self._recomputed: tuple[SequenceId, ...] = ()  # new leader: sequences to be recomputed
         self._leading: Leading | None = None
-        self._lacking: set[SequenceId] = set()  # if a stage was lost: here or, at the new leader, anywhere
+        self._lacking: set[SequenceId] = set()  # sequences that a stand-in cannot continue; leader: for any member
 
     def begin(self) -> None:
         self._going, self._coming, self._told_counts, self._final_counts = {}, [], {}, {}
@@ -63,7 +63,7 @@ class Handover:
             log.forget_numbers()
 
     def end_for(self, epoch: Epoch, followers: Iterable[WorkerId]) -> None:
-        """Tell each of them that the epoch ends, and what is kept: the pipeline is broken."""
+        """Tell the followers of a broken pipeline, each directly, that the epoch ends, and which sequences are kept."""
         body = roster_to_bytes(SendRoster(epoch, self._own_victims(), ()), ())
         for to in followers:
             self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
@@ -119,7 +119,7 @@ class Handover:
             self._tell(Adopted(now_s, coming))
 
     def on_partial_handover(self, event: HandoverArrived) -> None:
-        """Sequences of a group that hands over in several parts."""
+        """Note sequences of a draining group, which hands over in several parts."""
         self._by_tokens.extend(event.snapshots)
 
     def is_complete_from(self, source: WorkerId) -> bool:
@@ -137,7 +137,7 @@ class Handover:
     def lead(
         self, transition: Transition, victims: Sequence[Victim], progress: TransitionProgress, now_s: float
     ) -> Decision:
-        """All members are ready: adopt the sequences. Those without room on the smallest stage wait for it, or are
+        """Adopt the sequences when all members are ready. Those without room on the smallest stage wait for it, or are
         recomputed.
         """
         group_scheduler, book, size = (
@@ -169,7 +169,7 @@ class Handover:
         return decision
 
     def lead_on(self, progress: TransitionProgress, now_s: float) -> Decision:
-        """All members have ended the previous wave and reported their capacity."""
+        """Lead the next wave, when all members have ended the previous one and reported their capacity."""
         if self._leading is None:
             raise InvariantViolation("a wave is over and no victims have been led")
         decision = self._leading.lead_on(now_s, self._context.room.counts)
@@ -185,7 +185,7 @@ class Handover:
         progress.victims_waiting -= len(decision.wave.lost)
 
     def send_roster(self, roster: SendRoster) -> None:
-        """A later wave's roster goes down the pipeline, after the batches that free its blocks."""
+        """Send a roster: the first to each member, later ones down the pipeline, after the batches that free blocks."""
         body = roster_to_bytes(roster, self._recomputed)
         if roster.wave:
             self._links.pass_down(Topic.WAVE, body)

@@ -63,7 +63,7 @@ if TYPE_CHECKING:
     from services.worker.links.transfer import Opening
 
 Pieces = list["torch.Tensor"]
-_PARAMETERS = -1  # in place of a layer, in a key
+_PARAMETERS = -1  # in place of the first layer of KV in a key: the key of a layer's parameters
 
 
 def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
@@ -72,12 +72,12 @@ def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
 
 
 def whole(pieces: Pieces) -> Callable[[int, int], Pieces]:
-    """A destination for KV that has the expected length."""
+    """A destination for data that always fills all of `pieces`."""
     return lambda _first, _last: pieces
 
 
 class Destinations:
-    """Thread-safe."""
+    """Where expected KV and parameters are written, by key. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
@@ -91,7 +91,7 @@ class Destinations:
             self._expected[key] = first_block, last_block, pieces
 
     def take(self, key: Key, first_block: int = 0, last_block: int = 0) -> Pieces | None:
-        """None if it is not expected."""
+        """Remove a destination and return its memory for these blocks; None if the data is not expected."""
         with self._lock:
             first, last, pieces = self._expected.get(key, (-1, -1, _nothing))
             if not first == first_block <= last_block <= last:
@@ -104,7 +104,7 @@ class Destinations:
             return [key for key in self._expected if key[-1] != _PARAMETERS]
 
     def forget(self, key: Key) -> bool:
-        """Returns False if it has been taken, and may be being written."""
+        """Remove a destination. Returns False if there is none: it was taken, and may be being written."""
         with self._lock:
             return self._expected.pop(key, None) is not None
 
@@ -129,7 +129,7 @@ class Hub:
         self.places = Destinations()
         self._receiving: set[tuple[Link, int]] = set()  # transfers that write into this worker's memory
         self._lock = Lock()
-        self._heads: dict[Link, bytes] = {}  # head of the next batch on that link
+        self._heads: dict[Link, bytes] = {}  # link -> head of the next batch on it
 
     @property
     def receives(self) -> bool:
@@ -214,7 +214,7 @@ class Hub:
         self.post(KvLanded(peer, piece, delivered=True, unpack=unpack))
 
     def _place(self, piece: Piece, giver: WorkerId) -> list[torch.Tensor] | None:
-        """None if it is not expected."""
+        """Take the memory that a piece is written into; None if the piece is not expected."""
         return self.places.take(key_of(piece, giver), piece.span.first_block, piece.span.last_block)
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
@@ -227,7 +227,7 @@ class Hub:
         if pieces is None:
             return Refusal("nobody waits for this")
         if opening.total_bytes != (expected := sum(tensor.nbytes for tensor in pieces)):
-            self.on_transfer_end(link, opening, TransferOutcome.REFUSED)  # likewise
+            self.on_transfer_end(link, opening, TransferOutcome.REFUSED)  # no other event reports it
             raise ValueError(f"{peer} sends {opening.total_bytes} bytes of {expected}")
         with self._lock:
             self._receiving.add((link, opening.transfer))

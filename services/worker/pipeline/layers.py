@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 _Given = TypeVarTuple("_Given")
-_AT_ONCE = 2  # layers being received
+_AT_ONCE = 2  # maximum layers being received
 _ROUNDS = 3  # attempts per source
 
 
@@ -50,14 +50,14 @@ class LayerServer:
         self.workers = workers
         self.post = post
         self._checksums = dict(parameters.loaded_checksums)  # layer -> checksum of its contents, which never change
-        self._hashing = Lock()  # held while a layer is read that others wait for
+        self._hashing = Lock()  # held while a checksum is computed, which other threads may wait for
         self._jobs: list[Future[None]] = []  # jobs that read layers
         self._cancel_count = 0
         self._lock = Lock()
         self._sending: list[Transfer] = []
 
     def checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
-        """Slow for a new layer; not on the engine thread. `between` is called between its pieces."""
+        """The layer's checksum. Slow the first time: not on the engine thread. `between` is called between pieces."""
         with self._hashing:
             known = self._checksums.get(layer)
             if known is None:
@@ -70,8 +70,8 @@ class LayerServer:
             self._start(self._learn, unknown)
 
     def learn_each(self, layers: Sequence[int]) -> None:
-        """Compute them one by one in advance, so that a drop does not wait; `cancel` stops it. A checkpoint loader has
-        reported those of all layers that it has read.
+        """Compute checksums in advance, one job for each layer, so that a drop does not wait; `cancel` stops them. A
+        checkpoint loader has reported those of all layers that it has read.
         """
         for layer in layers:
             if layer in self._checksums:
@@ -101,12 +101,12 @@ class LayerServer:
         return future
 
     def serve(self, event: LayerAsked, executed: range) -> None:
-        """Send a layer that is executed here: others may be mapped and not loaded yet."""
+        """Send a layer on request if it is executed here: others may be mapped and not loaded yet."""
         link, layer = event.link, event.layer
         if layer not in executed:
             self.refuse(link, layer)
         elif event.layout != self.parameters.layout(layer):
-            # As when one uses the compiled algorithm and the other torch's: the checkpoint has it too.
+            # For example, one uses compiled kernels and the other torch's. The peer asks another source then.
             why = "its weights are laid out otherwise; start all workers with the same --kernels"
             get_logger().warning("layer is not sent", layer=layer, to=link.peer_id, why=why)
             self.refuse(link, layer, why)
@@ -114,7 +114,7 @@ class LayerServer:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """The peer then asks another source."""
+        """Tell a peer that it does not get a layer; it then asks another source."""
         with contextlib.suppress(BallastError):  # the end of a link is reported anyway
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
@@ -134,7 +134,7 @@ class LayerServer:
         transfer.done.add_done_callback(lambda _: self.post(Woken()))
 
     def cancel(self) -> None:
-        """To be called until `idle`: a running job may yet start a transfer."""
+        """Cancel jobs and transfers. To be called until `idle`: a running job may yet start a transfer."""
         self._cancel_count += 1
         for job in self._jobs:
             job.cancel()
@@ -167,8 +167,8 @@ class LayerPull:
         hurried: Callable[[], bool],
         own: bool = False,
     ) -> None:
-        """`sources`: the peers that hold each missing layer. `server`: of this worker's layers. `own`: they come from
-        this process's memory, and no peer can have changed them.
+        """`sources`: the peers that hold each missing layer. `server`: has the checksums of layers that this worker has
+        held. `own`: layers come from this process's memory, unchanged, and need no verification.
         """
         self._own = own
         self.epoch = epoch
@@ -230,7 +230,7 @@ class LayerPull:
             return
         known = self._server.known_checksum(event.layer)
         wanted, by = (known, None) if known else (event.checksum, event.by)
-        if event.peer is None and (self._own or not wanted):  # or never held: nothing to compare with
+        if event.peer is None and (self._own or not wanted):  # own copy, or never held: nothing to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
         # Verify the checkpoint too: it may have been replaced or damaged since, and all tokens would be wrong.
@@ -256,7 +256,7 @@ class LayerPull:
         self.go_on()
 
     def peer_lost(self, peer: WorkerId) -> None:
-        """What it was asked for is asked for elsewhere; what it has begun to send ends by itself."""
+        """Request elsewhere what a lost peer was asked for; what it has begun to send ends by itself."""
         for layer, source in list(self._under_way.items()):
             if source == peer and self._hub.places.forget(layer_key(self.epoch, layer, peer)):
                 self._again(layer, f"{peer} is gone")
@@ -295,7 +295,7 @@ class LayerLoading:
         background: Background,
         hurried: Callable[[], bool],
     ) -> None:
-        """`hurried`: True while requests wait for its end."""
+        """`hurried()`: True while requests wait for the end of a restore."""
         self._layer_count = context.role.layer_count
         self._memory = memory = context.memory
         self._context = context
@@ -313,14 +313,14 @@ class LayerLoading:
         return self._pull is not None and self._pull.finished
 
     def all_here(self) -> bool:
-        """Raises InvariantViolation if a layer cannot be loaded: this worker cannot serve without it."""
+        """True if all layers are loaded. Raises InvariantViolation if one cannot be: this worker cannot serve then."""
         if self.failure:
             raise InvariantViolation(f"a layer cannot be read again: {self.failure}")
         return self.complete
 
     @property
     def failure(self) -> str:
-        """Why a layer cannot be loaded; empty while it may be."""
+        """Why a layer could not be loaded from any source; empty if none has failed."""
         return "" if self._pull is None else self._pull.failure
 
     def learn(self, layers: Sequence[int]) -> None:
@@ -338,7 +338,7 @@ class LayerLoading:
         own: bool = False,
     ) -> None:
         """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. No block
-        beyond is held or will be reserved. `own`: they come from this process's memory, unchanged.
+        beyond is held or will be reserved. `own`: layers come from this process's memory, unchanged.
         """
         began_s = self._now()
         self.shrink(block_count)
@@ -372,7 +372,7 @@ class LayerLoading:
             book.shrink(block_count)
 
     def handle(self, event: LayerArrived | LayerChecked) -> bool:
-        """Returns False for an event of another or a cancelled restore."""
+        """Handle an event of a layer. Returns False if it is of another restore, or none is under way."""
         pull = self._pull
         if pull is None or event.epoch != pull.epoch:
             return False
@@ -438,7 +438,9 @@ class Rescue:
     under_way: bool = False
 
     def poll(self, now_s: float, grow: Callable[[int], None]) -> bool:
-        """True once all layers are loaded. `grow` is called with the new number of blocks."""
+        """Advance the recovery. Returns True once all layers are loaded. `grow` is called with the new number of blocks
+        before the loading. Raises InvariantViolation if transfers do not end, or a layer cannot be loaded.
+        """
         if not self.under_way:
             block_count = self.layer_loading.undo(self.kept, serves=True) if self.quiet() else None
             if block_count is None:

@@ -26,8 +26,8 @@ class Leaving:
         epoch: Epoch,
         grown: Callable[[int], None],
     ) -> None:
-        """`context` and `stage` of the draining group, with the epoch of its restore. `grown` is called with the number
-        of blocks of this worker's own group.
+        """`context`, `stage`: of the draining group; `epoch`: of its restore. `grown` is called with the new number of
+        blocks of this worker's own group.
         """
         self._context = context
         self.role = context.role
@@ -52,8 +52,8 @@ class Leaving:
         return len(self._context.book.sequence_ids)
 
     def poll(self) -> bool:
-        """Between two batches. Returns True at its leader when no batch is in flight and all sequences have been handed
-        over.
+        """Advance the draining, between two batches; leader only. Returns True when no batch is in flight and all
+        sequences have been handed over.
         """
         if not self.role.leads:
             return False
@@ -68,7 +68,7 @@ class Leaving:
         return draining.over
 
     def empty(self, lost: Collection[WorkerId]) -> None:
-        """Leader: these members are lost."""
+        """Leader: hand all sequences over without KV, as members are lost."""
         self._carry_out(self._draining.empty(self._context.now(), self._context.group_scheduler, lost))
 
     def _carry_out(self, events: Iterable[Event]) -> None:
@@ -83,7 +83,7 @@ class Leaving:
         self._draining.recomputed_count = 0
 
     def limited(self, block_count: int) -> None:
-        """The group holds no block beyond, and reserves none: sent down the pipeline, after its batches."""
+        """Shrink to `block_count` blocks, beyond which the group holds none, and tell the next stage, after batches."""
         context, book = self._context, self._context.book
         context.links.pass_down(Topic.ROOM, room_to_bytes(self._epoch, block_count))
         if block_count < book.block_count:

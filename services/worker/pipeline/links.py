@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from services.worker.links.connection import Link
     from services.worker.links.member_side import Plane
 
-# Of the links over which workers that may soon share a group give each other layers, whatever the layout.
+# Epoch of the links over which workers that may soon share a group give each other layers, whatever the layout.
 LAYERS = Epoch(1 << 62)
 _LINK_TIMEOUT_S = 5.0
 _KEPT_S = 60.0
@@ -34,7 +34,7 @@ _META_BYTES = 2048  # a longer body of a message without a tensor is sent as a t
 
 
 class Links:
-    """Without an epoch argument, the link of the layout in force is used."""
+    """This worker's links. Methods without an epoch use those of the layout in force."""
 
     def __init__(
         self, plane: Plane, role: MemberRole, now: Callable[[], float], post: Callable[[MemberEvent], None]
@@ -44,11 +44,11 @@ class Links:
         self._now = now
         self._post = post
         self.missing: set[WorkerId] = set()  # requested peers whose links are not up yet
-        self._partners: dict[WorkerId, float] = {}  # when the planner has named each last
+        self._partners: dict[WorkerId, float] = {}  # partner -> when the planner has named it last
         self._meeting: set[tuple[WorkerId, Epoch]] = set()  # being connected: they share threads with plans' links
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
-        """None: there is no link, or it has ended."""
+        """The link to a peer; None: there is no link, or it has ended. `epoch`: None for the layout in force."""
         return self._plane.link(peer, self._role.epoch if epoch is None else epoch)
 
     # ------------------------------------------------------------ sending
@@ -89,12 +89,12 @@ class Links:
             return None
 
     def pass_on(self, topic: Topic, about: Epoch) -> None:
-        """Send down the pipeline in force, after the last batch: with the priority of an activation."""
+        """Send a message about an epoch to the next stage, after the last batch: with the priority of an activation."""
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, b"", stream=about)
 
     def pass_down(self, topic: Topic, body: bytes) -> None:
-        """`pass_on` with a body besides the epoch."""
+        """Send a message with a body to the next stage, as `pass_on` does."""
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, body)
 
@@ -107,7 +107,7 @@ class Links:
         return self.send(to, TrafficClass.ACTIVATION, Topic.BATCH, head, hidden_TD)
 
     def send_result(self, result: StepResult | tuple[int, str]) -> None:
-        """To the leader: a batch's result, or its step and why it failed."""
+        """Send the leader a batch's result, or its step id and why it failed."""
         body = result_to_bytes(result) if isinstance(result, StepResult) else failure_to_bytes(*result)
         self.send(self._role.leader, TrafficClass.ACTIVATION, Topic.RESULT, body)
 
@@ -127,7 +127,7 @@ class Links:
         addresses: Mapping[WorkerId, str],
         lives: Mapping[WorkerId, int],
     ) -> Sequence[LinksUp]:
-        """Returns the transition's event if all links are up; else `LinkMade` follows for each that is missing."""
+        """Connect to peers. Returns the transition's event if all links are up; else `LinkMade` follows for others."""
         self.missing = {peer for peer in peers if self.to(peer, epoch) is None}
         for peer in sorted(self.missing):
             future = self._plane.warm(peer, addresses[peer], epoch, _LINK_TIMEOUT_S, lives.get(peer, 0))
@@ -146,9 +146,9 @@ class Links:
         self._make(peer, address, epoch)
 
     def keep(self, partners: Mapping[WorkerId, str]) -> None:
-        """Keep links of `LAYERS` to these, so that a later layout finds their connections made, and for a minute to
-        those named before: a worker that is not in the layout may be loading its layers. The peers have been told
-        likewise; a link that does not come up is tried again when the peer is named again.
+        """Keep links of `LAYERS` to these partners, so that a later layout finds their connections made, and for a
+        minute to those named before: a worker that is not in the layout may be loading its layers. The partners are
+        told the same; a link that does not come up is tried again when the partner is named again.
         """
         now_s = self._now()
         self._partners |= dict.fromkeys(partners, now_s)
@@ -176,7 +176,7 @@ class Links:
         self._plane.warm(peer, address, epoch, timeout_s=_MEETING_TIMEOUT_S).add_done_callback(met)
 
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
-        """Event for the transition."""
+        """Note the outcome of connecting. Returns the transition's event if this was the last link, or has failed."""
         error, now_s = event.link.exception(), self._now()
         if error is not None:
             return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
@@ -185,7 +185,7 @@ class Links:
         return None if self.missing else LinksUp(now_s, event.epoch)
 
     def retire(self, before: Epoch) -> None:
-        """Links of older epochs refuse what still arrives."""
+        """Retire links of older epochs: they refuse what still arrives."""
         self._plane.retire(before)
 
     def close(self) -> None:

@@ -69,7 +69,7 @@ from services.worker.pipeline.stage_runner import StageRunner
 
 
 class GroupMember:
-    """See `services.worker.core.turns.TurnMember`."""
+    """This worker's `TurnMember` (`services.worker.core.turns`)."""
 
     def __init__(
         self,
@@ -89,8 +89,8 @@ class GroupMember:
         self._answers = answers = MemberAnswers(core, self.run)
         compile_grammar = environment.compile_grammar
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
-        self._rescue: Rescue | None = None  # a member of the group is lost
-        self._lost: LostStage | None = None  # likewise, and a stand-in may come
+        self._rescue: Rescue | None = None  # recovery after the loss of the group; None: not under way
+        self._lost: LostStage | None = None  # lost stage for which a stand-in may come
         self._is_awake = True  # `poll` may have something to do
         pace = environment.plane.pace
 
@@ -198,12 +198,12 @@ class GroupMember:
 
     @property
     def place(self) -> Place | None:
-        """From any thread: this worker's group, and the epoch that made it."""
+        """This worker's group, and the epoch that made it. Any thread."""
         return self._role.place
 
     @property
     def parks(self) -> Parks:
-        """From any thread."""
+        """Whether this worker is parked. Any thread."""
         return self._parking.parks
 
     @property
@@ -362,7 +362,7 @@ class GroupMember:
             self.published.publish_as(epoch, Phase.DONE)
 
     def _layer_asked(self, event: LayerAsked) -> None:
-        """By a worker outside of any transition. Layers that are about to be given up are not read any more."""
+        """Handle a worker's request outside of any transition. Layers about to be given up are not read any more."""
         if self._parking.under_way or not self._driver.at_rest:
             self._layer_loading.server.refuse(event.link, event.layer)
         else:
@@ -377,7 +377,9 @@ class GroupMember:
     # ------------------------------------------------------------ loss of a member
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
-        """Before a commit it fails the preparation; the loss of a member of the group in force fails the group."""
+        """Handle a lost link. Before a commit it fails the preparation; in the group in force, the group, unless a
+        stand-in may come.
+        """
         if epoch == LAYERS:
             self._layer_loading.peer_lost(event.peer)
             return
@@ -435,7 +437,7 @@ class GroupMember:
         self.published.publish_as(epoch, Phase.FAILED)
 
     def _holders(self, survivors: Sequence[LayoutMember]) -> dict[int, list[WorkerId]]:
-        """Of each layer: those of the lost group that have it, then all others that can be asked, who may."""
+        """For each layer the peers to ask: survivors of the group that have it, then all others, which may have it."""
         givers = self._links.givers()
         of_group = [stage for stage in survivors if stage.worker_id in givers]
         others = [peer for peer in givers if all(stage.worker_id != peer for stage in survivors)]
@@ -448,7 +450,7 @@ class GroupMember:
         }
 
     def _become_full_replica(self, rescue: Rescue) -> None:
-        """All layers are loaded: this worker leads a group of itself."""
+        """Lead a group of this worker alone: all layers are loaded."""
         self._rescue = None
         self._role.become_full_replica()
         self._open_group()

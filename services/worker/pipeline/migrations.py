@@ -124,14 +124,14 @@ class Migrations:
         self.answer(self._mover.core.peer_lost(epoch, peer))
 
     def give_up(self, why: str) -> None:
-        """The layout is about to change: cancel. Sequences handed over to this leader are still received."""
+        """Cancel migrations: the layout is about to change. Sequences handed over to this leader are still received."""
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.give_up_all(why))
         self.answer(self._mover.give_up(coming=not self._role.leads))
 
     def abandon(self, why: str) -> None:
-        """The group is lost, with its sequences. Those handed over belong to their new leaders."""
+        """Drop all migrations: the group is lost, with its sequences. Those handed over belong to their new leaders."""
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.abandon(why))
@@ -256,7 +256,7 @@ class Migrations:
         return why
 
     def answer(self, messages: Iterable[Ready | Landed]) -> None:
-        """Send to the leader."""
+        """Send messages to this group's leader, or handle them if that is this worker."""
         for message in messages:
             if self._role.leads:
                 self._on_group_message(self._role.me, message, self._now())
@@ -267,7 +267,7 @@ class Migrations:
         self._links.send(self._role.leader, TrafficClass.CONTROL, Topic.MIGRATION, migration_to_bytes(message))
 
     def _sent(self, migration_id: MigrationId, why_not: str) -> None:
-        """A stage has sent a span, or failed to."""
+        """Note that a stage has sent a span, or (`why_not`) has failed to."""
         if self._role.leads:
             self._carry_out(self._departures.sent(self._now(), migration_id, why_not))
         elif why_not:
@@ -306,7 +306,7 @@ class Migrations:
             self._tell(PrefillLimited(now_s, limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
-        """If the link refuses a message it ends, which is reported as `peer_lost`."""
+        """Send a message to another group's leader. If the link refuses it, it ends, which `peer_lost` reports."""
         self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
     def _hand_over_now(self, command: HandOverNow) -> None:

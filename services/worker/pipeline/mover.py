@@ -40,7 +40,7 @@ def kv_pieces(kv: KvCache, blocks: Sequence[int], first_layer: int, last_layer: 
 
 
 def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int) -> int:
-    """Bytes of whole blocks."""
+    """Bytes of the whole blocks with KV of `computed_tokens` tokens, in `layer_count` layers."""
     return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.block_bytes * layer_count
 
 
@@ -64,7 +64,7 @@ class KvMover:
         self._transfers: list[Transfer] = []  # transfers that read the cache
         self._opened: dict[
             Key, tuple[range, Sequence[int]]
-        ] = {}  # layers and blocks that arrive, of other hosts' ranks
+        ] = {}  # KV being received for ranks on other hosts -> its layers and blocks
 
     @property
     def idle(self) -> bool:
@@ -77,7 +77,7 @@ class KvMover:
         return StageLayers(self._context.me, layers.start, layers.stop)
 
     def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
-        """The resulting events for the transition, or messages for this group's leader."""
+        """Handle KV that has arrived, or will not. Returns events for the transition or messages for the leader."""
         opened = self._opened.pop(key_of(event.piece, event.giver), None)
         news = self.core.landed(self._context.now(), event.giver, event.piece, delivered=event.delivered)
         if news is None:
@@ -90,13 +90,13 @@ class KvMover:
         return news
 
     def give_up(self, *, coming: bool) -> Sequence[Landed]:
-        """The layout is about to change. With `coming`, incoming KV is cancelled, too."""
+        """Cancel outgoing KV and, with `coming`, incoming KV: the layout is about to change."""
         news = self.core.give_up() if coming else ()
         self._cancel()
         return news
 
     def abandon(self) -> None:
-        """The group is lost."""
+        """Drop all transfers: the group is lost."""
         self.core.abandon()
         self._cancel()
 
@@ -110,7 +110,9 @@ class KvMover:
     # ------------------------------------------------------------ orders of a leader in a migration
 
     def order(self, message: ForStages, why_not: str) -> Sequence[Ready | Landed | Off]:
-        """`why_not`: why this worker takes no part now; empty if it may. Returns `Off` if a span cannot be sent."""
+        """Execute an order. `why_not`: why this worker takes no part now; empty if it may. Returns the messages for the
+        leader; `Off` if a span cannot be sent.
+        """
         match message:
             case Give():
                 why = self._give(message, why_not)
@@ -187,7 +189,7 @@ class KvMover:
             self._send_again(to)
 
     def left(self, event: KvLeft) -> Sequence[KvSent]:
-        """A transfer of an exchange has ended."""
+        """Handle the end of a transfer of an exchange. If it has failed, the link ends."""
         send, why = event.send, event.why_not
         if why:
             if (link := self._links.to(send.to)) is not None:
@@ -205,7 +207,7 @@ class KvMover:
     # ------------------------------------------------------------ sending
 
     def _begin(self, send: Send) -> str:
-        """Start a transfer. Returns why it cannot start."""
+        """Start a transfer. Returns why it cannot start; empty if it has."""
         link, exchanged = self._links.to(send.to, send.epoch), send.mode is Mode.EXCHANGE
         if link is None or link.retired or not link.is_up:
             return f"there is no link to {send.to}"
@@ -241,7 +243,7 @@ class KvMover:
 
 
 def _give_up(link: Link, send: Send, why: str) -> None:
-    """Unsent KV is lost: end the link, which is reported to both members."""
+    """End the link, which is reported to both members: KV that was not sent is lost."""
     sequence_ids = [block_range.piece.sequence_id for block_range in send.block_ranges]
     get_logger().error("KV is not sent", sequence_ids=sequence_ids, to=link.peer_id, why=why)
     link.give_up(f"KV could not be sent: {why}")

@@ -22,7 +22,7 @@ from services.worker.pipeline.events import ParkOrdered, Woken
 from services.worker.pipeline.layers import LayerLoading
 from services.worker.pipeline.progress import TransitionProgress
 
-_MEASURED = 5  # wake-ups; the slowest counts
+_MEASURED = 5  # latest wake-ups, the slowest of which is the estimate
 _HOST_BYTES_PER_S = 10e9  # assumed until a wake-up has been measured; from pageable host memory
 
 
@@ -60,14 +60,14 @@ class Parking:
         self.parks = Parks(wake_s=self._estimate_s())  # replaced, never changed: read by other threads
 
     def _estimate_s(self) -> float:
-        """Estimated time to wake (seconds); 0: it cannot be parked."""
+        """Estimated time to wake (seconds); 0: this instance cannot be parked."""
         parameters = self._memory.parameters
         layer_bytes = self._memory.parameter_bytes_of(range(parameters.layer_count))
         return layer_bytes / _HOST_BYTES_PER_S if self._memory.can_park else 0.0
 
     @property
     def under_way(self) -> bool:
-        """True if it is parked, or being parked or woken."""
+        """True if this instance is parked, or being parked or woken."""
         return self._state is not _ParkingState.SERVING
 
     @property
@@ -75,7 +75,7 @@ class Parking:
         return self._state in (_ParkingState.SERVING, _ParkingState.PARKED)
 
     def ordered(self, event: ParkOrdered) -> None:
-        """Orders are repeated until they have been carried out."""
+        """Handle an order of the planner, which repeats it until it has been carried out."""
         match self._state:
             case _ParkingState.SERVING if event.park:
                 self._park()

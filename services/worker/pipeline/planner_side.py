@@ -26,7 +26,7 @@ NOT_PREPARED: tuple[Phase | None, ...] = (None, Phase.PREPARING)
 NOT_TAKEN_UP: tuple[Phase | None, ...] = (Phase.PREPARED, Phase.COMMITTING)
 _SILENCE_S = 3.0  # a planner asks several times a second about a transition in progress
 _MOST_PARTNERS = 16  # bound of the links that are kept to partners
-_LONGEST_ORDER_S = 60.0  # of migrations
+_LONGEST_ORDER_S = 60.0  # maximum validity of an order to migrate
 
 
 class Timer(Protocol):
@@ -44,7 +44,7 @@ def _on_the_loop(delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) 
 
 
 class Transitions:
-    """Lives on the event loop; the member works on the engine thread."""
+    """Receives the planner's calls. Lives on the event loop; the member works on the engine thread."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Transitions:
         member.published.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
-        """Raises InvalidRequest or StaleEpoch; a plan already known is no error."""
+        """Pass on a plan. Raises InvalidRequest or StaleEpoch; a plan already known is no error."""
         plan = Plan(KIND.member(request.kind, "kind"), LAYOUT.record(request.base), LAYOUT.record(request.target))
         try:
             plan.base.check()
@@ -106,7 +106,7 @@ class Transitions:
         self._watch(plan.epoch)
 
     def _watch(self, epoch: Epoch) -> None:
-        """Take back a plan whose planner has fallen silent; a late Commit is answered with that."""
+        """Take back a plan when its planner falls silent; a late Commit is answered with that failure."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         phase = self._phase(epoch) or Phase.PREPARING
@@ -159,7 +159,7 @@ class Transitions:
         self._post(Told(Epoch(epoch), AbortRequested(self._now(), Epoch(epoch), why)))
 
     def migrate(self, request: pb.MigrateRequest) -> None:
-        """Raises InvalidRequest if it does not apply to this worker."""
+        """Pass on an order to migrate. Raises InvalidRequest if it does not apply to this worker."""
         me = self._member.me
         source, target = [p.worker_id for p in request.source], [p.worker_id for p in request.target]
         if not source or not target or (source + target).count(me) != 1:
@@ -181,7 +181,9 @@ class Transitions:
         )
 
     def park(self, incarnation: int, *, park: bool) -> None:
-        """Raises StaleEpoch: another incarnation was meant. NotPossible: it cannot be parked."""
+        """Pass on an order to park or wake. Raises StaleEpoch if another incarnation was meant, NotPossible if this
+        worker cannot be parked.
+        """
         if incarnation != self._incarnation:
             raise StaleEpoch("worker incarnation", incarnation, self._incarnation)
         if park and not self._member.parks.wake_s:
@@ -196,7 +198,7 @@ class Transitions:
         return self._member.newest_epoch
 
     def _take_back(self, settled_epoch: Epoch) -> None:
-        """Abort what will not be committed. Not if the planner called just now, as calls may overtake each other."""
+        """Abort a transition that will not be committed; not if the planner called just now: calls may be reordered."""
         epoch = self._member.newest_epoch
         waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch
         if waits and self._now() - self._heard_at_s >= _SILENCE_S:
@@ -204,7 +206,7 @@ class Transitions:
             self._post(Told(epoch, AbortRequested(self._now(), epoch, why)))
 
     def status(self, epoch: int) -> pb.TransitionStatus:
-        """UNSPECIFIED for an unknown epoch."""
+        """Status of a transition; phase UNSPECIFIED for an unknown epoch."""
         phase, why, progress = self.said(Epoch(epoch))
         if progress is not None:
             return STATUS.message(progress)

@@ -55,7 +55,7 @@ def _nothing() -> None:
 
 
 class Published:
-    """Counted and published on the engine thread, read on any."""
+    """Progress and totals, counted and published on the engine thread, read on any."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -80,7 +80,7 @@ class Published:
         return self._counted
 
     def note(self, event: Event) -> None:
-        """Some events end an interval that is counted."""
+        """Record the duration of connecting or preparing memory when its event comes."""
         progress = self.counted
         if isinstance(event, LinksUp):
             progress.links_s = event.at_s - progress.began_s
@@ -115,7 +115,7 @@ class Published:
         self.on_publish()
 
 
-# Upper bounds of the downtime histogram (seconds); a decode step takes some of the first.
+# Upper bounds of the downtime histogram (seconds); the first ones are about a decode step.
 DOWNTIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 
 
@@ -125,7 +125,7 @@ class MigrationTotals:
     not_moved: int = 0
     recomputed: int = 0  # part of `moved`: their KV was lost, or that is unknown
     blocks: int = 0
-    downtime_s: float = 0.0  # total
+    downtime_s: float = 0.0  # sum over all moved sequences
     max_downtime_s: float = 0.0
     downtime_counts: list[int] = field(default_factory=lambda: [0] * (len(DOWNTIME_BOUNDS_S) + 1))
 

@@ -10,15 +10,15 @@ from ballast.common.layout import Member as LayoutMember
 
 
 class MemberRole:
-    """Shared by all parts of the member; changed by a transition or a recovery, on the engine thread."""
+    """A member's role, shared by all its parts; changed by a transition or a recovery, on the engine thread."""
 
     def __init__(self, me: WorkerId, layer_count: int) -> None:
         self.me = me
         self.layer_count = layer_count
         self.epoch = Epoch(0)
-        self.stages: tuple[LayoutMember, ...] = ()  # of its group; empty: alone
-        self.layers = range(layer_count)  # that it executes
-        self.place: Place | None = None  # the same for readers on other threads; None: no transition yet
+        self.stages: tuple[LayoutMember, ...] = ()  # stages of its group; empty: alone
+        self.layers = range(layer_count)  # layers that it executes
+        self.place: Place | None = None  # its epoch and group, for other threads; None: no transition yet
 
     @property
     def leads(self) -> bool:
@@ -52,7 +52,7 @@ class MemberRole:
         self.place = Place(epoch, Group(group.group_id, stages))
 
     def leave_group(self) -> None:
-        """The group has ended. The layers are unchanged: those that this worker holds."""
+        """Leave a group that has ended. The layers are unchanged: those that this worker holds."""
         self.stages = ()
         self._place_alone()
 

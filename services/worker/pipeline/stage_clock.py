@@ -26,12 +26,12 @@ Kind = Literal["run", "send", "receive", "transition"]
 
 class BusySpan(NamedTuple):
     began_s: float
-    ended_s: float  # end of the previous one
+    ended_s: float
     kind: Kind
     epoch: int
     step_id: int
     token_count: int
-    what: str = ""  # of a transition: its phase
+    what: str = ""  # phase, in a span of a transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class StageClock:
     def __init__(self) -> None:
         self._busy_s = self._idle_s = self._network_s = self._send_s = 0.0
         self._steps = 0
-        self._ended_s: float | None = None  # of the previous batch in this layout
+        self._ended_s: float | None = None  # end of the previous batch in this layout
         self._quiet_since_s: float | None = None  # leader: without work since then
         self._quiet_s = 0.0  # leader: time without work since the previous batch
         self._spans: deque[BusySpan] = deque(maxlen=SPANS)
@@ -71,14 +71,14 @@ class StageClock:
             self._quiet_since_s = at_s
 
     def take_quiet_s(self) -> float:
-        """Time without work since the previous batch."""
+        """Take the time without work since the previous batch (seconds), and reset it."""
         quiet_s, self._quiet_s = self._quiet_s, 0.0
         return quiet_s
 
     # ------------------------------------------------------------ every stage
 
     def begin_layout(self) -> None:
-        """Do not count transition time as pipeline bubble."""
+        """Begin anew with a layout, so that the transition does not count as pipeline bubble."""
         self._ended_s = self._quiet_since_s = None
         self._quiet_s = 0.0
 
@@ -86,7 +86,7 @@ class StageClock:
         self._spans.append(BusySpan(at_s, at_s, "transition", epoch, 0, 0, phase))
 
     def received(self, batch: Batch, epoch: int, arrived_s: float, receive_s: float) -> None:
-        """Reception of the next batch took that long. Counted as far as the stage was idle."""
+        """Record the reception of the next batch; it counts as network time as far as the stage was idle."""
         if self._ended_s is not None and batch.slices:
             self._network_s += max(0.0, arrived_s - max(self._ended_s, arrived_s - receive_s))
         self._spans.append(BusySpan(arrived_s - receive_s, arrived_s, "receive", epoch, batch.step_id, _tokens(batch)))
@@ -111,7 +111,7 @@ class StageClock:
         return StageTimes(self._busy_s, self._idle_s, self._network_s, self._send_s, self._steps)
 
     def spans(self) -> list[BusySpan]:
-        """The latest, at most SPANS, in the order of their ends."""
+        """The latest spans, at most SPANS, in the order of their ends."""
         return list(self._spans)
 
 
@@ -126,16 +126,16 @@ class StageWatch(Protocol):
     """Measures the stages executed by one thread."""
 
     def begin(self) -> float:
-        """A stage is about to run. Returns the time."""
+        """Note that a stage is about to run. Returns the present instant (seconds)."""
         ...
 
     def end(self, told: Told) -> None:
-        """It has run, or has been launched: `told` is called now, or by a later `begin` or `end`, in order."""
+        """Note that the stage has run or was launched: `told` is called now or by a later `begin` or `end`."""
         ...
 
 
 class HostWatch:
-    """For synchronous execution."""
+    """A `StageWatch` for synchronous execution."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
@@ -155,7 +155,7 @@ class Event(Protocol):
     def query(self) -> bool: ...
 
     def elapsed_time(self, end_event: Event, /) -> float:
-        """Milliseconds."""
+        """Milliseconds from this event to `end_event`."""
         ...
 
 
@@ -167,10 +167,10 @@ class _Launched:
 
 
 class EventWatch:
-    """Asynchronous: completed events are noticed when the next stage is launched, without waiting for the device."""
+    """A `StageWatch` for asynchronous execution: completed events are noticed when the next stage is launched."""
 
     def __init__(self, record: Callable[[], Event], now: Callable[[], float]) -> None:
-        """`record()`: an event after everything launched so far."""
+        """`record()` records an event behind everything launched so far."""
         self._record = record
         self._now = now
         self._launched: deque[_Launched] = deque()

@@ -40,7 +40,9 @@ class StageRunner:
         preempts: Callable[[], bool] = never,
         log: ActivationLog | None = None,
     ) -> None:
-        """`awaits_roster(epoch)`: True while its free blocks are unknown. `preempts`: online work waits."""
+        """`awaits_roster(epoch)`: True until the roster has come that says which blocks are free. `preempts()`: True if
+        online work waits.
+        """
         self._context = context
         self._role = context.role
         self._links = context.links
@@ -53,7 +55,7 @@ class StageRunner:
         self._watch = watch
         self._awaits_roster = awaits_roster
         self._preempts = preempts
-        self.launch: Launch | None = None  # of batches of the whole model; None: they are executed synchronously
+        self.launch: Launch | None = None  # launches batches of the whole model; None: they are executed synchronously
         self._log = log
         self._early: list[BatchArrived] = []  # batches of a leader that is ahead of this member
 
@@ -173,8 +175,8 @@ class StageRunner:
         return None
 
     def arrived(self, event: BatchArrived) -> None:
-        # Its leader has heard from all members but ours has not been executed yet; or its roster, which comes another
-        # way and says which blocks are free, has not arrived.
+        # The leader has heard from all members, but this one has not taken up the epoch; or the roster, which comes
+        # another way and says which blocks are free, has not arrived.
         if event.epoch > self._role.epoch or self._awaits_roster(event.epoch):
             self._early.append(event)
             return
@@ -188,13 +190,13 @@ class StageRunner:
         assert outcome is None
 
     def run_early(self) -> None:
-        """Batches whose turn has come."""
+        """Run the batches that have arrived early, as far as their turn has come."""
         early, self._early = self._early, []
         for event in early:
             self.arrived(event)
 
     def outcome(self, event: ResultArrived) -> StepOutcome | None:
-        """Leader: the last stage's result."""
+        """Leader: the outcome of a batch, from the last stage's result; None if that is stale."""
         if event.epoch != self._role.epoch or not self._role.leads or not self._role.stages:
             self._published.stale_total += 1
             return None
@@ -213,7 +215,7 @@ class StageRunner:
             self._engine.run_stage(batch, (), None, first_layer=layers.start, last_layer=layers.stop)
 
     def forget_all(self) -> None:
-        """Drop the engine's state of all sequences: their places change."""
+        """Drop the engine's state of all sequences: the layout changes."""
         self._engine.forget_all()
 
     def abandon(self) -> None:

@@ -23,7 +23,7 @@ _INTERVAL_S = 0.02
 
 
 class TimedRunner:
-    """A `StageEngine` (see `pipeline.stage_runner`)."""
+    """A `StageEngine` (`pipeline.context`) that times another one."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class TimedRunner:
         self._layer_count = layer_count
         self._watch = watch
         self._since_s = 0.0
-        self._shape: StageShape | None = None  # of the last stage
+        self._shape: StageShape | None = None  # shape of the stage that ran last
 
     def run_stage(
         self,

@@ -57,17 +57,17 @@ class Topic(IntEnum):
     KV_COMPLETE = 7
     CAPACITY = 8
     LAYER_WANTED = 9
-    ROOM = 10  # of a group that is to dissolve, or does
+    ROOM = 10  # limit of a group that is to dissolve, or is dissolving
     LAYER_REFUSED = 11  # payload: the reason, or nothing
     ROOM_WITHDRAWN = 14  # no payload
     BATCH_HEAD = 15  # a StageBatch too long for a header: the hidden states follow in a BATCH
-    KV = 16  # transfers; or a message with the last KV of a migrating sequence
-    LAYER = 17  # transfers
+    KV = 16  # transfers of KV; or a message with the last KV of a migrating sequence
+    LAYER = 17  # transfers of a layer's parameters
     MIGRATION = 19
     WAVE = 21  # a Roster sent from stage to stage, in order with batches
     WAVE_DONE = 22  # no payload; the stream is the wave
     ACTIVATIONS_WANTED = 23
-    ACTIVATIONS = 24  # of a stage's log
+    ACTIVATIONS = 24  # activations from a stage's log
     GRAMMAR = 30  # to the last stage: announces a grammar; SamplingParams with no other field
 
 
@@ -158,7 +158,7 @@ def grammar_to_bytes(grammar: Grammar) -> bytes:
 
 
 def grammar_from_bytes(data: bytes) -> Grammar:
-    """Raises ValueError if there is none."""
+    """Decode a grammar. Raises ValueError if the message has none."""
     grammar = SAMPLING.record(cluster_pb2.SamplingParams.FromString(data)).grammar
     if grammar is None:
         raise ValueError("a grammar that says nothing")
@@ -183,7 +183,7 @@ def failure_to_bytes(step_id: int, why: str) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> StepResult | tuple[int, str]:
-    """A result, or the step number and why it failed."""
+    """Decode a result, or the step id of a failed batch and why it failed."""
     message = pb.StageResult.FromString(data)
     if message.error:
         return message.step_id, message.error
@@ -250,7 +250,7 @@ def migration_to_bytes(message: Message) -> bytes:
 
 
 def migration_from_bytes(data: bytes) -> Message:
-    """Raises ValueError for an unknown message."""
+    """Decode a message of a migration. Raises ValueError for an unknown one."""
     made = pb.Migration.FromString(data)
     name = made.WhichOneof("said")
     if name is None:
@@ -259,7 +259,7 @@ def migration_from_bytes(data: bytes) -> Message:
 
 
 def pieces_to_bytes(pieces: Iterable[Piece]) -> bytes:
-    """Encodes the identification of KV being sent."""
+    """Encode which pieces of KV a transfer or message carries."""
     return pb.KvPieces(pieces=[_PIECE.message(piece) for piece in pieces]).SerializeToString()
 
 
