@@ -403,7 +403,7 @@ class GroupScheduler:
         # The blocks are given to KV that arrives beside batches: no copy may still read or write them.
         still = not (self.batches_in_flight or scheduler.swap.used_block_count)
         if still and not scheduler.why_no_room(event.block_count, new=False):
-            for sequence in scheduler.abort_restore(event.at_s, self.completed_step_id, event.block_count):
+            for sequence in scheduler.preempt_offline(event.at_s, self.completed_step_id, event.block_count):
                 self.batches_in_flight.forget(sequence)
         scheduler.fit_prefixes(event.block_count)
 

@@ -462,7 +462,7 @@ class Scheduler(GroupCounts):
             victims.append(victim)
         return victims
 
-    def abort_restore(self, at_s: float, completed_step_id: int, block_count: int) -> list[Sequence]:
+    def preempt_offline(self, at_s: float, completed_step_id: int, block_count: int) -> list[Sequence]:
         """Preempt offline sequences that are in no batch until `block_count` blocks are free."""
         yielded: list[Sequence] = []
         while self.free_block_count < block_count and self.offline:

@@ -87,7 +87,7 @@ class Parking:
                 pass
 
     def _park(self) -> None:
-        if why := self._why_not():
+        if why := self._why_not() or ("" if self.parks.wake_s else "its parameters cannot be kept in host memory"):
             get_logger().debug("not parked yet", why=why)
             return
         self._state, self._stays, self.parks = _ParkingState.SAVING, False, self.parks._replace(parked=True)
@@ -104,8 +104,9 @@ class Parking:
             self._check_missing_layers()
 
     def _saved(self) -> None:
-        for job in self._jobs:
-            job.result()  # raises its exception, for example for lack of host memory
+        if (error := next(filter(None, (job.exception() for job in self._jobs)), None)) is not None:
+            self._stay(error)
+            return
         if not self._layer_loading.server.idle:
             return
         self._jobs = []
@@ -115,6 +116,12 @@ class Parking:
         get_logger().info("parked", given_back_bytes=self._memory.report().free_bytes)
         if self._stays:
             self._wake()
+
+    def _stay(self, error: BaseException) -> None:
+        """Serve on, as the layers cannot be kept in host memory, and report that this instance cannot be parked."""
+        get_logger().warning("not parked: its parameters cannot be kept in host memory", why=str(error))
+        self._jobs, self._state, self.parks = [], _ParkingState.SERVING, Parks()
+        self._serve()
 
     def _wake(self) -> None:
         self._began_s, role = self._now(), self._context.role

@@ -1,0 +1,31 @@
+"""A worker whose parameters cannot be kept in host memory goes on serving."""
+
+from concurrent.futures import Future
+from unittest.mock import Mock
+
+from services.worker.pipeline.events import ParkOrdered
+from services.worker.pipeline.parking import Parking
+
+
+def failed(_layer: int) -> Future[None]:
+    job = Future[None]()
+    job.set_exception(MemoryError("host memory is full"))
+    return job
+
+
+def test_layers_that_cannot_be_kept_end_no_worker_and_are_not_tried_again() -> None:
+    context, background, layers, serve = Mock(), Mock(), Mock(), Mock()
+    context.memory.can_park, context.role.layer_count = True, 2
+    context.memory.parameters.layer_count, context.memory.parameter_bytes_of.return_value = 2, 1 << 30
+    background.keep.side_effect = failed
+    parking = Parking(context, background, layers, why_not=lambda: "", serve=serve)
+    assert parking.parks.wake_s > 0
+    parking.ordered(ParkOrdered(park=True))
+    assert parking.under_way
+    parking.poll()
+    assert not parking.under_way
+    assert (parking.parks.parked, parking.parks.wake_s) == (False, 0.0)
+    serve.assert_called_once_with()
+    layers.shrink.assert_not_called()
+    parking.ordered(ParkOrdered(park=True))
+    assert not parking.under_way
