@@ -1,4 +1,4 @@
-"""A process of the control plane, which may be stopped for a time, or end."""
+"""A simulated process of the control plane, which can be paused or crash."""
 
 from collections.abc import Callable
 

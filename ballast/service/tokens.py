@@ -53,7 +53,7 @@ def cluster_token(secret: bytes) -> str:
 
 
 def read_tokens(path: Path) -> dict[str, Token]:
-    """Read the tokens of a file, by name.
+    """Read a token file. Returns its tokens, keyed by their names.
 
     Raises:
         ConfigError: the file cannot be read, or a line is invalid; the message names the line.

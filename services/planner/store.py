@@ -128,7 +128,7 @@ class RedisLayoutStore:
         pipe.hgetall(META_KEY)
         pipe.hgetall(JOURNAL_KEY)
         pipe.get(LEARNT_KEY)
-        # Any: a list of replies.
+        # Any: each command of the pipeline has its own type of reply.
         replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
         body = cast(str | None, unless_garbage(replies[0], None))
         meta, noted = (cast(dict[str, str], unless_garbage(reply, {})) for reply in replies[1:3])

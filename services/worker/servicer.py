@@ -32,7 +32,7 @@ from services.worker.shell import Detokenizing, WorkerShell
 from services.worker.spans import RequestSpans
 
 _HELLO_TIMEOUT_S = 10.0
-_COMPILE_TIMEOUT_S = 15.0  # a dispatcher has validated that it takes less; others may be compiled before it
+_COMPILE_TIMEOUT_S = 15.0  # for a grammar, with those before it; dispatchers have checked that it alone takes less
 _ENDING = Mapper(Ending, pb.Ending)
 
 # Any: grpc.aio has no better type for the context's messages.
@@ -61,7 +61,7 @@ class TransitionPort(Protocol):
     def park(self, incarnation: int, *, park: bool) -> None: ...
 
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
-        """Pass on the partners. Returns the highest epoch known to this worker."""
+        """Pass the partners, peers to keep links to, to the member. Returns the highest epoch known to this worker."""
         ...
 
 

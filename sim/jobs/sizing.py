@@ -137,7 +137,7 @@ def _spared(count: int, slo: Slo) -> int:
 
 
 def _memory(requests: Sequence[TraceRequest], model: ModelSpec, cluster: Cluster, timings: Timings) -> float:
-    """Peak of KV demand, with the step times of a nearly full memory."""
+    """Peak KV demand as a multiple of one instance's KV capacity, at the step times of a nearly full instance."""
     costs, layers = SimRoofline(model, cluster, timings).costs, model.layer_count
     capacity = capacity_tokens(model, cluster, timings)
     mean = sum(r.input_tokens + r.output_tokens / 2 for r in requests) / len(requests)

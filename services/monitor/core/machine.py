@@ -33,8 +33,8 @@ from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressu
 
 TICK_S = 0.1  # interval of evaluations: a tenth of the horizon
 _TYPICAL = Chunk(1000, 128)  # batch by which machines are compared
-# Slowdown factors: from the first one on an instance is another kind of machine, as stages and learnt costs differ by
-# less; beyond the second one the factor is implausible.
+# Slowdown factors. From the first one up, an instance counts as another kind of machine: instances of one kind differ
+# by less. Above the second one, the factor is implausible and ignored.
 _UNLIKE, _MISTAKEN = 1.25, 30.0
 _REPORTS_PER_S = 150.0  # maximum of all instances, as far as the lease allows: each costs a millisecond on both sides
 _REPORTS_PER_LEASE = 4

@@ -22,8 +22,8 @@ MOST_STAGES = 8  # maximum stages of a group made by a comparison
 _LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
 # A drop stalls moved sequences for this time plus that of moving the KV over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
-# As in `services.worker.policy.leaving`: a draining pipeline runs for this time, and until its blocks are at most this
-# fraction of the members' memory. It keeps a fraction of its blocks in reserve, and releases memory in this many steps.
+# As in `services.worker.policy.leaving`: a draining pipeline runs for DISSOLVES_S, and until its blocks take at most
+# ROOM_SHARE of the members' memory. It keeps KEPT_SHARE of its blocks in reserve, and releases memory in KEPT_STEPS.
 DISSOLVES_S, ROOM_SHARE, KEPT_SHARE, KEPT_STEPS = 10.0, 0.75, 0.5, 8
 _MOST_LIVES, _HALVINGS = 16.0, 12  # horizon for draining as a multiple of the mean remaining time of running requests
 _SAMPLED = 8  # merges of unlike members whose capacity is computed; the others are assumed to have its mean

@@ -356,7 +356,7 @@ class Book:
         return max(found, key=lambda item: item.amount, default=None)
 
     def _refill_with(self, one: MellBin, size: MellSize) -> None:
-        """Refill a bin with an item of that size from the latest bin of that kind."""
+        """Move the largest item of `size` that fits into `one`, taken from the latest bin of that size class."""
         latest = self._latest(size, but=one)
         if not one.items or latest is None or latest.number < one.number:
             return

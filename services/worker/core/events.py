@@ -200,7 +200,7 @@ class KvArrived:
 
 @dataclass(frozen=True, slots=True)
 class KvLost:
-    """Some KV of the sequence is lost, and no write into its blocks is under way. It is recomputed."""
+    """Part of the sequence's KV is lost and must be recomputed; no write to its blocks is in flight."""
 
     at_s: float
     sequence_id: SequenceId

@@ -61,7 +61,7 @@ class WaitingLine:
 
     @property
     def overtakes(self) -> bool:
-        """True if online sequences of several classes wait."""
+        """True if online sequences of several classes wait, which `lift` may reorder."""
         return sum(map(bool, self._classes[:OFFLINE_RANK])) > 1
 
     def lift(self, at_s: float) -> None:

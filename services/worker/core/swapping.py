@@ -79,7 +79,9 @@ class SwapSpace:
         self._host = BlockBook(block_count, block_tokens)
         self.prefixes = HostPrefixes(self._host, block_tokens)
         self.entries: dict[SequenceId, _SwapEntry] = {}  # read from outside only to see whether it is empty
-        self._mirrors: dict[SequenceId, int] = {}  # offline running sequence -> its full blocks on the host
+        self._mirrors: dict[
+            SequenceId, int
+        ] = {}  # offline running sequence -> number of its full blocks mirrored on the host
         self._pace = CopyPace()
         self.swapped_total = 0
 

@@ -547,7 +547,7 @@ class WorkerCore:
         group_scheduler.shed(event.at_s)
 
     def plain_steps(self) -> PlainSteps | None:
-        """The decode-only steps that follow if no event comes. None: there is none."""
+        """The decode-only steps that will run if no event arrives; None if none can be foreseen."""
         return None if self._request_table.waits or len(self._group_schedulers) > 1 else foresee(self.group_scheduler)
 
     def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:

@@ -116,7 +116,7 @@ class BulkSchedule:
         return entry is not None
 
     def reprioritise(self, transfer: int, traffic: TrafficClass, rank: int = 0) -> bool:
-        """Change the class; bytes sent stay sent. Returns False if the transfer is unknown."""
+        """Change a transfer's class and rank; its progress is kept. Returns False if the transfer is unknown."""
         entry = self._entries.pop(transfer, None)
         if entry is None:
             return False

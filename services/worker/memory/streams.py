@@ -1,7 +1,7 @@
 """The stream on which an engine computes.
 
-On a GPU it is a stream of the engine's own, current on every computing thread, so that work on other streams waits
-exactly for what that thread has launched. The default stream is avoided, as libraries use it or wait for it.
+On a GPU it is a dedicated stream, made current on every thread that computes: work on another stream then waits for
+exactly what the current thread has launched. The default stream is avoided, as libraries use it or synchronise with it.
 """
 
 from collections.abc import Callable

@@ -45,7 +45,7 @@ class Links:
         self._post = post
         self.missing: set[WorkerId] = set()  # requested peers whose links are not up yet
         self._partners: dict[WorkerId, float] = {}  # partner -> when the planner has named it last
-        self._meeting: set[tuple[WorkerId, Epoch]] = set()  # being connected: they share threads with plans' links
+        self._meeting: set[tuple[WorkerId, Epoch]] = set()  # links to partners that are being connected
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
         """The link to a peer; None: there is no link, or it has ended. `epoch`: None for the layout in force."""

@@ -47,8 +47,8 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
 
 
 def _in_turn(prefills: Sequence[PrefillView]) -> list[int]:
-    """Indices of all prefills but the first: by class, then in the order in which they would end if each caller were
-    served alone.
+    """Indices of all prefills but the first, in fair order: by class, then by when each would end if its caller had
+    the whole budget.
     """
     done: Counter[int] = Counter()  # caller -> tokens
     turns: list[tuple[int, int, int, int]] = []

@@ -30,7 +30,7 @@ from services.worker.links.ports import ChannelBroken, Channels, Pending
 from services.worker.links.store import PairStore
 
 COMMUNICATOR_BYTES = 64 << 20  # device memory, estimated for this few blocks
-_MOST_CTAS = 4  # thread blocks of a communicator: two saturate a 400 Gb/s link
+_MOST_CTAS = 4  # maximum thread blocks of a communicator; two already saturate a 400 Gb/s link
 
 # torch's reactions to a failed or late collective, which end the process.
 UNWATCHED = {
