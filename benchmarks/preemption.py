@@ -188,7 +188,7 @@ class SlicedSteps:
 
 
 def reactions_of_engine(steps: SlicedSteps, layer_count: int, count: int, seed: int) -> tuple[list[float], float]:
-    """(seconds from random moments of a step until it has given way, median of a slice)."""
+    """(seconds from random moments of a step until the step is preempted, median duration of a slice)."""
     whole: list[float] = []
     for _ in range(20):
         began_s = time.monotonic()

@@ -46,7 +46,7 @@ class Feed(ArrivalOrder):
         return None
 
     def hopeless(self, fleet: Fleet) -> list[Tracked]:
-        """Those of the first `_SCAN_COUNT` requests that exceed every worker; none while there is no worker."""
+        """Requests among the first `_SCAN_COUNT` that are too long for every worker; empty while there is no worker."""
         loads = [worker.load for worker in fleet.usable if worker.load is not None]
         most = max([load.block_count * load.block_tokens for load in loads], default=0)
         return [one for one in self._entries[:_SCAN_COUNT] if one.token_count >= most] if most else []

@@ -3,7 +3,7 @@
     MEMORY lane   KV; rank 0's engine thread
     LAYERS lane   parameters; threads beside it
 
-The image is host memory of rank 0, which is taken for what passes through, until its extents change their place.
+The image is host memory of rank 0 through which these bytes pass; its pages are returned when its extents are moved.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class _ReadLayer:
 
 
 def _pieces(memory: DeviceMemory, what: _Blocks | int) -> Iterator[torch.Tensor]:
-    """The same on both sides."""
+    """Views of the bytes to transfer: KV blocks of layers, or a layer's parameters; in the same order on both sides."""
     if isinstance(what, int):
         yield from memory.parameters.layer(what).values()
         return

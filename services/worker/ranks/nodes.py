@@ -106,7 +106,7 @@ class _RankHello:
 
 
 class NodeListener:
-    """Of the first host, while its instance starts."""
+    """Accepts the ranks of other hosts on the first host, while its instance starts."""
 
     def __init__(self, nodes: Nodes) -> None:
         """
@@ -281,7 +281,7 @@ class _FollowingRank:
 
 
 def _probed(connection: socket.socket) -> socket.socket:
-    """Lets the kernel break the connection within `SILENT_S` of the other host's silence."""
+    """Set options with which the kernel breaks the connection once the other host has been silent for `SILENT_S`."""
     for option, value in (
         (socket.TCP_KEEPIDLE, _IDLE_S),
         (socket.TCP_KEEPINTVL, _PROBE_S),
