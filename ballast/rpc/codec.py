@@ -197,7 +197,6 @@ def _check_traffic(message: pb.Traffic) -> None:
             message.oldest_wait_s,
             message.burst_since_s,
             message.burst_s,
-            message.burst_every_s,
             message.burst_per_s,
             message.long.wait_s,
         )

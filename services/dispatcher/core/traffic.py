@@ -4,7 +4,7 @@ import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
-from itertools import islice, pairwise
+from itertools import islice
 from typing import NamedTuple
 
 from ballast.common.errors import InvariantViolation
@@ -25,8 +25,7 @@ _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
 # A burst begins with a bin of more than _BURST calm counts plus _CHANCE standard deviations, and counts if it exceeds
-# the calm count by _SURE ones. Its end is unknown once it is _LONGER times as long as the longest before. They are
-# irregular if distances between them differ by more than that.
+# the calm count by _SURE ones. Its end is unknown once it is _LONGER times as long as the longest one before.
 _BURST, _CHANCE, _SURE, _LONGER = 2.0, 2.0, 4.0, 1.5
 _INTERVAL_S = 0.25  # interval of reads if only tokens come: within the monitor's lease of an entry
 
@@ -39,11 +38,10 @@ class _Bursts(NamedTuple):
 
     since_s: float
     each_s: float
-    every_s: float
     per_s: float
 
 
-_UNKNOWN = _Bursts(0.0, 0.0, 0.0, 0.0)
+_UNKNOWN = _Bursts(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -183,7 +181,6 @@ class TrafficCounter:
             oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
             burst_since_s=sums.bursts.since_s,
             burst_s=sums.bursts.each_s,
-            burst_every_s=sums.bursts.every_s,
             burst_per_s=sums.bursts.per_s,
             first_counts=_told(self._first_counts),
             later_count=self._later_count,
@@ -266,11 +263,8 @@ def _bursts(counts: Mapping[int, int], newest: int, calm_count: float) -> _Burst
     if is_on and last > _LONGER * max(lengths):
         return _UNKNOWN
     each = max(sum(lengths) / len(lengths), last + 1.0) if is_on else float(last)
-    distances = [after - before for (before, *_), (after, *_) in pairwise(found)]
-    regular = len(distances) > 1 and max(distances) <= _LONGER * min(distances)
-    every = sum(distances) / len(distances) if regular else 0.0
     rate = sum(total for *_, total in found) / sum(length for _, length, _ in found) / _BIN_S
-    return _Bursts(_BIN_S * (newest - begin), _BIN_S * each, _BIN_S * every, rate)
+    return _Bursts(_BIN_S * (newest - begin), _BIN_S * each, rate)
 
 
 def _calm(counts: Sequence[int]) -> int:

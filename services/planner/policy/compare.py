@@ -242,16 +242,14 @@ class _Evaluator:
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
 
     def expect(self, found: Evaluation, kinds: Sequence[GroupKind], traffic: Traffic) -> Evaluation:
-        """Replace the prediction by one for bursts like the earlier ones, as long and as far apart. The choice is made
-        without it, as it must be right for longer and shorter bursts, too.
+        """Replace the prediction by one for a burst as long and as high as earlier ones. The choice is made without it,
+        as it must be right for longer and shorter bursts, too.
         """
         future = replace(
             self._futures[_MIDDLE],
             rate_per_s=traffic.burst_per_s,
+            lasts_s=max(0.0, traffic.burst_s - traffic.burst_since_s),
             calm_per_s=min(traffic.calm_per_s, traffic.burst_per_s),
-            began_s=traffic.burst_since_s,
-            lasts_s=traffic.burst_s,
-            every_s=traffic.burst_every_s,
         )
         return replace(found, prediction=self._predict(kinds, future))
 

@@ -55,10 +55,10 @@ class GroupKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Future:
-    """Expected demand: a rate for some time, then the calm rate; or bursts of that rate, with calm between them."""
+    """Expected demand: a rate for some time, then the calm rate."""
 
     rate_per_s: float
-    lasts_s: float  # of a burst: all of it
+    lasts_s: float
     calm_per_s: float
     prompt_tokens: float
     answer_tokens: float  # expected answer of an arriving request
@@ -67,13 +67,6 @@ class Future:
     remaining_tokens: float = 0.0  # mean of running answers, if more than of a new one; 0: the same
     waited_s: float = 0.0  # waiting time of the first waiting request; the last has just arrived
     prompts: tuple[float, ...] = ()  # prompt tokens, by `PARTS`; empty: all equal
-    began_s: float = 0.0  # since the present rate, or the last burst, began
-    every_s: float = 0.0  # from one burst to the next; 0: there is no other one
-
-    def per_s(self, at_s: float) -> float:
-        """Arrival rate."""
-        phase_s = (at_s + self.began_s) % self.every_s if self.every_s else at_s + self.began_s
-        return self.rate_per_s if phase_s < self.lasts_s else self.calm_per_s
 
     @property
     def spread(self) -> float:
@@ -326,7 +319,7 @@ def look_ahead(
         at_s, until_s = until_s, (step + 1) * dt
         arrived, is_within = 0.0, step < STEPS
         if is_within:
-            arrived = future.per_s(at_s) * dt
+            arrived = (future.rate_per_s if at_s < future.lasts_s else future.calm_per_s) * dt
         elif with_token >= so_far - _NEARLY:
             break
         waiting += arrived

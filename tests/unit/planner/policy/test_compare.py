@@ -552,16 +552,14 @@ def test_nobody_is_slowed_down_where_all_wait_too_long_whatever_is_done() -> Non
     assert found.chosen.name == "nothing", found.lines()
 
 
-def test_a_burst_is_predicted_to_end_and_to_come_back_as_those_before_did() -> None:
+def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
     snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
     burst = replace(LONG, calm_per_s=0.1, recent_count=80, minute_count=120)
 
-    def waits_s(lasts_s: float, every_s: float = 0.0, since_s: float = 4.0) -> float:
-        bursts = replace(
-            burst, burst_since_s=since_s, burst_s=lasts_s, burst_every_s=every_s, burst_per_s=8.0 if lasts_s else 0.0
-        )
+    def waits_s(lasts_s: float, since_s: float = 4.0) -> float:
+        bursts = replace(burst, burst_since_s=since_s, burst_s=lasts_s, burst_per_s=8.0 if lasts_s else 0.0)
         return compare(snapshot, Running(256, 4), bursts, PACE).candidates[0].prediction.ttft_p99_s
 
     assert waits_s(6.0) < waits_s(20.0) < waits_s(40.0)
     assert waits_s(0.0) == compare(snapshot, Running(256, 4), burst, PACE).candidates[0].prediction.ttft_p99_s
-    assert waits_s(6.0, since_s=8.0) < waits_s(6.0) < waits_s(6.0, every_s=12.0), "over, going on, and coming back"
+    assert waits_s(6.0, since_s=8.0) < waits_s(6.0), "it is over"
