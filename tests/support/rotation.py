@@ -25,7 +25,7 @@ def of_other_commits(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     marked: list[tuple[pytest.Item, str, int]] = []
     for item in items:
         for node, mark in item.iter_markers_with_node(MARK):
-            marked.append((item, node.nodeid, *(mark.args or (_SHARES,))))
+            marked.append((item, node.nodeid, mark.args[0] if mark.args else _SHARES))
             break
     numbers = {name: number for number, name in enumerate(sorted({name for _, name, _ in marked}))}
     turn = _turn() if marked else 0
