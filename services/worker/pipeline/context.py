@@ -103,9 +103,13 @@ class Background(Protocol):
 
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]: ...
 
-    def fill(self, layer: int) -> Future[None]:
-        """Load a layer's parameters from host memory, if they were kept there, otherwise from the checkpoint. The layer
-        is not executed meanwhile.
+    def holds(self, layer: int) -> bool:
+        """Whether a copy of the layer's parameters is in this host's memory."""
+        ...
+
+    def fill(self, layer: int) -> Future[bool]:
+        """Load a layer's parameters from the copy in this host's memory (True, they are right then), or else from the
+        checkpoint (False). The layer is not executed meanwhile.
         """
         ...
 
