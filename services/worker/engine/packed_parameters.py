@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from services.worker.engine.quantised import Packing, QuantisedMatrix
+from services.worker.engine import scaled_products
+from services.worker.engine.quantised import SCALES, VALUES, Packing, QuantisedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +29,7 @@ class Placed:
 class PackedParameter:
     packing: Packing
     sources: Sequence[Placed]
+    multiplied: bool = False  # True: as it is, see `scaled_products`; False: dequantised
 
     def fill(self, name: str, stored: Mapping[str, torch.Tensor], matrices: Mapping[str, QuantisedMatrix]) -> None:
         """Copy the matrices to the parameter's tensors in `stored`, keyed by `part_name`."""
@@ -109,19 +111,27 @@ def _of_experts(
 
 def pack(model: nn.Module, parameters: Mapping[str, PackedParameter], dtype: torch.dtype) -> None:
     """Replace these parameters of `model` by quantised tensors on the meta device; attributes dequantise to `dtype`."""
-    leaves: dict[str, dict[str, Packing]] = {}
+    leaves: dict[str, dict[str, PackedParameter]] = {}
     for name, parameter in parameters.items():
         path, _, leaf = name.rpartition(".")
-        leaves.setdefault(path, {})[leaf] = parameter.packing
-    for path, packings in leaves.items():
+        leaves.setdefault(path, {})[leaf] = parameter
+    for path, packed in leaves.items():
         module = model.get_submodule(path)
+        packings = {leaf: parameter.packing for leaf, parameter in packed.items()}
         for leaf, packing in packings.items():
             del module._parameters[leaf]
             for part, spec in packing.specs.items():
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
                 module.register_parameter(part_name(leaf, part), nn.Parameter(empty, requires_grad=False))
-        made = {leaf: property(_Dense(leaf, packing, dtype)) for leaf, packing in packings.items()}
+        made: dict[str, Any] = {leaf: property(_Dense(leaf, packing, dtype)) for leaf, packing in packings.items()}
+        if isinstance(module, nn.Linear) and packed["weight"].multiplied:
+            made["forward"] = _forward
         module.__class__ = type(f"Packed{type(module).__name__}", (type(module),), made)
+
+
+def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    held: dict[str, Any] = {part: module._parameters[part_name("weight", part)] for part in (VALUES, SCALES)}
+    return scaled_products.product(x, held, module.bias)
 
 
 def is_packed(module: nn.Module) -> bool:

@@ -36,6 +36,7 @@ from services.worker.engine.packed_parameters import PackedParameter, is_packed,
 from services.worker.engine.packing import Packer
 from services.worker.engine.parameters import EMBEDDING
 from services.worker.engine.quantised import quantisation_of
+from services.worker.engine.scaled_products import device_multiplies, fits, quantises_activations
 from services.worker.engine.transformers_weights import TransformersCheckpoint, parts_of
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvCache, KvShape
@@ -245,7 +246,10 @@ class TransformersModel:
         model = self._whole.model
         parts = parts_of(model, self._whole.layers_name, self.config.layer_count, self.dtype)
         with TransformersCheckpoint(self._model_dir, model, parts, self.dtype) as checkpoint:
-            return checkpoint.packed_parameters()
+            found = checkpoint.packed_parameters()
+        if not (quantises_activations(config) and device_multiplies(self._device)):
+            return found
+        return {n: replace(p, multiplied=fits(p.packing, self.dtype)) for n, p in found.items()}
 
     @property
     def quantised(self) -> str | None:
