@@ -12,7 +12,9 @@ PROCESSES ?= 2
 # Integration tests wait for processes more than they compute.
 WAITING ?= 3
 ALONE := $(addprefix tests/integration/test_,abandoned.py memory_pressure.py overload.py)
-PYTEST := $(BIN)/pytest -q -m "not slow and not gpu"
+# Of the longest tests a commit runs a third, another one for each commit; `make check test ROTATE=` runs all.
+ROTATE ?= --rotate
+PYTEST := $(BIN)/pytest -q -m "not slow and not gpu" $(ROTATE)
 # loadgroup hands tests out one by one, so that the long ones do not pile up in one process; in the order of collection.
 SPREAD = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 export PYTHONUNBUFFERED = 1
@@ -75,7 +77,7 @@ test-exactness: setup  ## 20,000 requests through random drops, merges and resto
 		tests/integration/test_group_exactness.py
 
 test-families: setup  ## every family of decoders against transformers; of the tests it is a fifth, by the commit
-	BALLAST_FAMILIES=all $(BIN)/pytest -q $(SPREAD) tests/golden/test_families.py tests/golden/test_family_ranks.py
+	$(BIN)/pytest -q $(SPREAD) tests/golden/test_families.py tests/golden/test_family_ranks.py
 
 MODEL_TYPES := out/model-types.jsonl
 model-types: setup  ## every model type of transformers: equal to it, refused, or wrong; the list goes into docs/your-model.md

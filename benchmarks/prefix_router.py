@@ -1,8 +1,8 @@
 """Ballast's placement by prefix compared with sglang-router's, in real time, on the same sessions and memory.
 
-    PYTHONPATH=.:SGLANG python -m benchmarks.prefix_router [--workers 4] [--span-s 60] [--write]
+    python -m benchmarks.prefix_router [--workers 4] [--span-s 60] [--router-python VENV/bin/python] [--write]
 
-SGLANG: folder from which `sglang_router` can be imported; without it Ballast runs alone. Sessions are those of
+VENV: an environment with `sglang-router` of PyPI; without it Ballast runs alone. Sessions are those of
 `benchmarks.prefix_beside`. sglang-router (`cache_aware`, its defaults) forwards to mock backends: HTTP servers around
 the core of Ballast's worker with its prefix cache, whose steps take as long as those of Llama-2-7B on an A100-40G.
 Ballast runs its real services, with emulated workers of that GPU that have the same number of KV blocks. TTFT is
@@ -11,10 +11,10 @@ measured by the client.
 
 import argparse
 import asyncio
-import importlib.util
 import json
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -153,7 +153,7 @@ async def play(ask: Ask, sessions: Sequence[PrefixSession]) -> RoutedFigures:
 
 
 async def by_sglang(
-    sessions: Sequence[PrefixSession], workers: int, block_count: int, cost: CostModel
+    sessions: Sequence[PrefixSession], workers: int, block_count: int, cost: CostModel, python: Path
 ) -> RoutedFigures:
     backends = [MockBackend(block_count, cost) for _ in range(workers)]
     servers = [await asyncio.start_server(one.answer, "127.0.0.1", 0, limit=1 << 20) for one in backends]
@@ -161,7 +161,7 @@ async def by_sglang(
     port, metrics_port = _free_port(), _free_port()
     words = ["--worker-urls", *urls, "--policy", "cache_aware", "--host", "127.0.0.1", "--port", str(port)]
     words += ["--prometheus-port", str(metrics_port), "--log-level", "error"]
-    router = await asyncio.create_subprocess_exec(sys.executable, "-m", "sglang_router.launch_router", *words)
+    router = await asyncio.create_subprocess_exec(str(python), "-m", "sglang_router.launch_router", *words, env=_bare())
     running = [asyncio.create_task(one.run()) for one in backends]
 
     async def ask(prompt: tuple[int, ...], answer: tuple[int, ...]) -> tuple[tuple[int, ...], float]:
@@ -213,6 +213,16 @@ async def _up(port: int, workers: int, backends: Sequence[MockBackend]) -> None:
             except ConnectionError:
                 pass
             await asyncio.sleep(0.5)
+
+
+def _bare() -> dict[str, str]:
+    """The environment without Python's path, which would bring our packages into the router's process."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+
+
+def _version(python: Path) -> str:
+    words = [str(python), "-c", "from importlib.metadata import version; print(version('sglang-router'))"]
+    return subprocess.run(words, env=_bare(), check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _free_port() -> int:
@@ -269,13 +279,9 @@ async def compare(args: argparse.Namespace, folder: Path) -> str:
         row("Ballast", ours),
     ]
     print(rows[-1], flush=True)
-    if importlib.util.find_spec("sglang_router") is None:
-        print("sglang_router cannot be imported: ours alone", file=sys.stderr)
-    else:
-        from importlib.metadata import version
-
-        theirs = await by_sglang(sessions, args.workers, block_count, cost)
-        rows.append(row(f"sglang-router {version('sglang-router')}", theirs))
+    if args.router_python is not None:
+        theirs = await by_sglang(sessions, args.workers, block_count, cost, args.router_python)
+        rows.append(row(f"sglang-router {_version(args.router_python)}", theirs))
         print(rows[-1], flush=True)
     return f"{args.workers} workers of {block_count:,} blocks:\n\n" + "\n".join(rows)
 
@@ -285,13 +291,15 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--span-s", type=float, default=60.0, help="in which sessions begin (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--router-python", type=Path, help="the interpreter of an environment with sglang-router")
     parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         before = os.getloadavg()[0]
         page = asyncio.run(compare(args, Path(folder)))
     if args.write:
-        command = f"python -m benchmarks.prefix_router {' '.join(sys.argv[1:])}"
+        words = ["VENV/bin/python" if word == str(args.router_python) else word for word in sys.argv[1:]]
+        command = f"python -m benchmarks.prefix_router {' '.join(words)}"
         load = f"load average {before:.1f} at its begin, {os.getloadavg()[0]:.1f} at its end"
         quote(PAGE, "prefix-router", f"`{command}`, commit {code_commit()}, {load}. {page}")
     return 0

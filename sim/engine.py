@@ -200,16 +200,20 @@ class SimBackground:
             done.set_result(result)
         return done
 
-    def fill(self, layer: int) -> Future[None]:
-        done: Future[None] = Future()
+    def holds(self, layer: int) -> bool:
+        return layer in self._kept
+
+    def fill(self, layer: int) -> Future[bool]:
+        done: Future[bool] = Future()
         done.set_running_or_notify_cancel()
+        kept = self.holds(layer)
 
         def came() -> None:
             phantom(weights).write([layer_mark(layer)])
-            done.set_result(None)
+            done.set_result(kept)
 
         weights = self._memory.parameters.layer(layer)[WEIGHTS]
-        if layer in self._kept:
+        if kept:
             self._copy(weights.nbytes, came)
             return done
         self._network.transfer(disk_of(self._me), self._me, weights.nbytes, Bulk.PARAMETERS, came)

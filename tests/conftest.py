@@ -12,6 +12,8 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 import pytest
 from hypothesis import HealthCheck, settings
 
+from tests.support import rotation
+
 # Before anybody imports grpc, and for all child processes: its notes about connections that end are no results.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
@@ -29,6 +31,7 @@ _TEST_TAKES_AT_MOST_S = 250
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", choices=("cpu", "driver", "cuda"), default="cpu", help="where tests of groups compute")
+    parser.addoption("--rotate", action="store_true", help="of the tests marked `rotating`, only this commit's share")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -57,7 +60,11 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
     return True
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--rotate") and (others := rotation.of_other_commits(items)):
+        config.hook.pytest_deselected(items=others)
+        left_out = set(others)
+        items[:] = [item for item in items if item not in left_out]
     marks = ("gpu", "any_device") if os.environ[DEVICE] == "cuda" else ("gpu",)
     marked = [item for item in items if any(map(item.get_closest_marker, marks))]
     if not marked:

@@ -428,7 +428,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, may_shorten: bool) -> SamplingParams:
         """Validate and complete sampling parameters: a seed, tokens of bad words, max_tokens within the context.
 
-        As in vLLM, a requested max_tokens that does not fit is an error, and the default is shortened.
+        As in vLLM, a requested max_tokens that does not fit is an error, and the default is shortened. It is bounded by
+        the model's length, not by what the cluster holds now: instances come and go, a resumed answer must not be
+        longer than its limit, and few answers are as long as their limit.
         """
         changes: dict[str, Any] = {}  # Any: values of fields
         if sampling.prompt_logprobs is not None:

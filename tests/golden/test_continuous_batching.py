@@ -135,6 +135,7 @@ def was_cancelled(answer: Answer) -> bool:
     return answer.ending is not None and answer.ending.finish_reason is FinishReason.CANCELLED
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 def test_tokens_under_random_arrival_and_cancellation(checkpoint: CheckpointMaker, arch: str, dtype: str) -> None:

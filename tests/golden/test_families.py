@@ -14,7 +14,7 @@ from ballast.common.errors import ConfigError
 from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
 from tests.support.engine import GREEDY
-from tests.support.families import PAGE, REFUSED, chosen, greedy_alone, table_line, write_family
+from tests.support.families import FAMILIES, PAGE, REFUSED, greedy_alone, table_line, write_family
 from tests.support.quantised import dense_of
 from tests.support.reference import NEAR_TIE, Reference
 
@@ -122,7 +122,8 @@ class Serving:
         self._given[i] += 1
 
 
-@pytest.mark.parametrize("name", chosen())
+@pytest.mark.rotating(5)
+@pytest.mark.parametrize("name", sorted(FAMILIES))
 def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Path) -> None:
     folder = write_family(name, tmp_path)
     rng = random.Random(3)

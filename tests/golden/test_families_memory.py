@@ -45,6 +45,7 @@ def watched(most: list[int]) -> Generator[None]:
         thread.join()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("form", ["", "fp8 channels", "int8", "w4a16"])
 @pytest.mark.skipif(not _STATUS.exists(), reason="Linux says what a process holds")
 def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(form: str, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from ballast.common.errors import ConfigError
 from services.worker.engine.load import load_engine
 from services.worker.engine.peers import Apart
 from tests.support.engine import Job, generate
-from tests.support.families import DIVIDED, chosen, greedy_alone, write_family
+from tests.support.families import DIVIDED, greedy_alone, write_family
 from tests.support.peers import OneOf, Together
 from tests.support.quantised import dense_of
 from tests.support.reference import NEAR_TIE
@@ -24,7 +24,8 @@ MEMORY_BYTES = 8 << 20
 MADE_DENSE = {"deepseek_v3:fp8", "llama:fp8 ragged", "qwen3_moe:awq", "qwen3_moe:fp8", "qwen3_moe:fp8 ragged"}
 
 
-@pytest.mark.parametrize("name", chosen(DIVIDED))
+@pytest.mark.rotating(5)
+@pytest.mark.parametrize("name", DIVIDED)
 def test_two_ranks_say_what_one_alone_says(name: str, tmp_path: Path) -> None:
     folder = write_family(name, tmp_path)
     rng = random.Random(3)

@@ -20,6 +20,8 @@ from tests.support.engine import Job, generate
 from tools.cli.main import main as ballast
 from tools.model.tiny import make_tiny
 
+pytestmark = pytest.mark.rotating
+
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * (3 + i % 4) for i in range(9)]
 NAMES = ("", "poet", "clerk")
 TOKENS = 120

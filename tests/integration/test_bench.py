@@ -19,6 +19,7 @@ def run(*command: str) -> "subprocess.CompletedProcess[str]":
     )
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(TIMEOUT_S + 10)
 def test_a_short_demo_serves_and_verifies(tmp_path: Path) -> None:
     scales = ["--limit", "12", "--probe-s", "1", "--time-scale", "0.3"]
@@ -50,6 +51,7 @@ def test_replay_starts_a_cluster_of_its_own(tmp_path: Path) -> None:
     assert policy.output_token_count == 160
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(2 * TIMEOUT_S + 10)
 def test_a_comparison_is_planned_run_continued_and_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")

@@ -8,6 +8,8 @@ import pytest
 
 from tools.cli.main import main as ballast
 
+pytestmark = pytest.mark.rotating
+
 
 def test_nothing_is_lost_while_everything_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

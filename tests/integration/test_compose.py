@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -13,6 +15,7 @@ def compose_check(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+@pytest.mark.rotating
 def test_the_compose_file_works() -> None:
     status, out = compose_check()
     assert status == 0, out
@@ -22,6 +25,7 @@ def test_the_compose_file_works() -> None:
     assert "3 lines of a batch answered" in out
 
 
+@pytest.mark.rotating
 def test_the_profile_of_emulated_workers_works() -> None:
     scale = ("worker=0", "emulated-worker=2", "dispatcher=1")
     status, out = compose_check("--profile", "emulated", *(word for one in scale for word in ("--scale", one)))
@@ -38,6 +42,7 @@ def test_a_wrong_setting_in_it_is_found(tmp_path: Path) -> None:
     assert "redis_address: unknown setting" in out
 
 
+@pytest.mark.rotating
 def test_the_manifests_work() -> None:
     command = [sys.executable, "-m", "deploy.kubernetes_check"]
     done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=280)

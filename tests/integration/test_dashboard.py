@@ -79,6 +79,7 @@ ANSWERED = "document.querySelector('#verdict .answered')?.textContent"
 LOST = "document.querySelector('#verdict .lost')?.textContent"
 
 
+@pytest.mark.rotating
 @needs_browser
 def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
     with browser_window() as browser:
@@ -102,6 +103,7 @@ def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
         assert browser.errors() == []
 
 
+@pytest.mark.rotating
 @needs_browser
 def test_a_killed_worker_comes_back_on_the_page_and_nothing_is_lost(page: str) -> None:
     with browser_window() as browser:
@@ -208,6 +210,7 @@ def test_what_another_page_or_name_sends_is_refused(page: str) -> None:
         assert "http://" not in answer.read().decode().replace("http://www.w3.org", ""), "nothing from elsewhere"
 
 
+@pytest.mark.rotating
 @needs_browser
 def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
     with page_of(tmp_path, "--workers", "2", "--twin", "recompute") as url, browser_window(1400, 900) as browser:

@@ -6,6 +6,8 @@ import uuid
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from ballast.client import AsyncClient
 from ballast.client.types import ClusterStatus
 from ballast.common.sampling import SamplingParams
@@ -15,6 +17,8 @@ from ballastpb.planner.v1 import planner_pb2_grpc
 from tests.support.cluster import running_cluster, until
 from tests.support.reference import reference_greedy_batch
 from tools.model.tiny import make_tiny
+
+pytestmark = pytest.mark.rotating
 
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 5 for i in range(6)]
 ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)  # read until the test has seen enough

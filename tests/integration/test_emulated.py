@@ -5,6 +5,8 @@ import itertools
 import random
 from pathlib import Path
 
+import pytest
+
 from ballast.client import AsyncClient, SamplingParams
 from ballast.rpc.channel import open_channel
 from ballastpb.planner.v1 import planner_pb2 as pb
@@ -12,6 +14,8 @@ from ballastpb.planner.v1 import planner_pb2_grpc
 from services.worker.emulation.tokens import answer
 from sim.jobs.machines import catalogue_machine, stand_in
 from tests.support.cluster import running_cluster, until
+
+pytestmark = pytest.mark.rotating
 
 VOCABULARY = 4096
 _MAX_ANONYMOUS_KIB = 80 << 10

@@ -4,7 +4,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tools.model.tiny import make_tiny
+
+pytestmark = pytest.mark.rotating
 
 _GROW = """
 import random, sys

@@ -21,6 +21,8 @@ from services.gateway.openai.requests import ChatRequest, CompletionRequest
 from services.gateway.openai.responses import ResponsesRequest
 from tests.support.cluster import RunningCluster
 
+pytestmark = pytest.mark.rotating
+
 PAGE = Path(__file__).parents[2] / "docs" / "fields.md"
 HEAD = """# All fields, one by one
 

@@ -24,6 +24,8 @@ from tests.support.public_schemas import public_schemas
 from tests.support.schemas import random_schema
 from tools.model.tiny import make_tiny
 
+pytestmark = pytest.mark.rotating
+
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "a ship"}]
 COUNT = int(os.environ.get("BALLAST_SCHEMAS", "40"))  # random schemas

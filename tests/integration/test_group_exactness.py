@@ -50,6 +50,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Known]:
     return get
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(60 + 60 * BLOCK)
 @pytest.mark.parametrize("first", range(FIRST_SEED, FIRST_SEED + HISTORIES, BLOCK))
 def test_no_token_changes_whatever_happens_to_the_layout(first: int, known: Callable[[int], Known]) -> None:
@@ -87,6 +88,7 @@ def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int
     assert min(tally.drops, tally.restores, tally.aborts) > 0
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_no_token_changes_with_adapters(tmp_path: Path) -> None:
     """Expected are the tokens of dense models that the adapters were merged into; a third of the requests has none."""

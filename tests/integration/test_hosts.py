@@ -24,6 +24,8 @@ from tools.local.cluster import LocalCluster
 from tools.local.ports import free_ports
 from tools.model.tiny import make_tiny
 
+pytestmark = pytest.mark.rotating
+
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
 ALONE = ["--overload-policy", "recompute"]  # no drop makes one of two
 FIRST, OTHERS = "127.0.0.2", ("127.0.0.3", "127.0.0.4")

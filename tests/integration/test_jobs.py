@@ -209,6 +209,7 @@ def test_the_example_finds_its_batch_again(kept: RunningCluster, tmp_path: Path)
     assert [json.loads(text)["id"] for text in out.read_text().splitlines()] == [str(one["id"]) for one in prompts]
 
 
+@pytest.mark.rotating
 def test_every_line_has_one_result_whatever_happens(model: Path, tmp_path: Path) -> None:
     """BALLAST_JOB_LINES says how many lines: `BALLAST_JOB_LINES=10000` is the size that was promised."""
     folder, file, began_s = tmp_path / "jobs", tmp_path / "in.jsonl", time.monotonic()

@@ -45,6 +45,7 @@ async def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(m
         cluster.kill("worker", 1, signal.SIGSTOP)
 
 
+@pytest.mark.rotating
 async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path) -> None:
     async with (
         LocalCluster(model, workers=2, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
@@ -79,6 +80,7 @@ async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model:
         assert after["worker-1"] > before["worker-1"]
 
 
+@pytest.mark.rotating
 def test_a_drained_dispatcher_is_taken_back(model: Path) -> None:
     async def story() -> None:
         async with (

@@ -18,6 +18,8 @@ from tests.support.cluster import RunningCluster, idle, running_cluster, until
 from tests.support.reference import NEAR_TIE, reference_greedy
 from tools.model.tiny import make_tiny
 
+pytestmark = pytest.mark.rotating
+
 ALONE = 512  # tokens that a worker holds
 GROWS_TO = int(os.environ.get("BALLAST_LONG_ANSWER", "2")) * ALONE
 ORDINARY = [[3 + i, 9, 4 + 2 * i, 7] * (3 + i % 4) for i in range(6)]

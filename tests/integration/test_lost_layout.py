@@ -5,6 +5,7 @@ import signal
 from pathlib import Path
 
 import grpc.aio
+import pytest
 import redis.asyncio
 
 from ballast.client import AsyncClient, ClusterStatus
@@ -27,6 +28,7 @@ def epoch(status: ClusterStatus) -> int:
     return 0 if status.layout is None else status.layout.epoch
 
 
+@pytest.mark.rotating
 def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
@@ -89,6 +91,7 @@ def test_layers_come_from_those_who_have_them_when_a_member_is_lost(tmp_path: Pa
         running.run(story())
 
 
+@pytest.mark.rotating
 def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)
     with running_cluster(model, workers=2, device_memory_bytes=8 << 20) as running:
@@ -108,6 +111,7 @@ def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None
         running.run(story())
 
 
+@pytest.mark.rotating
 def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path: Path) -> None:
     """This is like a fail-over to a replica that lags, with a planner that knows only what it finds there."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)

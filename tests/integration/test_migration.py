@@ -16,7 +16,7 @@ from tests.support.group import Answer, Cluster, Sizes, layout, running_group
 from tests.support.shells import until
 from tools.model.tiny import make_tiny
 
-pytestmark = pytest.mark.any_device
+pytestmark = [pytest.mark.any_device, pytest.mark.rotating]
 
 HISTORIES = int(os.environ.get("BALLAST_MIGRATION_HISTORIES", "6"))
 FIRST_SEED = int(os.environ.get("BALLAST_MIGRATION_FIRST_SEED", "0"))

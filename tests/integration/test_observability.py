@@ -343,6 +343,7 @@ def complete(spans: list[dict[str, Any]]) -> bool:
     return sum(span["name"] == "request" for span in spans) == 8 and moved_request(spans) is not None
 
 
+@pytest.mark.rotating
 def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) -> None:
     model = make_tiny("llama", tmp_path / "tiny", max_len=4096)
     parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"

@@ -51,6 +51,7 @@ def undisturbed(model: Path) -> Tokens:
     return tokens
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("policy", "worker_flags", "planner_flags"),
     [

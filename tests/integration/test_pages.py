@@ -126,6 +126,7 @@ def simulated(*flags: str) -> dict[str, Any]:
     return json.loads(done.stdout)["policies"]
 
 
+@pytest.mark.rotating
 def test_policies() -> None:
     assert list(simulated()) == ["recompute", "swap", "static-pipeline", "drop", "drop:restore=off"]
 

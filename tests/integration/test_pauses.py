@@ -18,6 +18,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", max_len=512)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     "case",
     [

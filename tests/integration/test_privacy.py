@@ -5,6 +5,7 @@ import contextlib
 from pathlib import Path
 
 import grpc.aio
+import pytest
 
 from ballast.client import AsyncClient
 from ballast.common.errors import BallastError
@@ -16,6 +17,8 @@ from tests.support.cluster import running_cluster, until
 from tools.local.cluster import LocalCluster
 from tools.local.state_server import PrivateStateServer
 from tools.model.tiny import make_tiny
+
+pytestmark = pytest.mark.rotating
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
 # Token ids that occur nowhere else, in a row: 411, 422, 433.

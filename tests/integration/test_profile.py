@@ -10,6 +10,8 @@ from services.worker.policy.cost_fit import CostForm, StageShape
 from tools.cli.main import main
 from tools.model.tiny import make_tiny
 
+pytestmark = pytest.mark.rotating
+
 FAST = ["--rounds", "1", "--max-num-batched-tokens", "64", "--max-num-seqs", "8"]
 
 

@@ -11,6 +11,8 @@ from tests.support.cluster import running_cluster
 from tools.cli.main import main as ballast
 from tools.model.tiny import make_tiny
 
+pytestmark = pytest.mark.rotating
+
 
 def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
     """Greedy, seeded, with logprobs, stop strings and a JSON schema."""

@@ -6,6 +6,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from ballast.client import AsyncClient
 from ballast.common.wanted import Wanted, sign
 from ballast.service.security import read_secret
@@ -19,6 +21,8 @@ from tools.local.keeper import Keeper
 from tools.local.ports import free_port
 from tools.local.scaling import Scaler, hearing
 from tools.model.tiny import make_tiny
+
+pytestmark = pytest.mark.rotating
 
 LONG = replace(GREEDY, max_tokens=1000)
 

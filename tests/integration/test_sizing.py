@@ -3,6 +3,8 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from ballast.client import AsyncClient
 from ballast.common.layout import Standing
 from ballast.common.sampling import SamplingParams
@@ -10,6 +12,8 @@ from tests.integration.test_parking import GREEDY, PROMPTS, standing
 from tests.support.cluster import running_cluster, until
 from tests.support.reference import reference_greedy_batch
 from tools.model.tiny import make_tiny
+
+pytestmark = pytest.mark.rotating
 
 SHORT = SamplingParams(temperature=0.0, max_tokens=20, ignore_eos=True)
 

@@ -22,6 +22,8 @@ from tests.support.group import Cluster, layout, running_group
 from tests.support.shells import until
 from tools.model.tiny import make_tiny
 
+pytestmark = pytest.mark.rotating
+
 NAMES = ["w0", "w1", "w2", "w3", "w4"]
 GROUP = [("w0", 0, 2), ("w1", 2, 3), ("w2", 3, 5), ("w3", 5, 6)]
 OUTSIDE = [("w4", 0, 6)]

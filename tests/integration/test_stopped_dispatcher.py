@@ -19,6 +19,8 @@ from tests.integration.test_drop_and_restore import Planner
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
 from tools.model.tiny import make_preset
 
+pytestmark = pytest.mark.rotating
+
 BURSTS = int(os.environ.get("BALLAST_STOPPED_BURSTS", "3"))
 STOPPED_S = (4.0, 1.0, 2.0, 0.5, 10.0)
 REQUESTS, TOKENS = 48, 300  # of two workers with room for some 8,000 tokens each

@@ -41,6 +41,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", out, layers=4, kv_heads=4, intermediate=176, max_len=256)
 
 
+@pytest.mark.rotating
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
     ("place", "requests"),

@@ -11,6 +11,8 @@ from tests.integration.test_drop_and_restore import LONG, Planner, answers, load
 from tests.support.cluster import RunningCluster, idle, running_cluster, until
 from tools.model.tiny import make_preset
 
+pytestmark = pytest.mark.rotating
+
 MEMORIES_MIB = (48.0, 48.5, 60.0, 96.0, 150.0)
 
 

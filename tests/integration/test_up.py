@@ -167,6 +167,7 @@ def test_bench_against_a_running_cluster(running: Up, tmp_path: Path) -> None:
     assert (tmp_path / "out.json").is_file()
 
 
+@pytest.mark.rotating
 def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "1", "--port", "0", "--device-memory-bytes", "8MiB"]
     with up(tmp_path / "stderr", *arguments, "--log-dir", str(tmp_path / "logs")) as process:
@@ -200,6 +201,7 @@ def until_running(address: str) -> None:
             time.sleep(0.005)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_a_launcher_that_is_stopped_while_starting_leaves_nothing(
     model: Path, tmp_path: Path, number: signal.Signals
@@ -216,6 +218,7 @@ def test_a_launcher_that_is_stopped_while_starting_leaves_nothing(
         assert_gone(children)
 
 
+@pytest.mark.rotating
 def test_a_worker_that_is_killed_under_load_comes_back_and_nobody_loses_a_token(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "32MiB"]
     arguments += ["--dtype", "float64"]  # so many tokens may have near-ties in single precision
@@ -243,6 +246,7 @@ def test_a_worker_that_is_killed_under_load_comes_back_and_nobody_loses_a_token(
         assert_gone(children)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("name", ["dispatcher-0", "planner-0", "monitor-0", "valkey-server"])
 def test_any_other_process_comes_back_too_though_killed_again_while_it_starts(small: Up, name: str) -> None:
     sampling = SamplingParams(max_tokens=8, temperature=0.0)
@@ -258,6 +262,7 @@ def test_any_other_process_comes_back_too_though_killed_again_while_it_starts(sm
         assert client.generate("A ship", sampling, deadline_s=60).token_ids == expected
 
 
+@pytest.mark.rotating
 def test_a_service_that_cannot_stay_up_is_given_up_and_the_others_go_on(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "8MiB"]
     own = tmp_path / "model"

@@ -127,6 +127,7 @@ async def serving(child: ChildProcess) -> AsyncGenerator[Serving]:
         child.kill()
 
 
+@pytest.mark.rotating
 async def test_a_signal_drains_and_the_second_life_is_another_one(model: Path, state_url: str, tmp_path: Path) -> None:
     async with serving(start(tmp_path, model, state_url)) as worker:
         assert await worker.is_ready()
@@ -241,6 +242,7 @@ def scrape(url: str) -> dict[str, float]:
     return {name: float(value) for name, _, value in (one.rpartition(" ") for one in lines if not one.startswith("#"))}
 
 
+@pytest.mark.rotating
 async def test_it_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
     port = free_port()
     child = start(tmp_path, model, f"redis://127.0.0.1:{port}/0")
@@ -324,6 +326,7 @@ print(json.dumps(statuses))
 """
 
 
+@pytest.mark.rotating
 def test_a_wrong_configuration_ends_with_status_2_and_one_clear_line(
     model: Path, state_url: str, tmp_path: Path
 ) -> None:

@@ -33,6 +33,7 @@ def test_a_drop_ends_alike_for_both_members_in_whatever_order_things_come() -> N
     assert found.ends > 0
 
 
+@pytest.mark.rotating
 def test_a_drop_ends_alike_while_planners_change_and_a_call_or_an_answer_is_lost() -> None:
     found = search(Handover(losses=1), LIMIT // 2)
     print(found)

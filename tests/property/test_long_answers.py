@@ -25,6 +25,7 @@ def judge(seed: int) -> None:
     assert all(len(record.token_times_s) == record.wanted_tokens for record in run.records)
 
 
+@pytest.mark.rotating
 def test_what_stays_after_a_restore_lies_where_all_layers_have_kv() -> None:
     """This one has a sequence that starts over and was in the way of one that stayed when blocks were arranged."""
     judge(20)
@@ -59,6 +60,7 @@ def restore_beside_long_answers(seed: int) -> float:
 
 
 # In the second what runs is too much for two members, and soon more; in the third long ones fill one of two.
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", [6, 11, 52])
 def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_kv(seed: int) -> None:
     assert restore_beside_long_answers(seed) < 1.5

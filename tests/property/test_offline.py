@@ -213,6 +213,7 @@ class Fed:
         assert not yielded or not stayed or min(yielded) > max(stayed), f"{yielded} yielded, {stayed} stayed"
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("first_seed", range(0, 1000, 100))
 def test_online_sequences_swap_as_they_would_without_offline_ones(first_seed: int) -> None:
     swapped = 0
@@ -225,6 +226,7 @@ def test_online_sequences_swap_as_they_would_without_offline_ones(first_seed: in
     assert swapped >= 5
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("first_seed", range(0, 1000, 100))
 def test_online_sequences_get_the_steps_that_they_would_get_without_offline_ones(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 100):

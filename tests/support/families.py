@@ -4,11 +4,8 @@ python -m tests.support.families writes the table of docs/your-model.md; each fa
 """
 
 import functools
-import os
-import subprocess
 import tempfile
-import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -142,17 +139,6 @@ REFUSED = {  # name -> why, in the words of the error
 }
 PAGE = Path(__file__).parents[2] / "docs" / "your-model.md"
 _BEGIN, _END = "| family | class | attention, where it is not plain |\n|---|---|---|\n", "\n<!-- families end -->"
-_FRACTION = 5
-
-
-def chosen(families: Iterable[str] = FAMILIES) -> list[str]:
-    """All with BALLAST_FAMILIES=all; else a fifth, another one for each commit."""
-    names = sorted(families)
-    if os.environ.get("BALLAST_FAMILIES") == "all":
-        return names
-    told = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout
-    turn = zlib.crc32(told.encode())
-    return [name for i, name in enumerate(names) if (i + turn) % _FRACTION == 0]
 
 
 def write_family(name: str, folder: Path) -> Path:

@@ -18,7 +18,7 @@ repetitions may be added.
 import asyncio
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -333,9 +333,13 @@ def _settings(arguments: ComparisonArguments, plan: WorkloadPlan) -> dict[str, s
     }
 
 
+def is_formed(sizes: Sequence[int], degree: int) -> bool:
+    """True if groups have `degree` members each, except for fewer than `degree` instances that serve alone."""
+    return {*sizes} <= {1, degree} and (degree == 1 or sizes.count(1) < degree)
+
+
 async def wait_at_rest(address: str, degree: int) -> int:
-    """Wait until the cluster has been idle, with a policy's initial groups, for half a second. These are groups of
-    `degree` members, and fewer than `degree` instances that serve alone.
+    """Wait until the cluster has been idle, with a policy's initial groups (`is_formed`), for half a second.
 
     Returns the KV capacity in tokens. An overload that the last request has caused is over by then.
     """
@@ -346,9 +350,7 @@ async def wait_at_rest(address: str, degree: int) -> int:
             status, now_s = await client.status(), time.monotonic()
             loads = [group.load for group in status.groups]
             sizes = [len(group.members) for group in status.groups]
-            alone = sizes.count(1)
-            formed = alone == len(sizes) if degree == 1 else alone < degree
-            if loads and formed and not status.running_request_count and None not in loads:
+            if loads and is_formed(sizes, degree) and not status.running_request_count and None not in loads:
                 at_rest_since_s = now_s if at_rest_since_s is None else at_rest_since_s
                 if now_s - at_rest_since_s >= _REST_S:
                     return sum(group.capacity_tokens for group in status.groups)

@@ -66,6 +66,7 @@ _WORKER_FLAGS = {
     "--kernels": "auto, native (compiled) or torch",
     "--fallback-policy": "with drop, where no drop helps: recompute (default) or swap",
     "--swap-space-bytes": "host memory for swapped KV, of each worker",
+    "--host-copy": "auto, off or bytes: one copy of the parameters in /dev/shm for all workers (docs/operate.md)",
 }
 _WORKER_SWITCHES = {
     "--enforce-eager": "on a GPU: record no CUDA graphs",

@@ -4,10 +4,14 @@ Only these bytes can be summed over groups: blocks of pipeline stages differ in 
 does not.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from ballast.common.ids import WorkerId
 from ballast.common.load import LoadReport
+
+LIKE_MEMORY = 1.5  # instances with more than this times the KV memory of the next smaller ones are of another size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,12 @@ class ClusterDemand:
     undropped_bytes: int
     groups: tuple[tuple[WorkerId, ...], ...]  # members of each group, leaders first
     complete: bool  # True: all reports are known
+    small_fill: float = 0.0  # fraction taken of the memory of instances with little, where others have much more
+
+    @property
+    def backlog_bytes(self) -> int:
+        """Needed by requests that wait in dispatchers."""
+        return self.wanted_bytes - self.engaged_bytes
 
     @property
     def merged(self) -> tuple[tuple[WorkerId, ...], ...]:
@@ -107,4 +117,14 @@ def sum_demand(
         undropped_bytes=undropped,
         groups=tuple([group.member_ids for group in groups]),
         complete=complete,
+        small_fill=_small_fill(groups),
     )
+
+
+def _small_fill(groups: Sequence[GroupLoad]) -> float:
+    sizes = sorted({group.undropped_bytes // len(group.member_ids) for group in groups})
+    ratio, limit = max(((b / max(1, a), b) for a, b in pairwise(sizes)), default=(1.0, 0))
+    if ratio <= LIKE_MEMORY:
+        return 0.0
+    small = [group for group in groups if group.undropped_bytes // len(group.member_ids) < limit]
+    return sum(g.wanted_bytes - g.spare_bytes for g in small) / max(1, sum(g.capacity_bytes for g in small))

@@ -7,6 +7,8 @@ requests, so a burst counts in full when it arrives, before it becomes a trend.
   nothing, and a pipeline is slower: requests that wait in a backlog while workers have free memory wait for something
   else. In small clusters chance raises overloads again and again; the planner compares what a drop would bring, and
   evaluates a second time where that is unclear.
+- Overload, too: requests wait while instances with much less memory than the others are full. They compute no prompts
+  then, although the cluster has memory left.
 - Relief: parameters are dropped, and wanted bytes (with their trend) and usage have been below a fraction of the
   un-dropped memory for a while. The planner may then restore layers. If a burst came soon after the last relief, the
   next relief waits for as long as would have avoided that drop: staying dropped has a small constant cost, but a
@@ -194,6 +196,8 @@ class Pressure:
         return max(sample.capacity_bytes, sample.undropped_bytes) if comes_back else sample.capacity_bytes
 
     def _is_alarming(self, sample: ClusterDemand, forecast: Forecast) -> bool:
+        if sample.backlog_bytes and sample.small_fill >= self.rules.overload_arming_fraction:
+            return True
         if sample.engaged_bytes < self.rules.overload_arming_fraction * self._settled_bytes(sample):
             return False
         return forecast.demand_bytes > self.rules.overload_threshold_fraction * forecast.capacity_bytes
@@ -211,7 +215,8 @@ class Pressure:
     def _transition(self, sample: ClusterDemand, forecast: Forecast) -> list[Signal]:
         at_s, rules = sample.at_s, self.rules
         if self._is_alarming(sample, forecast) and at_s >= self._changeable_from_s:
-            required = forecast.missing_bytes(rules.overload_threshold_fraction, rules.overload_margin_fraction)
+            missing = forecast.missing_bytes(rules.overload_threshold_fraction, rules.overload_margin_fraction)
+            required = missing or sample.backlog_bytes
             self.quiet_until_s = self._changeable_from_s = at_s + rules.dwell_s
             self._relieving = False
             return [Overload(required, rules.horizon_s)]

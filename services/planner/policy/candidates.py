@@ -8,7 +8,7 @@ loaded ones. All sums are differences of prefix sums, so a candidate costs as mu
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from operator import add
 from typing import NamedTuple
 
@@ -20,6 +20,7 @@ from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitToleranc
 
 MOST_STAGES = 8  # maximum stages of a group made by a comparison
 _LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
+_LIKE_MEMORY = 1.5  # groups that hold more than this times as many blocks as the next smaller one are of another size
 # A drop stalls moved sequences for this time plus that of moving the KV over a card of 200 Gbps in both directions.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
 # As in `services.worker.policy.leaving`: a draining pipeline runs for DISSOLVES_S, and until its blocks take at most
@@ -53,8 +54,10 @@ class _Sums(NamedTuple):
 class Pool:
     """Groups of equal depth on similar machines, fullest first, with prefix sums over them."""
 
-    def __init__(self, stages: int, groups: Sequence[GroupState], running: Running) -> None:
+    def __init__(self, stages: int, groups: Sequence[GroupState], running: Running, size: str = "") -> None:
+        """`size`: how much memory its groups have, if others have more or less."""
         self.stages = stages
+        self.size = size
         self.groups = groups
         self.columns = columns = columns_of(groups)
         self.slowness = 1.0
@@ -89,8 +92,24 @@ class Pool:
 
     @property
     def label(self) -> str:
-        """Text with the slowdown of its machines; empty if that is 1."""
-        return f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else ""
+        """Text with the slowdown of its machines, if that is not 1, and the size of their memory."""
+        return (f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else "") + self.size
+
+    def by_size(self, running: Running) -> "list[Pool]":
+        """This pool; or one of the groups with little and one of those with much memory, if these differ greatly: the
+        small ones fill up first, and gain most by merging with each other.
+        """
+        blocks = self.columns.blocks
+        if len(self.columns.members) == 1:
+            return [self]
+        ratio, limit = max(((b / max(1, a), b) for a, b in pairwise(sorted(set(blocks)))), default=(0.0, 0))
+        if ratio <= _LIKE_MEMORY:
+            return [self]
+        parts = [[i for i, count in enumerate(blocks) if (count >= limit) is large] for large in (False, True)]
+        names = (" of little memory", " of much memory")
+        return [
+            Pool(self.stages, [self.groups[i] for i in p], running, name) for p, name in zip(parts, names, strict=True)
+        ]
 
 
 def pools_of(groups: Sequence[GroupState], running: Running) -> list[Pool]:
@@ -221,6 +240,7 @@ class Candidates:
     def __init__(self, snapshot: Snapshot, running: Running) -> None:
         self.model = snapshot.model
         self.pools = pools_of(snapshot.groups, running)
+        self._sized_pools = [sized for pool in self.pools for sized in pool.by_size(running)]
         self._running = running
         self._splitter = Splitter(snapshot.model, SplitTolerance(capacity=0.0))
         self._groups = snapshot.groups
@@ -229,10 +249,12 @@ class Candidates:
 
     def all(self) -> list[Candidate]:
         """All candidates: no change; some pairs and fours of single instances; all single instances in groups of two,
-        of three and in one; pipelines merged with each other and with single instances.
+        of three and in one, likewise those with little memory only; pipelines merged with each other and with single
+        instances.
         """
         found = {NOTHING.name: NOTHING}
-        for candidate in (*self._of_lone_ones(), *self._of_pipelines()):
+        small = [pool for pool in self._sized_pools if pool.size and pool.stages == 1][:1]
+        for candidate in (*self._of_lone_ones([*self.pools, *small]), *self._of_pipelines()):
             if candidate.name not in found:
                 found |= {split.name: split for split in self._splits(candidate)}
         return list(found.values())
@@ -249,8 +271,8 @@ class Candidates:
                 yield replace(candidate, name=candidate.name + _SPLITS[toward], toward_memory=toward)
                 most = blocks * _GAINS
 
-    def _of_lone_ones(self) -> Iterator[Candidate]:
-        for pool in self.pools:
+    def _of_lone_ones(self, pools: Sequence[Pool]) -> Iterator[Candidate]:
+        for pool in pools:
             there = len(pool)
             if pool.stages != 1:
                 continue
@@ -286,7 +308,8 @@ class Candidates:
     def kinds(self, candidate: Candidate) -> list[GroupKind]:
         tokens = self.model.block_tokens
         found: list[GroupKind] = []
-        for pool in self.pools:
+        by_size = any(share.pool.size for part in candidate.parts for share in part.shares)
+        for pool in self._sized_pools if by_size else self.pools:
             left, count = pool.between(0, len(pool)), len(pool)
             for part in candidate.parts:
                 for share in part.shares:

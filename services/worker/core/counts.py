@@ -54,7 +54,6 @@ class GroupCounts:
         self.ceiling_block_count = block_count  # blocks available now, or after the transition in progress
         self.admission_limit: int | None = None  # blocks above which no sequence is admitted
         self.target = policies.target  # admissions must not make the time per output token exceed it
-        self.has_targets = False  # a sequence with targets of its own has been seen
         self.stage_count = 1
         self.reserved_block_count: int = 0
         self.running: list[Sequence] = []  # in order of service (class, arrival)
@@ -152,22 +151,24 @@ class GroupCounts:
     @property
     def has_limit(self) -> bool:
         """True if the number of running sequences is limited by a target of time per output token."""
-        return self.target is not None and (self.has_targets or self.target.limits)
+        return self.target is not None and (self.target.limits or self._strictest_tpot_s < math.inf)
 
     @property
     def place_count(self) -> int:
         """Number of running sequences up to which others are admitted. Those already running or migrated here may
         exceed it.
         """
-        if self.target is None or not self.has_limit:
+        if self.target is None:
             return self.max_running_count
-        target_s = self._strictest_tpot_s if self.has_targets else None
+        target_s = self._strictest_tpot_s
+        if target_s == math.inf and not self.target.limits:
+            return self.max_running_count
         count = self.running_count + self.expected_count - len(self.offline)
         block_count = self.reserved_block_count + self.prefixes.shared_count + self.expected_block_count
         block_count -= sum([s.reserved_block_count for s in self.offline])
         token_count = block_count * self.block_tokens  # tokens whose KV a batch reads
         decoders = Decoders(count, token_count, self.stage_count)
-        return self.target.place_count(decoders, self.max_running_count, target_s)
+        return self.target.place_count(decoders, self.max_running_count, None if target_s == math.inf else target_s)
 
     @property
     def _strictest_tpot_s(self) -> float:

@@ -182,26 +182,22 @@ class Turns(ABC):
             yield
 
     def step(self) -> Iterator[None]:
-        """Form batches while allowed; a lone instance handles pending events after each."""
-        while True:
-            formed = self._form() if self.may_step or not self._launched else None
-            self.fruitless_count = 0 if formed is not None else self.fruitless_count + 1
-            if formed is None:
-                self._collect()
-                return
-            outcome = self.run(formed)
-            yield
-            if isinstance(outcome, LaunchedBatch):
-                self._launched.append(outcome)
-                at_rest = self._member is None or self._member.at_rest
-                self._collect(1 if at_rest and self.core.group_scheduler.goes_ahead else 0)
-                return
+        """Form a batch, if one may be. Another turn follows: events need not wait until a pipeline is full."""
+        formed = self._form() if self.may_step or not self._launched else None
+        self.fruitless_count = 0 if formed is not None else self.fruitless_count + 1
+        if formed is None:
             self._collect()
-            if outcome is not None:
-                self._land(outcome)
-                return
-            if isinstance(formed, Removed) or not self.may_step:
-                return
+            return
+        outcome = self.run(formed)
+        yield
+        if isinstance(outcome, LaunchedBatch):
+            self._launched.append(outcome)
+            at_rest = self._member is None or self._member.at_rest
+            self._collect(1 if at_rest and self.core.group_scheduler.goes_ahead else 0)
+            return
+        self._collect()
+        if outcome is not None:
+            self._land(outcome)
 
     def _form(self) -> Execute | Removed | None:
         """Form a batch, or a removal with copies of KV."""

@@ -9,7 +9,6 @@ A request that can never run is refused at once. A sequence that outgrows the wh
 LENGTH: a truncated answer must not look complete, and a larger group may continue it.
 """
 
-import math
 import sys
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Items
@@ -417,7 +416,6 @@ class WorkerCore:
         at_s, sequence = event.at_s, Sequence(self._new_sequence_id(), event, stop_rule(event, self._limits))
         sequence.sampling = with_seed(event.sampling)
         sequence.targets = event.targets.or_else(self._policies.harvest.targets_of(event.priority))
-        group_scheduler.scheduler.has_targets |= sequence.targets.tpot_s < math.inf
         sequence.note(at_s, f"submitted: {sequence.token_count} tokens, class {event.priority.value}")
         self._request_table.enter(sequence)
         if event.output_token_ids:

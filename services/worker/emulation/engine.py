@@ -45,14 +45,18 @@ class EmulatedEngine:
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         return self.runner.step(batch, block_tables)
 
-    def read_layer(self, layer: int) -> None:
-        """Read a layer's parameters: from host memory if kept there, otherwise from the emulated disk."""
+    def holds_layer(self, layer: int) -> bool:
+        return self.host_copy.holds(layer)
+
+    def read_layer(self, layer: int) -> bool:
+        """Read a layer's parameters from host memory if kept there (True), otherwise from the emulated disk (False)."""
         if self.host_copy.fill(self.memory.parameters, layer):
             self._wait_for_host()
-            return
+            return True
         weights = self.memory.parameters.layer(layer)[WEIGHTS]
         time.sleep(self.machine.model.layer_parameter_bytes / self.machine.disk_bytes_per_s)
         phantom(weights).write([layer_mark(layer)])
+        return False
 
     def keep_layer(self, layer: int) -> None:
         self.host_copy.keep(self.memory.parameters, layer)

@@ -25,10 +25,15 @@ def load(
         ConfigError: the checkpoint does not match its config.json, or the setting is invalid.
     """
     store = memory.parameters
-    if setting == OFF or served.name != "ballast":  # transformers' code also fills buffers, which are not parameters
+    if setting == OFF:
         served.load(memory, compute_here)
         return None
     budget_bytes, root = budget_of(setting), shared_copy.ROOT
+    if served.name != "ballast":
+        why = f"the code of {served.name} also fills buffers, which are not parameters"
+        get_logger().warning("no host copy", why=why)
+        served.load(memory, compute_here)
+        return None
     size_bytes = store.other_bytes + sum(store.size_bytes_of(layer) for layer in range(store.layer_count))
     try:
         found = open_copy(root, _digest(store, model_dir, served))

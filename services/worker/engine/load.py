@@ -76,13 +76,18 @@ class Engine:
         """Execute a batch on the whole model; see `ModelRunner.step`."""
         return self.runner.step(batch, block_tables)
 
-    def read_layer(self, layer: int) -> None:
-        """Reload a layer's parameters, from host memory if kept there, otherwise from the checkpoint. Callable from any
-        thread; the layer must not be executed meanwhile.
+    def holds_layer(self, layer: int) -> bool:
+        """Whether a copy of the layer is in host memory. Callable from any thread."""
+        return self.host_copy.holds(layer)
+
+    def read_layer(self, layer: int) -> bool:
+        """Reload a layer's parameters from the copy in host memory (True), or else from the checkpoint (False).
+        Callable from any thread; the layer must not be executed meanwhile.
         """
         if self.host_copy.fill(self.memory.parameters, layer):
-            return
+            return True
         self.implementation.read_layer(self.memory.parameters, layer)
+        return False
 
     def keep_layer(self, layer: int) -> None:
         """Copy a layer's parameters to host memory. Callable from any thread."""

@@ -34,12 +34,14 @@ class HostCopy:
 
     def keep(self, parameters: ParameterStore, layer: int) -> None:
         """Copy a layer of all ranks to the host, unless it was copied before."""
-        with self._lock:
-            kept = layer in self._layers or self._shared is not None
-        if not kept:
+        if not self.holds(layer):
             tensors = [self._copied(tensor) for tensor in parameters.pieces(layer)]
             with self._lock:
                 self._layers[layer] = tensors
+
+    def holds(self, layer: int) -> bool:
+        with self._lock:
+            return layer in self._layers or self._shared is not None
 
     def fill(self, parameters: ParameterStore, layer: int) -> bool:
         """Copy a layer back. Returns False if it is not in host memory."""

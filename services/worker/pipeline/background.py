@@ -49,11 +49,13 @@ class Threads:
 
     def __init__(
         self,
-        read_layer: Callable[[int], None],
+        holds_layer: Callable[[int], bool],
+        read_layer: Callable[[int], bool],
         keep_layer: Callable[[int], None],
         beside: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """`beside`: context manager that runs copies on a side stream and synchronises on exit."""
+        self._holds_layer = holds_layer
         self._read_layer = read_layer
         self._keep_layer = keep_layer
         self._beside = beside
@@ -62,7 +64,10 @@ class Threads:
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]:
         return self._workers.submit(self._do, job, *given)
 
-    def fill(self, layer: int) -> Future[None]:
+    def holds(self, layer: int) -> bool:
+        return self._holds_layer(layer)
+
+    def fill(self, layer: int) -> Future[bool]:
         return self.submit(self._read_layer, layer)
 
     def keep(self, layer: int) -> Future[None]:

@@ -58,8 +58,14 @@ class BuiltInstance(Protocol):
     @property
     def block_count(self) -> int: ...
 
-    def read_layer(self, layer: int) -> None:
-        """Reload a layer's parameters. Any thread; the layer is not executed meanwhile."""
+    def holds_layer(self, layer: int) -> bool:
+        """Whether a copy of the layer is in host memory. Any thread."""
+        ...
+
+    def read_layer(self, layer: int) -> bool:
+        """Reload a layer's parameters from that copy (True), or else from the checkpoint (False). Any thread; the layer
+        is not executed meanwhile.
+        """
         ...
 
     def keep_layer(self, layer: int) -> None:
@@ -131,9 +137,9 @@ def join(
         plane = _real_plane(me, hub, config, advertise_host, transport, secret, device)
         from services.worker.links.cuda_copies import copies_for  # imports torch
 
-        threads = Threads(engine.read_layer, engine.keep_layer, copies_for(device).copying)
+        threads = Threads(engine.holds_layer, engine.read_layer, engine.keep_layer, copies_for(device).copying)
     else:
-        threads = Threads(engine.read_layer, engine.keep_layer)
+        threads = Threads(engine.holds_layer, engine.read_layer, engine.keep_layer)
         hub = Hub(post)
         plane = open_plane(hub, secret)
     own = engine.runner

@@ -41,7 +41,7 @@ _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
 # Maximum prompt tokens of a batch with decodes, in blocks. Loading layers takes bandwidth and processor time from every
 # batch: a long chunk in addition would be the longest gap between two tokens. In a pipeline a token waits for the
-# chunks of all microbatches in flight.
+# chunks of all microbatches in flight. KV that has arrived counts from the end of a batch on.
 _PROMPT_BLOCKS = 0.5
 Now = Callable[[], float]  # monotonic seconds
 
@@ -103,9 +103,13 @@ class Background(Protocol):
 
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]: ...
 
-    def fill(self, layer: int) -> Future[None]:
-        """Load a layer's parameters from host memory, if they were kept there, otherwise from the checkpoint. The layer
-        is not executed meanwhile.
+    def holds(self, layer: int) -> bool:
+        """Whether a copy of the layer's parameters is in this host's memory."""
+        ...
+
+    def fill(self, layer: int) -> Future[bool]:
+        """Load a layer's parameters from the copy in this host's memory (True, they are right then), or else from the
+        checkpoint (False). The layer is not executed meanwhile.
         """
         ...
 
@@ -198,8 +202,8 @@ class MemberContext:
             self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)
 
     def limit_prompts(self, *, beside: bool = False) -> None:
-        """Limit prompt chunks during a restore, until `lift_limit`. `beside`: in all batches of this worker's own
-        group, while the draining one computes on the same devices.
+        """Limit prompt chunks during a transition, until `lift_limit` or another role. `beside`: in all batches of this
+        worker's own group, while the draining one computes on the same devices, or others wait for their KV.
         """
         token_count = max(1, int(_PROMPT_BLOCKS * self.memory.kv.shape.block_tokens))
         self.answers.tell(PrefillLimited(self.now(), token_count, always=beside))

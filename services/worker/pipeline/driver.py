@@ -475,6 +475,7 @@ class TransitionDriver:
         self._published.clock.begin_layout()
         self._context.begin_room()
         self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
+        self._context.limit_prompts(beside=True)
         progress = self._published.counted
         progress.halted_at_s = progress.commit_at_s
         progress.taken_up_at_s = self._now()
@@ -574,6 +575,7 @@ class TransitionDriver:
             self.leaving = None
         else:
             self._context.grow_book(self._memory.release_retired())
+            self._context.lift_limit()
             progress.remap_s += self._now() - began_s
             self._links.retire(self._role.epoch)
         progress.exchange_s = self._now() - progress.taken_up_at_s

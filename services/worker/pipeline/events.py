@@ -185,10 +185,11 @@ class LayerAsked(MemberEvent):
 class LayerArrived(MemberEvent):
     epoch: Epoch
     layer: int
-    peer: WorkerId | None  # None: read from the checkpoint
+    peer: WorkerId | None  # None: from the host's memory or the checkpoint
     checksum: bytes
     failure: str = ""
     by: Algorithm | None = None  # algorithm of the checksum
+    verified: bool = False  # a copy in host memory, which is verified while it is copied
 
 
 @dataclass(frozen=True, slots=True)

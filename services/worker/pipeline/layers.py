@@ -1,4 +1,4 @@
-"""Loads missing layers while the group serves: from peers or the checkpoint, verified by checksum.
+"""Loads missing layers while the group serves: from host memory, peers or the checkpoint, verified by checksum.
 
 The KV cache has been shrunk before. A few layers at a time are requested at the lowest priority; one whose checksum is
 wrong is requested again from the next source. Engine thread only, except for checksums and disk reads, which have a
@@ -165,20 +165,21 @@ class LayerPull:
         ask: Callable[[WorkerId, int], bool],
         server: LayerServer,
         hurried: Callable[[], bool],
-        own: bool = False,
     ) -> None:
-        """`sources`: the peers that hold each missing layer. `server`: has the checksums of layers that this worker has
-        held. `own`: layers come from this process's memory, unchanged, and need no verification.
+        """`sources`: the peers that hold each missing layer; they are asked unless this host's memory has a copy.
+        `server`: has the checksums of layers that this worker has held.
         """
-        self._own = own
         self.epoch = epoch
         self._queue = list(sources)
-        self._sources = {layer: [*holders, None] * _ROUNDS for layer, holders in sources.items()}  # None: the disk
         self._parameters = server.parameters
         self._hub = hub
         self._ask = ask
         self._server = server
-        self._workers = server.workers
+        self._workers = workers = server.workers
+        self._sources = {  # None: host copy or checkpoint
+            layer: [*([None] if workers.holds(layer) else ()), *[*holders, None] * _ROUNDS]
+            for layer, holders in sources.items()
+        }
         self._hurried = hurried
         self._post = server.post
         self._under_way: dict[int, WorkerId | None] = {}
@@ -230,7 +231,7 @@ class LayerPull:
             return
         known = self._server.known_checksum(event.layer)
         wanted, by = (known, None) if known else (event.checksum, event.by)
-        if event.peer is None and (self._own or not wanted):  # own copy, or never held: nothing to compare with
+        if event.peer is None and (event.verified or not wanted):  # never held: nothing to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
         # Verify the checkpoint too: it may have been replaced or damaged since, and all tokens would be wrong.
@@ -275,9 +276,9 @@ class LayerPull:
 _NOBODY = WorkerId("")
 
 
-def _arrival(epoch: Epoch, layer: int, read: Future[None]) -> LayerArrived:
+def _arrival(epoch: Epoch, layer: int, read: Future[bool]) -> LayerArrived:
     error = "cancelled" if read.cancelled() else read.exception()
-    return LayerArrived(epoch, layer, None, b"", str(error) if error else "")
+    return LayerArrived(epoch, layer, None, b"", str(error) if error else "", verified=not error and read.result())
 
 
 def _verdict(epoch: Epoch, layer: int, checksum: Future[bytes], wanted: bytes) -> LayerChecked:
@@ -334,11 +335,9 @@ class LayerLoading:
         sources: Mapping[int, Sequence[WorkerId]],
         progress: TransitionProgress,
         block_count: int,
-        *,
-        own: bool = False,
     ) -> None:
         """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. No block
-        beyond is held or will be reserved. `own`: layers come from this process's memory, unchanged.
+        beyond is held or will be reserved.
         """
         began_s = self._now()
         self.shrink(block_count)
@@ -357,7 +356,6 @@ class LayerLoading:
             ask=lambda peer, layer: self._ask(peer, epoch, layer, self._memory.parameters.layout(layer)),
             server=self.server,
             hurried=self._hurried,
-            own=own,
         )
         self._pull.go_on()
         self._note_end(self._pull)

@@ -133,7 +133,7 @@ class Parking:
         self._state = _ParkingState.WAKING
         epoch = max(role.epoch, self._context.published.newest_epoch)
         progress = TransitionProgress(epoch=epoch, began_s=self._began_s, block_count_before=0)
-        self._layer_loading.load(epoch, {}, progress, 0, own=True)
+        self._layer_loading.load(epoch, {}, progress, 0)
 
     def _check_missing_layers(self) -> None:
         if not self._layer_loading.all_here():

@@ -13,7 +13,7 @@ from rich.console import Console
 from ballast.common.errors import ConfigError, Unavailable
 from tests.unit.bench.samples import CONTESTANTS, bench_result, bursty_run, comparison_result, write_comparison
 from tools.bench.emulation import why_void, with_effort, with_settings
-from tools.bench.overload import OverloadComparison, Run, describe_run, order_of
+from tools.bench.overload import OverloadComparison, Run, describe_run, is_formed, order_of
 from tools.bench.overload_command import add_overload_parser, settle
 from tools.bench.overload_plan import (
     ComparisonArguments,
@@ -196,6 +196,23 @@ def test_emulated_workers_replay_a_trace_as_it_is(tmp_path: Path) -> None:
     assert (plan.length_scale, plan.rate_factor) == (1.0, 1.0)
     assert plan.undropped_tokens == 2 * emulation.capacity_tokens
     assert plan.full_tokens_per_s > plan.few_tokens_per_s > 0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "degree", "formed"),
+    [
+        ([1, 1, 1], 1, True),
+        ([2, 1], 1, False),
+        ([2, 2], 2, True),
+        ([2, 2, 1], 2, True),
+        ([2, 1, 1], 2, False),
+        ([4, 1], 2, False),  # an overload's group
+        ([4, 2, 1], 4, False),
+        ([1, 1], 4, True),
+    ],
+)
+def test_a_policys_groups_have_its_degree(sizes: list[int], degree: int, formed: bool) -> None:
+    assert is_formed(sizes, degree) is formed
 
 
 def test_a_run_says_why_it_is_void(tmp_path: Path) -> None:

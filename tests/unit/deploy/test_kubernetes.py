@@ -164,6 +164,7 @@ class Keda:
         return max(max(recent), count - policy["value"])
 
 
+@pytest.mark.rotating
 def test_workers_are_scaled_by_what_the_planner_wants() -> None:
     """Computing is short, then nobody comes: pods come at once, and the last by number goes late, when it is parked."""
     keda, metrics = Keda(), PlannerMetrics()

@@ -92,6 +92,7 @@ ENDLESS = {
 }
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("why", ENDLESS)
 def test_a_template_that_does_not_end_is_ended(model: Path, why: str) -> None:
     edit(model / "tokenizer_config.json", chat_template=ENDLESS[why])

@@ -61,6 +61,7 @@ def test_each_wheel_holds_its_packages_and_nothing_else(sdk: Path, cluster: Path
     assert sdk.name.endswith("-py3-none-any.whl")
 
 
+@pytest.mark.rotating
 def test_a_source_distribution_of_the_services_builds_the_same_wheel(cluster: Path, tmp_path: Path) -> None:
     with tarfile.open(build("sdist", ROOT / "cluster", tmp_path / "sdist")) as archive:
         archive.extractall(tmp_path / "unpacked", filter="data")

@@ -1,5 +1,6 @@
 """The first thing that anybody sees of Ballast: a burst on a cluster that has served nobody before."""
 
+from benchmarks.first_block import run as first_block
 from sim.hardware import find_cluster, find_model
 from sim.jobs.simulation import SimJob, specs_of, world_of
 from sim.results import SimRun
@@ -34,3 +35,9 @@ def test_parameters_are_dropped_in_it_although_no_answer_has_ended_yet() -> None
     assert [record.journal.kind.value for record in ours.transitions][:1] == ["drop"]
     assert p99_ttft_s(ours) < p99_ttft_s(plain) / 4
     assert p99_ttft_s(ours) < 3.0
+
+
+def test_travelling_kv_waits_for_no_long_prompts_and_not_until_a_pipeline_is_full() -> None:
+    delays = first_block(0, "Qwen2.5-14B", "2xA100-40G", 640)
+    assert delays is not None
+    assert delays.in_use - delays.taken_up < 80.0, "with whole batches of prompts it was 183 ms"

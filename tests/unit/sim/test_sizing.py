@@ -43,6 +43,7 @@ def of(count: int, job: SimJob, policy: str) -> SimJob:
     return replace(job, policies=(policy,), cluster=job.cluster.model_copy(update={"gpu_count": count}))
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("seed", range(2))
 def test_the_answer_is_that_of_an_exhaustive_search(seed: int) -> None:
     job = burst(seed)
@@ -179,6 +180,7 @@ def test_where_computing_is_short_it_says_that_nothing_is_saved(
     assert "Dropping parameters saves nothing here. Computing is what is short: prompts alone take" in words
 
 
+@pytest.mark.rotating
 def test_parking_saves_gpu_hours_where_a_valley_follows_a_burst(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from sim.clients import Arrival
 from sim.hardware import find_model
 from sim.results import Outcome
@@ -9,6 +11,7 @@ from sim.world import World
 from tests.support.simulated import options
 
 
+@pytest.mark.rotating
 def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
     """Stages of other block counts exchange KV exactly, and have more room together than alone."""
     wanted = options(cluster="1xA100-40G+1xH100-80G", check_every=5000)
@@ -27,6 +30,7 @@ def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
     assert (str(first.journal.kind), str(first.journal.stage)) == ("drop", "done")
 
 
+@pytest.mark.rotating
 def test_small_gpus_keep_computing_as_their_long_requests_move_to_large_ones() -> None:
     """One answer in ten is long: small memory would fill with these, and leave the computing to the others."""
     wanted = options(cluster="2xA100-40G+1xA100-80G", check_every=50000)

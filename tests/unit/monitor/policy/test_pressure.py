@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 import pytest
 
 from ballast.common.errors import InvariantViolation
-from services.monitor.policy.demand import ClusterDemand
+from services.monitor.policy.demand import ClusterDemand, GroupLoad, sum_demand
 from services.monitor.policy.pressure import Overload, Pressure, Relief, Signal
 from tests.support.pressure import ALONE, MERGED, RULES, W0, W1, W2, sample
 
@@ -60,6 +60,28 @@ def test_what_waits_while_workers_have_memory_to_spare_waits_for_something_else(
     assert tell(Pressure(RULES), slots_taken) == []
     memory_taken = series(1, lambda t: sample(t, 9000, engaged_bytes=860, used_bytes=650))
     assert [at_s for at_s, _ in tell(Pressure(RULES), memory_taken)] == [0.0]
+
+
+def test_what_waits_while_instances_with_little_memory_are_full_is_an_overload() -> None:
+    def groups(small: int, large: int) -> tuple[GroupLoad, ...]:
+        sizes = ((W0, small, 100), (W1, small, 100), (W2, large, 800))
+        return tuple(
+            GroupLoad(
+                leader_id=name,
+                member_ids=(name,),
+                used_bytes=used,
+                waiting_bytes=0,
+                capacity_bytes=capacity,
+                undropped_bytes=capacity,
+            )
+            for name, used, capacity in sizes
+        )
+
+    def said(small: int, large: int, backlog_bytes: int) -> list[Signal]:
+        return Pressure(RULES).observe(sum_demand(0.0, groups(small, large), backlog_bytes))
+
+    assert said(90, 100, 7) == [Overload(required_bytes=7, horizon_s=1.0)]
+    assert said(90, 100, 0) == said(80, 100, 7) == said(30, 720, 7) == []
 
 
 def test_capacity_on_its_way_down_counts_as_it_will_be_but_not_below_the_undropped() -> None:

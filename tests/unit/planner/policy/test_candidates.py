@@ -76,6 +76,17 @@ def test_the_most_loaded_group_meets_the_least_loaded_one() -> None:
     assert candidates(groups(2, 2, 1, 1))["1 of 2 + 1"].merges == (("g01m0", "g02m0"),)
 
 
+def test_groups_with_little_memory_may_merge_with_each_other_only() -> None:
+    large = [pipeline(f"l{i}", 1, budget_bytes=2 * BUDGET_BYTES) for i in range(2)]
+    small = [pipeline(f"s{i}", 1) for i in range(3)]
+    board = Candidates(Snapshot(SHAPE, (*large, *small)), Running(256, 0))
+    three = next(one for one in board.all() if one.name == "1 of 3 of little memory")
+    assert sorted(three.merges[0]) == ["s00", "s10", "s20"]
+    left, merged = board.kinds(three)
+    assert left.capacity_tokens == 64 * sum(group.block_count for group in large)
+    assert (left.group_count, merged.group_count, merged.stages, merged.slowness) == (2, 1, 3, 1.0)
+
+
 def test_a_stage_longer_than_the_others_makes_a_pipeline_slower() -> None:
     """Of 24 layers one stage of five executes five: a twenty-fourth more than its share."""
     board = Candidates(groups(1, 1, 1, 1, 1), Running(256, 0))

@@ -66,6 +66,7 @@ def operations(seed: int, count: int) -> Iterator[tuple[Book, dict[int, int]]]:
         yield book, amounts
 
 
+@pytest.mark.rotating
 def test_repaired_all_properties_hold_through_a_thousand_random_sequences() -> None:
     """But for one bin of each kind, the last. Nobody is lost, no bin overflows (`check`), at most ten items move."""
     for seed in range(1000):

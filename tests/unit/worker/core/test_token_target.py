@@ -73,6 +73,19 @@ def test_a_request_has_a_target_of_its_own() -> None:
     made.assert_empty()
 
 
+def test_a_target_limits_nothing_after_its_request_has_ended() -> None:
+    made = driver(64, TokenTarget(math.inf, lambda: COST), max_running_count=8)
+    made.submit(prompt(3), greedy(4), targets=Targets(tpot_s=0.0125))
+    made.submit(prompt(3), greedy(40))
+    made.step()
+    scheduler = made.core.group_scheduler.scheduler
+    assert scheduler.has_limit
+    for _ in range(5):
+        made.step()
+    assert counts(made) == (1, 0, 8)
+    assert not scheduler.has_limit
+
+
 def test_one_runs_however_low_the_target_is() -> None:
     made = driver(64, TokenTarget(1e-9, lambda: COST))
     for _ in range(3):

@@ -35,12 +35,14 @@ from tools.model.tiny import make_tiny
 pytest.importorskip("triton")
 
 
+@pytest.mark.rotating
 def test_replays_use_what_was_recorded_and_a_drop_records_its_layers_alone() -> None:
     """In a process of its own: Triton decides when it is imported whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.replayed_graphs"]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
+@pytest.mark.rotating
 def test_ranks_record_and_replay_in_lockstep_over_a_drop() -> None:
     program = "from tests.unit.worker.engine import replayed_ranks; replayed_ranks.main()"
     environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}

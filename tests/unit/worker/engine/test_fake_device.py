@@ -1,7 +1,10 @@
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.rotating
 def test_every_stage_role_keeps_to_its_device_whatever_its_link_gave() -> None:
     """In a process of its own, as torch can have one such device and keeps it."""
     command = [sys.executable, "-m", "tests.unit.worker.engine.fake_device"]

@@ -46,8 +46,9 @@ def test_the_second_engine_starts_from_the_copy_of_the_first(root: Path, model: 
             second.memory.drop_layers([1, 2])
             second.memory.make_room_for_layers([1, 2], block_count=0)
             hidden.write_bytes(b"")  # nothing reads the checkpoint any more
-            second.read_layer(1)
-            second.read_layer(2)
+            assert second.holds_layer(1)
+            assert second.read_layer(1)
+            assert second.read_layer(2)
             assert checksums(second) == expected
         hidden.write_bytes(content)
         assert folder.exists()

@@ -59,6 +59,7 @@ def compiled_join(capability: int) -> Compiled:
     return compiled_kernel.compiled(kernel, given, join_constants(32, 128), capability)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_dim: int) -> None:
@@ -180,6 +181,7 @@ def test_any_context_is_recorded(rows: int) -> None:
 # ------------------------------------------------------------ interpreted
 
 
+@pytest.mark.rotating
 def test_interpreted_kernel_equals_cpu() -> None:
     """In a process of its own: Triton decides when it is imported whether it compiles or interprets."""
     command = [sys.executable, "-m", "tests.unit.worker.engine.interpreted_kernel"]

@@ -39,6 +39,7 @@ TYPE_OF = {
 }
 
 
+@pytest.mark.rotating
 def test_interpreted_it_draws_what_the_cpu_draws() -> None:
     """In a process of its own: Triton decides when it is imported whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.interpreted_sampler"]

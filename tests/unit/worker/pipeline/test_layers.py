@@ -31,12 +31,13 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
     with open_small(HostBackend()) as memory:
         parameters = memory.parameters
 
-        def read(layer: int) -> None:
+        def read(layer: int) -> bool:
             fill_layer(memory, layer)
             if changed:
                 parameters.layer(layer)["down"][-1, -1] += 1.0
+            return False
 
-        workers = Threads(read, read)
+        workers = Threads(lambda _: False, read, lambda _: None)
         server = LayerServer(parameters, workers, events.put)
         fill_layer(memory, 1)
         if known:
@@ -75,7 +76,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
     with open_small(HostBackend()) as memory, open_small(HostBackend()) as there:
         fill_layer(there, 1)
         right = there.parameters.layer_checksum(1, by=by)
-        workers = Threads(lambda layer: None, lambda layer: None)
+        workers = Threads(lambda _: False, lambda _: False, lambda _: None)
 
         def ask(peer: WorkerId, layer: int) -> bool:
             asked.append(peer)
@@ -102,6 +103,40 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
         workers.shutdown()
     assert asked == peers
     assert (pull.progress.repulled_layers, pull.finished) == (1, True)
+
+
+@pytest.mark.parametrize("is_right", [True, False])
+def test_a_copy_in_host_memory_is_preferred_to_peers(is_right: bool) -> None:
+    """Nobody is asked. A copy that turned out damaged was replaced by the checkpoint, which is verified."""
+    events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
+    with open_small(HostBackend()) as memory:
+        workers = Threads(lambda _: True, lambda _: is_right, lambda _: None)
+        server = LayerServer(memory.parameters, workers, events.put)
+        fill_layer(memory, 1)
+        server.checksum(1)
+
+        def ask(peer: WorkerId, layer: int) -> bool:
+            raise AssertionError(f"{peer} is asked")
+
+        pull = LayerPull(
+            Epoch(3),
+            {1: [WorkerId("w2")]},
+            TransitionProgress(epoch=Epoch(3), began_s=0.0),
+            hub=cast(Any, None),
+            ask=ask,
+            server=server,
+            hurried=lambda: True,
+        )
+        pull.go_on()
+        arrived = events.get(timeout=30)
+        assert isinstance(arrived, LayerArrived)
+        pull.arrived(arrived)
+        if not is_right:
+            checked = events.get(timeout=30)
+            assert isinstance(checked, LayerChecked)
+            pull.checked(checked)
+        workers.shutdown()
+        assert pull.finished
 
 
 class _Sent:
@@ -135,7 +170,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         parameters = packed.memory.parameters
         theirs = plain.memory.parameters.layout(1)
         assert parameters.layout(0) == parameters.layout(1) != theirs
-        workers, link = Threads(lambda layer: None, lambda layer: None), _Sent()
+        workers, link = Threads(lambda _: False, lambda _: False, lambda _: None), _Sent()
         context = SimpleNamespace(
             role=SimpleNamespace(layer_count=2),
             memory=packed.memory,
