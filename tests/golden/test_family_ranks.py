@@ -21,7 +21,7 @@ LENGTHS = (5, 23, 40)
 TOKENS = 8
 MEMORY_BYTES = 8 << 20
 # Half of 48 rows or columns ends inside of a group of 16 or 40.
-MADE_DENSE = {"deepseek_v3:fp8", "llama:fp8 ragged", "qwen3_moe:awq", "qwen3_moe:fp8", "qwen3_moe:fp8 ragged"}
+MADE_DENSE = {"deepseek_v3:fp8", "llama:fp8 ragged", "qwen3_moe:awq", "qwen3_moe:fp8"}
 
 
 @pytest.mark.rotating(5)
