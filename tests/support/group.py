@@ -103,6 +103,7 @@ class Place:
     hosts: int = 1  # of each worker: loopback addresses
     share: Callable[..., Engine] = load_engine  # loads a rank's
     adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by name
+    host_copy: str = "off"  # of the parameters, for all workers
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
 
 
@@ -183,6 +184,7 @@ def _load(name: str, model_dir: Path, sizes: Sizes, stop: threading.Event) -> En
             device=place.device,
             backend=None if place.backend is None else place.backend(),
             lora_modules=place.adapters,
+            host_copy=place.host_copy,
         )
     share = functools.partial(
         place.share, model_dir, device_memory_bytes=memory_bytes // place.ranks, dtype=place.dtype
