@@ -35,6 +35,7 @@ class ModelInfo:
     tensor_parallel_size: int = 1  # ranks of an instance; the sizes above are sums over them
     revision: str = ""  # digest of the checkpoint; empty if not reported
     adapters: tuple[Adapter, ...] = ()
+    kv_cache_dtype: str = ""  # number format of KV; empty: dtype
 
     def differences(self, other: "ModelInfo") -> list[str]:
         """Names of the fields that differ in a way that affects tokens or KV.

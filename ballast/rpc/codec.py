@@ -128,7 +128,7 @@ def _check_load(report: pb.LoadReport) -> None:
 
 
 def _check_model(message: pb.ModelInfo) -> None:
-    for field in ("name", "architecture", "dtype", "revision"):
+    for field in ("name", "architecture", "dtype", "kv_cache_dtype", "revision"):
         border.text(f"model.{field}", getattr(message, field))
     border.within("model.layer_count", message.layer_count, 0, border.MAX_LAYERS)
     border.within("model.kv_bytes_per_token", message.kv_bytes_per_token, 0, border.MAX_BYTES)

@@ -13,7 +13,9 @@ _APART_FRACTION = 0.1  # minimum distance of the two thresholds, against oscilla
 class MonitorSettings(ServiceSettings):
     service: ClassVar[str] = "monitor"
     summary: ClassVar[str] = "Says which instances are there and how loaded they are."
-    developer: ClassVar[frozenset[str]] = frozenset({"relief_threshold_fraction", "shutdown_timeout_s"})
+    developer: ClassVar[frozenset[str]] = frozenset(
+        {"relief_threshold_fraction", "leadership_ttl_s", "shutdown_timeout_s"}
+    )
 
     port: int = Field(default=50052, ge=0, le=65535)
     """Port to listen on; 0: any free one."""

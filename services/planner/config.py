@@ -14,7 +14,13 @@ class PlannerSettings(ServiceSettings):
     service: ClassVar[str] = "planner"
     summary: ClassVar[str] = "Decides which instances serve together."
     developer: ClassVar[frozenset[str]] = frozenset(
-        {"migrate_below_tokens", "migrate_above_tokens", "restore_timeout_s", "shutdown_timeout_s"}
+        {
+            "migrate_below_tokens",
+            "migrate_above_tokens",
+            "restore_timeout_s",
+            "leadership_ttl_s",
+            "shutdown_timeout_s",
+        }
     )
 
     port: int = Field(default=50053, ge=0, le=65535)

@@ -136,6 +136,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
         host_copy=settings.host_copy,
         lora_modules=settings.lora_modules,
         batch_invariant=settings.batch_invariant,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     devices = devices or (settings.device,)
     log = RankLog(settings.worker_id or "worker", settings.log_level, settings.log_format)
@@ -192,6 +193,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
         block_tokens=settings.block_size,
         max_model_len=settings.max_model_len,
         name=settings.served_model_name,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     machine = engine.machine
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -261,7 +263,8 @@ def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> St
 
 
 def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: int) -> WorkerLimits:
-    most = step_limits_of(settings)
+    most, info = step_limits_of(settings), engine.info
+    kind = f"{info.name} {info.dtype} {info.kv_cache_dtype}"
     return WorkerLimits(
         block_tokens=settings.block_size,
         max_model_len=engine.info.max_model_len,
@@ -278,7 +281,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
         swaps_online=settings.swaps,
         async_scheduling=settings.launches,
         prefix_caching=settings.enable_prefix_caching,
-        prefix_seed=secrets.token_bytes(16) + f"{engine.info.name} {engine.info.dtype}".encode(),
+        prefix_seed=secrets.token_bytes(16) + kind.encode(),
     )
 
 

@@ -58,7 +58,10 @@ class WorkerSettings(ServiceSettings):
     served_model_name: str | None = None
     """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Number format of parameters and KV; auto: the checkpoint's own."""
+    """Number format of parameters and, unless --kv-cache-dtype says otherwise, of KV; auto: the checkpoint's own."""
+    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
+    """Number format of KV: fp8_e4m3 takes half the memory of bfloat16, with a scale of 1 and a precision of 3 bits;
+    auto: that of --dtype. The same for all workers of a cluster. Not with FlashInfer."""
     model_impl: Literal["auto", "ballast", "transformers"] = "auto"
     """What computes the model: Ballast's own classes (ballast), or the modelling code of transformers over Ballast's
     memory; auto: Ballast's for the models that they know, else transformers'."""
@@ -191,6 +194,12 @@ class WorkerSettings(ServiceSettings):
             raise ValueError("lora_modules: adapters are not divided among ranks, use --tensor-parallel-size 1")
         if self.lora_modules and self.engine == "emulated":
             raise ValueError("lora_modules: an emulated engine computes no adapters")
+        return self
+
+    @model_validator(mode="after")
+    def _can_store_kv(self) -> Self:
+        if self.kv_cache_dtype != "auto" and self.attention_backend == "flashinfer":
+            raise ValueError("kv_cache_dtype: FlashInfer has not been tried with it, use --attention-backend auto")
         return self
 
     @model_validator(mode="after")

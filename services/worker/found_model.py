@@ -31,4 +31,5 @@ def _check_of(settings: WorkerSettings) -> Callable[[Path], object]:
         device=settings.device.partition(":")[0],
         kernels=settings.kernels,
         max_model_len=settings.max_model_len,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )

@@ -112,6 +112,21 @@ def test_no_token_changes_with_adapters(tmp_path: Path) -> None:
     assert min(tally.drops, tally.restores, tally.victims, tally.moved, tally.migrated, tally.exchanged_bytes) > 0
 
 
+@pytest.mark.timeout(600)
+def test_no_token_changes_with_kv_in_float8(tmp_path: Path) -> None:
+    """Expected are the tokens of a worker alone with such KV, of which many are others than with KV in float64."""
+    model_dir = make_tiny("llama", tmp_path / "tiny", layers=LAYERS[0], max_len=256)
+    wishes, place, tally = make_wishes(150, 1), Place(kv_cache_dtype="fp8_e4m3"), Tally()
+    expected, exact = (asyncio.run(undisturbed(model_dir, wishes, each)) for each in (place, HERE))
+    assert sum(one.token_ids != other.token_ids for one, other in zip(expected, exact, strict=True)) > 10
+    for seed in WITH_ADAPTERS:
+        tally.add(_run(seed, lambda _: (model_dir, wishes, expected), place))
+    still = History(1, model_dir, wishes, expected, REQUESTS, layouts_change=False, place=place)
+    tally.add(asyncio.run(still.run()))
+    print(f"\n{tally}")
+    assert min(tally.drops, tally.restores, tally.victims, tally.moved, tally.migrated, tally.exchanged_bytes) > 0
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(900)
 def test_no_token_changes_on_a_gpu(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ from tools.local.state_server import PrivateStateServer
 
 ENVIRON = {
     "BALLAST_MONITOR__LEASE_S": "6",
-    "BALLAST_MONITOR__LEADERSHIP_TTL_S": "2",
-    "BALLAST_PLANNER__LEADERSHIP_TTL_S": "2",
+    "BALLAST_MONITOR__DEV": "{leadership_ttl_s: 2}",
+    "BALLAST_PLANNER__DEV": "{leadership_ttl_s: 2}",
 }
 
 

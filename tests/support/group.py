@@ -102,6 +102,7 @@ class Place:
     ranks: int = 1  # of each worker
     hosts: int = 1  # of each worker: loopback addresses
     share: Callable[..., Engine] = load_engine  # loads a rank's
+    kv_cache_dtype: str = "auto"
     adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by name
     host_copy: str = "off"  # of the parameters, for all workers
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
@@ -185,6 +186,7 @@ def _load(name: str, model_dir: Path, sizes: Sizes, stop: threading.Event) -> En
             backend=None if place.backend is None else place.backend(),
             lora_modules=place.adapters,
             host_copy=place.host_copy,
+            kv_cache_dtype=place.kv_cache_dtype,
         )
     share = functools.partial(
         place.share, model_dir, device_memory_bytes=memory_bytes // place.ranks, dtype=place.dtype

@@ -66,6 +66,7 @@ def _model_line(status: ClusterStatus) -> tuple[str, Text]:
     model = status.model
     if model is None:
         return _line("model", "unknown until the first worker is there")
+    kind = f" in {model.kv_cache_dtype}" if model.kv_cache_dtype else ""
     return _line(
         "model",
         model.name,
@@ -74,7 +75,7 @@ def _model_line(status: ClusterStatus) -> tuple[str, Text]:
         f"{human_count(model.parameter_count)} parameters",
         model.dtype,
         f"up to {model.max_model_len:,} tokens",
-        f"{human_bytes(model.kv_bytes_per_token)} of KV per token",
+        f"{human_bytes(model.kv_bytes_per_token)} of KV per token{kind}",
     )
 
 

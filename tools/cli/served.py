@@ -15,6 +15,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.units import human_bytes
 from services.worker.engine.model_config import read_json, read_model_config
 from tools.model.info import CheckpointInfo
+from tools.model.safetensors_file import DTYPES
 
 _PATIENCE_S = 180.0
 _GPUS_GIB = (24, 48, 80, 141)
@@ -72,12 +73,13 @@ def served_lines(told: dict[str, Any]) -> list[tuple[str, str]]:
     else:
         what = ", ".join(told["attention"]) or "plain"
         kv, needed = told["kv_bytes_per_token"], told["kv_needed_bytes_per_token"]
+        narrow = kv // DTYPES[told["dtype"]][1]
         lost = f" ({human_bytes(needed)} if layers had slots of different sizes)" if needed < kv else ""
         lines = [
             ("computed by", f"transformers' {told['architecture']}, attention: {what}"),
             ("parameters", _parameters(told)),
             ("maximum length", f"{told['max_model_len']:,} tokens"),
-            ("KV per token", f"{human_bytes(kv)} {told['dtype']}{lost}"),
+            ("KV per token", f"{human_bytes(kv)} {told['dtype']}{lost}, {human_bytes(narrow)} fp8_e4m3"),
         ]
     if "layer_bytes" in told:
         whole = told["layer_bytes"] + told["other_bytes"]

@@ -15,7 +15,7 @@ _OLD_NAMES = {  # names of GPT-2 and its successors
     "hidden_size": "n_embd",
     "max_position_embeddings": "n_positions",
 }
-_KV_DTYPES = ("float32", "bfloat16", "float64")
+_KV_DTYPES = ("float32", "bfloat16", "float64", "fp8_e4m3")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class CheckpointInfo:
 
     def kv_bytes_per_token(self, dtype: str | None = None) -> int:
         """KV bytes of one token over all layers, stored in `dtype` (default: the checkpoint's)."""
-        element_bytes = DTYPES[dtype or self.dtype][1]
+        element_bytes = 1 if dtype == "fp8_e4m3" else DTYPES[dtype or self.dtype][1]
         return 2 * self.layer_count * self.kv_head_count * self.head_dim * element_bytes
 
     def lines(self) -> list[tuple[str, str]]:

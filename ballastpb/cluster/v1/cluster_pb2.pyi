@@ -622,6 +622,7 @@ class ModelInfo(_message.Message):
     TENSOR_PARALLEL_SIZE_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
     ADAPTERS_FIELD_NUMBER: _builtins.int
+    KV_CACHE_DTYPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     architecture: _builtins.str
     layer_count: _builtins.int
@@ -638,6 +639,8 @@ class ModelInfo(_message.Message):
     """Ranks of one instance, whose bytes are added up above. Absent: 1."""
     revision: _builtins.str
     """A digest of the checkpoint; empty: the worker does not say."""
+    kv_cache_dtype: _builtins.str
+    """Number format of KV. Empty: that of `dtype`."""
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -667,10 +670,11 @@ class ModelInfo(_message.Message):
         tensor_parallel_size: _builtins.int | None = ...,
         revision: _builtins.str = ...,
         adapters: _abc.Iterable[Global___Adapter] | None = ...,
+        kv_cache_dtype: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "tensor_parallel_size", b"tensor_parallel_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "adapters", b"adapters", "architecture", b"architecture", "block_bytes", b"block_bytes", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "extent_bytes", b"extent_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "layer_count", b"layer_count", "layer_parameter_bytes", b"layer_parameter_bytes", "max_model_len", b"max_model_len", "name", b"name", "other_parameter_bytes", b"other_parameter_bytes", "parameter_count", b"parameter_count", "revision", b"revision", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size", "adapters", b"adapters", "architecture", b"architecture", "block_bytes", b"block_bytes", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "extent_bytes", b"extent_bytes", "kv_bytes_per_token", b"kv_bytes_per_token", "kv_cache_dtype", b"kv_cache_dtype", "layer_count", b"layer_count", "layer_parameter_bytes", b"layer_parameter_bytes", "max_model_len", b"max_model_len", "name", b"name", "other_parameter_bytes", b"other_parameter_bytes", "parameter_count", b"parameter_count", "revision", b"revision", "tensor_parallel_size", b"tensor_parallel_size", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__tensor_parallel_size: _TypeAlias = _typing.Literal["tensor_parallel_size"]  # noqa: Y015
     _WhichOneofArgType__tensor_parallel_size: _TypeAlias = _typing.Literal["_tensor_parallel_size", b"_tensor_parallel_size"]  # noqa: Y015

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, cast
 
 from ballast.common.errors import ConfigError
@@ -95,6 +95,7 @@ def emulate(
     block_tokens: int = 16,
     max_model_len: int | None = None,
     name: str | None = None,
+    kv_cache_dtype: str = "auto",
 ) -> EmulatedEngine:
     """An engine for an emulated machine. Raises ConfigError if the model exceeds the memory, or `max_model_len` the
     model's.
@@ -109,7 +110,7 @@ def emulate(
         block_tokens=block_tokens,
         kv_heads=1,
         head_dim=model.kv_elements_per_token_layer // 2,
-        dtype=element,
+        dtype=dtype("float8_e4m3fn") if kv_cache_dtype == "fp8_e4m3" else element,
     )
     backend = PhantomBackend(shape.block_bytes, machine.remap_s_per_byte)
     memory = DeviceMemory.open(
@@ -123,7 +124,10 @@ def emulate(
     for layer in range(model.layer_count):
         phantom(memory.parameters.layer(layer)[WEIGHTS]).write([layer_mark(layer)])
     backend.takes_time = True
-    return EmulatedEngine(_info(model, memory, longest, name or model.name, kind), machine, memory, runner)
+    info = _info(model, memory, longest, name or model.name, kind)
+    if kv_cache_dtype != "auto":
+        info = replace(info, kv_cache_dtype=kv_cache_dtype)
+    return EmulatedEngine(info, machine, memory, runner)
 
 
 def _info(model: Outline, memory: DeviceMemory, longest: int, name: str, kind: str) -> ModelInfo:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 NOTHING = 0  # mark of an unwritten cell
 _MARK = "I"
-_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+_SIZES = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "uint8": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +147,9 @@ class Phantom:
                 return Phantom(self.area, self.offset, shape, self.dtype)
             case _:
                 return Phantom(self.area, self.offset, cast("tuple[int, ...]", how), self.dtype)
+
+    def zero_(self) -> None:
+        """No-op: fresh memory has no marks."""
 
     def clone(self) -> Phantom:
         copy = Phantom(Area(self.area.cell_bytes), 0, self.shape, self.dtype)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from services.worker.engine.kv_dtype import rounded, write_rows
 from services.worker.engine.packing import Ints, PackedChunk, PackedStep
 
 # Size of the gathered K and V of one bucket: small enough to stay in the processor's cache until attention reads them.
@@ -150,8 +151,8 @@ class CpuAttentionStep:
         out_TNH: torch.Tensor,
     ) -> None:
         token_rows = kv_B2TKH.view(-1, k_TKH.shape[1] * k_TKH.shape[2])
-        token_rows.index_copy_(0, self.k_rows_T, k_TKH.flatten(1))
-        token_rows.index_copy_(0, self.v_rows_T, v_TKH.flatten(1))
+        write_rows(token_rows, self.k_rows_T, k_TKH.flatten(1))
+        write_rows(token_rows, self.v_rows_T, v_TKH.flatten(1))
         planes = kv_B2TKH.view(kv_B2TKH.shape[0] * 2, -1)
         for bucket in self.buckets:
             self._decode(bucket, planes, q_TNH, out_TNH)
@@ -184,7 +185,7 @@ class CpuAttentionStep:
         rows = slice(chunk.first_row, chunk.first_row + chunk.row_count)
         grouped = (self.kv_head_count, self.groups)
         if prepared.planes is None:
-            k_CKH, v_CKH = k_TKH[rows], v_TKH[rows]
+            k_CKH, v_CKH = rounded(k_TKH[rows], planes.dtype), rounded(v_TKH[rows], planes.dtype)
         else:
             kv_CKH = self._gather(planes, prepared.planes, 1, q_TNH.shape[-1])[:, 0, : chunk.context_tokens]
             k_CKH, v_CKH = kv_CKH[0], kv_CKH[1]
@@ -201,7 +202,10 @@ class CpuAttentionStep:
     def _gather(self, planes: torch.Tensor, wanted: torch.Tensor, sequences: int, head_dim: int) -> torch.Tensor:
         """Gather blocks to [2, sequences, C, K, H], valid until the next gather."""
         gathered = self.gathered[: wanted.numel() * planes.shape[1]].view(wanted.numel(), planes.shape[1])
-        torch.index_select(planes, 0, wanted, out=gathered)
+        if planes.dtype == gathered.dtype:
+            torch.index_select(planes, 0, wanted, out=gathered)
+        else:
+            gathered.copy_(planes.index_select(0, wanted))
         return gathered.view(2, sequences, -1, self.kv_head_count, head_dim)
 
 

@@ -3,6 +3,7 @@
 Importable without triton and without a device; constructing `CudaAttention` raises if either is missing.
 """
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
@@ -14,6 +15,7 @@ import torch
 
 from ballast.common.errors import ConfigError
 from ballast.common.extras import lacking
+from services.worker.engine.kv_dtype import FP8, write_rows
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.upload import upload
 
@@ -186,8 +188,8 @@ class GpuAttentionStep(ABC):
     ) -> None:
         kv_head_count, head_dim = k_TKH.shape[1:]
         token_rows = kv_B2TKH.view(-1, kv_head_count * head_dim)
-        token_rows.index_copy_(0, self.k_rows_T, k_TKH.flatten(1))
-        token_rows.index_copy_(0, self.k_rows_T + kv_B2TKH.shape[2], v_TKH.flatten(1))
+        write_rows(token_rows, self.k_rows_T, k_TKH.flatten(1))
+        write_rows(token_rows, self.k_rows_T + kv_B2TKH.shape[2], v_TKH.flatten(1))
         self.attend(kv_B2TKH, q_TNH, out_TNH)
 
 
@@ -207,7 +209,7 @@ class CudaAttentionStep(GpuAttentionStep):
 
     def attend(self, kv_B2TKH: torch.Tensor, q_TNH: torch.Tensor, out_TNH: torch.Tensor) -> None:
         kv_head_count, head_dim = kv_B2TKH.shape[3:]
-        kv_from_base = kv_B2TKH[self.base_block :]
+        kv_from_base = for_kernels(kv_B2TKH)[self.base_block :]
         for tiles, program_count, constants in self.launches:
             self.kernel[(program_count, kv_head_count)](
                 out_TNH,
@@ -347,6 +349,16 @@ def _tables(step: PackedStep) -> np.ndarray:
     for row, chunk in zip(tables[step.decode_count :], step.chunks, strict=True):
         row[: len(chunk.blocks)] = chunk.blocks
     return tables
+
+
+def for_kernels(kv_B2TKH: torch.Tensor) -> torch.Tensor:
+    """A cache as kernels take it: float8 as bytes on GPUs before sm_89, whose compiler lacks that type."""
+    return kv_B2TKH.view(torch.uint8) if kv_B2TKH.dtype == FP8 and not _has_fp8(kv_B2TKH.device) else kv_B2TKH
+
+
+@functools.cache
+def _has_fp8(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def power_of_two(value: int) -> int:

@@ -7,6 +7,7 @@ import torch
 from ballast.common.errors import ConfigError
 from ballast.service.logs import get_logger
 from services.worker.engine.implementation import BallastModel, Implementation
+from services.worker.engine.kv_dtype import FP8, kv_dtype
 from services.worker.engine.model_config import ModelConfig, ModelFacts, read_json, read_model_config
 from services.worker.engine.native.library import KERNELS, Kernels, choose_kernels
 from services.worker.engine.peers import Peers
@@ -34,6 +35,7 @@ def choose_model(
     attention_backend: str = "auto",
     adapted: bool = False,
     batch_invariant: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> tuple[Implementation, Kernels | None]:
     """Choose the implementation, and the compiled kernels if it uses them.
 
@@ -57,6 +59,8 @@ def choose_model(
     if adapted and peers is not None and peers.count > 1:
         raise ConfigError("lora_modules", "adapters are not divided among ranks; use --tensor-parallel-size 1")
     batch_invariant = batch_invariant and gpu_index(device) is not None
+    if attention_backend == "flashinfer" and kv_dtype(kv_cache_dtype, torch.bfloat16) == FP8:
+        raise ConfigError("kv_cache_dtype", "FlashInfer has not been tried with it: use --attention-backend auto")
     if batch_invariant:
         _require_invariant(attention_backend, peers, adapted=adapted)
     ours = own_config(model_dir, "ballast" if batch_invariant else model_impl, max_model_len)
@@ -65,7 +69,7 @@ def choose_model(
             raise ConfigError("kernels", "the native ones compute no LoRA adapters: use auto or torch")
         kernels = "torch"
     if ours is None:
-        return _of_transformers(model_dir, dtype, device, kernels, peers)
+        return _of_transformers(model_dir, dtype, device, kernels, peers, kv_cache_dtype)
     config = ours if peers is None else ours.of_rank(peers.rank, peers.count)
     run_dtype = choose_dtype(dtype, config, model_dir)
     native = choose_kernels(kernels, device, config, run_dtype)
@@ -73,6 +77,7 @@ def choose_model(
         model_dir=model_dir,
         config=config,
         dtype=run_dtype,
+        kv_dtype=kv_dtype(kv_cache_dtype, run_dtype),
         device=device,
         kernels=native,
         peers=peers,
@@ -118,7 +123,7 @@ def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = Non
 
 
 def _of_transformers(
-    model_dir: Path, dtype: str, device: str, kernels: str, peers: Peers | None
+    model_dir: Path, dtype: str, device: str, kernels: str, peers: Peers | None, kv_cache_dtype: str
 ) -> tuple[Implementation, Kernels | None]:
     from services.worker.engine.division import WHOLE, Division
     from services.worker.engine.transformers_model import TransformersModel, read_transformers_config
@@ -127,7 +132,8 @@ def _of_transformers(
     run_dtype = choose_dtype(dtype, facts, model_dir)
     native = choose_kernels(kernels, device, None, run_dtype)
     division = WHOLE if peers is None else Division(peers.rank, peers.count, peers.sum)
-    return TransformersModel(model_dir, facts, config, run_dtype, torch.device(device), division), native
+    stored = kv_dtype(kv_cache_dtype, run_dtype)
+    return TransformersModel(model_dir, facts, config, run_dtype, stored, torch.device(device), division), native
 
 
 def choose_dtype(name: str, config: ModelFacts, model_dir: Path) -> torch.dtype:

@@ -15,7 +15,9 @@ from pathlib import Path
 from ballast.common.errors import ConfigError
 from ballast.service import logs
 from services.worker.engine.choice import MODEL_IMPLS, choose_model
+from services.worker.engine.kv_dtype import KV_CACHE_DTYPES, kv_dtype_name
 from services.worker.engine.peers import Apart
+from services.worker.memory.backend import dtype_name
 from services.worker.memory.parameters import lay_out
 
 
@@ -24,6 +26,7 @@ class Description:
     served_by: str  # implementation: ballast or transformers
     architecture: str
     dtype: str
+    kv_cache_dtype: str  # empty: dtype
     layer_count: int
     max_model_len: int
     parameter_count: int
@@ -36,14 +39,24 @@ class Description:
     attention: tuple[str, ...]  # deviations from plain attention in any layer
 
 
-def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "auto", ranks: int = 1) -> Description:
+def describe_model(
+    model_dir: Path, *, model_impl: str = "auto", dtype: str = "auto", ranks: int = 1, kv_cache_dtype: str = "auto"
+) -> Description:
     """Describe the model; sizes are per rank.
 
     Raises:
         ConfigError: a worker would refuse it.
     """
     peers = Apart(0, ranks) if ranks > 1 else None
-    served, _ = choose_model(model_dir, model_impl=model_impl, dtype=dtype, device="cpu", kernels="torch", peers=peers)
+    served, _ = choose_model(
+        model_dir,
+        model_impl=model_impl,
+        dtype=dtype,
+        device="cpu",
+        kernels="torch",
+        peers=peers,
+        kv_cache_dtype=kv_cache_dtype,
+    )
     needs = served.needs(block_tokens=1)
     kinds = served.kinds
     element_bytes = needs.kv_shape.dtype.itemsize
@@ -51,7 +64,8 @@ def describe_model(model_dir: Path, *, model_impl: str = "auto", dtype: str = "a
     return Description(
         served_by=served.name,
         architecture=served.config.architecture,
-        dtype=str(needs.kv_shape.dtype).removeprefix("torch."),
+        dtype=dtype_name(served.dtype),
+        kv_cache_dtype=kv_dtype_name(needs.kv_shape.dtype, served.dtype),
         layer_count=served.config.layer_count,
         max_model_len=served.config.max_position,
         parameter_count=served.parameter_count,
@@ -70,13 +84,18 @@ def main() -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("--model-impl", choices=MODEL_IMPLS, default="auto")
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--tensor-parallel-size", type=int, default=1)
     args = parser.parse_args()
     logs.configure(service="describe", instance="", level="error", form="json")
     logging.disable(logging.WARNING)
     try:
         found = describe_model(
-            args.model, model_impl=args.model_impl, dtype=args.dtype, ranks=args.tensor_parallel_size
+            args.model,
+            model_impl=args.model_impl,
+            dtype=args.dtype,
+            ranks=args.tensor_parallel_size,
+            kv_cache_dtype=args.kv_cache_dtype,
         )
         print(json.dumps(dataclasses.asdict(found)))
     except ConfigError as error:

@@ -9,6 +9,8 @@ and after each factor of a rotation and of an activation.
 import triton
 import triton.language as tl
 
+from services.worker.engine.paged_kernel import to_kv
+
 
 @triton.jit
 def add_and_norm(
@@ -93,8 +95,9 @@ def rotate_and_write(
     kept = inside & ~is_query & (k_row >= 0)
     kv_rows = k_row - base_block * (2 * BLOCK_TOKENS) + tl.where(is_value, BLOCK_TOKENS, 0)
     kv_at = (kv_rows * KV_HEADS + kv_heads) * (2 * HALF) + dims[None, :]
-    tl.store(kv_ptr + kv_at, tl.where(is_value, low, rotated_low), mask=kept)
-    tl.store(kv_ptr + kv_at + HALF, tl.where(is_value, high, rotated_high), mask=kept)
+    stored = kv_ptr.dtype.element_ty
+    tl.store(kv_ptr + kv_at, to_kv(tl.where(is_value, low, rotated_low), stored), mask=kept)
+    tl.store(kv_ptr + kv_at + HALF, to_kv(tl.where(is_value, high, rotated_high), stored), mask=kept)
 
 
 @triton.jit

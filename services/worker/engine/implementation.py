@@ -74,7 +74,14 @@ class MemoryNeeds:
     kv_shape: KvShape
 
     @classmethod
-    def of(cls, config: ModelConfig, layout: ParameterLayout, dtype: torch.dtype, block_tokens: int) -> Self:
+    def of(
+        cls,
+        config: ModelConfig,
+        layout: ParameterLayout,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        block_tokens: int,
+    ) -> Self:
         return cls(
             layers=[part_specs(layer_parameters(config, i, layout), dtype) for i in range(config.layer_count)],
             others={name: part_specs(part, dtype) for name, part in end_parameters(config, layout).items()},
@@ -83,7 +90,7 @@ class MemoryNeeds:
                 block_tokens=block_tokens,
                 kv_heads=config.kv_head_count,
                 head_dim=config.head_dim,
-                dtype=dtype,
+                dtype=kv_dtype,
             ),
         )
 
@@ -109,6 +116,9 @@ class Implementation(Protocol):
 
     @property
     def config(self) -> ModelFacts: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
 
     @property
     def kinds(self) -> Sequence[LayerKind]:
@@ -171,6 +181,7 @@ class BallastModel:
     model_dir: Path
     config: ModelConfig
     dtype: torch.dtype
+    kv_dtype: torch.dtype
     device: str
     kernels: Kernels | None
     peers: Peers | None
@@ -203,7 +214,7 @@ class BallastModel:
         return True
 
     def needs(self, block_tokens: int) -> MemoryNeeds:
-        return MemoryNeeds.of(self.config, self._layout, self.dtype, block_tokens)
+        return MemoryNeeds.of(self.config, self._layout, self.dtype, self.kv_dtype, block_tokens)
 
     def load(self, memory: DeviceMemory, compute_here: Callable[[], None]) -> None:
         load_parameters(self.model_dir, self.config, memory.parameters, self._layout, self.kernels, compute_here)

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from ballast.service.logs import get_logger
 from services.worker.engine.attention import AttentionStep
 from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.kv_dtype import converted
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packing import Ints, PackedChunk, PackedStep
 from services.worker.engine.upload import upload
@@ -199,8 +200,12 @@ class _TorchStep:
         size, heads = self._step.block_tokens, kind.kv_heads
         middle, end = size * heads * kind.key_dim, size * kind.token_elements
         keys_BX, values_BX = kv_BE[:, :middle], kv_BE[:, middle:end]
-        keys_BX.unflatten(1, (size, heads, kind.key_dim)).index_put_((self._blocks_T, self._offsets_T), k_TKH)
-        values_BX.unflatten(1, (size, heads, kind.value_dim)).index_put_((self._blocks_T, self._offsets_T), v_TKL)
+        keys_BX.unflatten(1, (size, heads, kind.key_dim)).index_put_(
+            (self._blocks_T, self._offsets_T), converted(k_TKH, kv_BE.dtype)
+        )
+        values_BX.unflatten(1, (size, heads, kind.value_dim)).index_put_(
+            (self._blocks_T, self._offsets_T), converted(v_TKL, kv_BE.dtype)
+        )
         for first, last in self._buckets(kind, kv_BE.element_size()):
             positions = self._step.decode_contexts_S[first:last] - 1
             blocks_SW = self._step.decode_blocks_SW[first:last]
@@ -258,8 +263,10 @@ class _TorchStep:
             [blocks_SW[:, first_block:end_block].reshape(-1), hidden_SRC, unowned_SC], self._device
         )
         heads, groups = kind.kv_heads, q_SRNH.shape[2] // kind.kv_heads
-        keys_SKCH = keys_BX.index_select(0, blocks).view(count, -1, heads, kind.key_dim).transpose(1, 2)
-        values_SKCL = values_BX.index_select(0, blocks).view(count, -1, heads, kind.value_dim).transpose(1, 2)
+        keys_SKCH, values_SKCL = (
+            cache_BX.index_select(0, blocks).to(q_SRNH.dtype).view(count, -1, heads, width).transpose(1, 2)
+            for cache_BX, width in ((keys_BX, kind.key_dim), (values_BX, kind.value_dim))
+        )
         # A weight of zero does not mask NaN in slots that do not belong to the sequence.
         keys_SKCH.masked_fill_(unowned_SC[:, None, :, None], 0.0)
         values_SKCL.masked_fill_(unowned_SC[:, None, :, None], 0.0)

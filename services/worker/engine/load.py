@@ -25,6 +25,7 @@ from services.worker.engine.choice import choose_model
 from services.worker.engine.decode_graphs import DecodeGraphs, recorder
 from services.worker.engine.implementation import Implementation, StageModel
 from services.worker.engine.kernels import bound_kernel_caches
+from services.worker.engine.kv_dtype import kv_dtype_name
 from services.worker.engine.lora import Adaptable, Lora, bytes_of
 from services.worker.engine.lora_files import AdapterFiles, read_adapters
 from services.worker.engine.model_config import ModelFacts
@@ -34,7 +35,7 @@ from services.worker.engine.rehearsal import CudaMeter, Largest, Meter, blocks_n
 from services.worker.engine.runner import ModelRunner
 from services.worker.engine.sampler import AnySampler, Sampler
 from services.worker.engine.sampler_gpu import GpuSampler
-from services.worker.memory.backend import MemoryBackend
+from services.worker.memory.backend import MemoryBackend, dtype_name
 from services.worker.memory.cuda import open_cuda
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.gpus import gpu_index
@@ -135,6 +136,7 @@ def load_engine(
     host_copy: str = from_host.OFF,
     lora_modules: Mapping[str, Path] | None = None,
     batch_invariant: bool = False,
+    kv_cache_dtype: str = "auto",
 ) -> Engine:
     """Load a checkpoint into one device's memory.
 
@@ -160,6 +162,8 @@ def load_engine(
 
     `batch_invariant`: on a GPU, multiply by kernels whose results do not depend on the other rows of a step.
 
+    `kv_cache_dtype`: "fp8_e4m3": KV is stored in float8; "auto": in the model's dtype.
+
     With `peers` this is one rank of a tensor-parallel instance and loads its share; reported facts of the model cover
     all ranks.
 
@@ -184,6 +188,7 @@ def load_engine(
         attention_backend=attention_backend,
         adapted=bool(lora_modules),
         batch_invariant=batch_invariant,
+        kv_cache_dtype=kv_cache_dtype,
     )
     adapters = read_adapters(lora_modules, served.linears) if lora_modules else []
     config, needs = served.config, served.needs(block_tokens)
@@ -202,12 +207,12 @@ def load_engine(
                 device_memory_bytes = peers.least(device_memory_bytes)
     if device_memory_bytes is None:
         raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
-    adapter_bytes = bytes_of(adapters, needs.kv_shape.dtype)
+    adapter_bytes = bytes_of(adapters, served.dtype)
     memory, shared = needs.open(backend or _backend(device), device_memory_bytes - adapter_bytes), None
     try:
         shared = from_host.load(served, memory, compute_here, model_dir, host_copy if peers is None else from_host.OFF)
         grammars = _grammars(model_dir, config) if not config.rank else None  # only the first rank samples
-        lora = _load_adapters(adapters, needs.kv_shape.dtype, memory.pool.backend.device)
+        lora = _load_adapters(adapters, served.dtype, memory.pool.backend.device)
         model, attention, sampler, runner = _assemble(served, memory, native, longest, grammars, recorded, lora)
         with torch.inference_mode():
             served.check(model, attention, memory.kv)
@@ -223,7 +228,8 @@ def load_engine(
         layer_count=config.layer_count,
         vocab_size=config.vocab_size,
         max_model_len=longest,
-        dtype=str(memory.kv.shape.dtype).removeprefix("torch."),
+        dtype=dtype_name(served.dtype),
+        kv_cache_dtype=kv_dtype_name(needs.kv_shape.dtype, served.dtype),
         parameter_count=served.parameter_count,
         kv_bytes_per_token=memory.kv.geometry.kv_bytes_per_token * config.rank_count,
         eos_token_ids=config.eos_token_ids,

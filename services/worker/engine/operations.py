@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 from ballast.common.extras import lacking
 from services.worker.engine.attention import AttentionStep
-from services.worker.engine.attention_cuda import GpuAttentionStep, power_of_two
+from services.worker.engine.attention_cuda import GpuAttentionStep, for_kernels, power_of_two
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.rotary import rotary_table
 
@@ -140,7 +140,7 @@ class FusedOperations:
         heads = out_TNH.shape[1]
         self._kernels.rotate_and_write[(qkv.shape[0], -(-qkv.shape[1] // _TILE_HEADS))](
             qkv,
-            kv_B2TKH[attention.base_block :],
+            for_kernels(kv_B2TKH)[attention.base_block :],
             self._rotary_P2H,
             rotation,
             attention.k_rows_T,

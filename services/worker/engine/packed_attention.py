@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
-from services.worker.engine.native.library import Kernels, dtype_code
+from services.worker.engine.native.library import Kernels, dtype_code, kv_dtype_code
 from services.worker.engine.native.structs import SPAN_FIELDS, Attention, Spans
 from services.worker.engine.packing import Ints, PackedStep
 
@@ -52,7 +52,8 @@ class PagedAttentionStep:
         self._kernels.write_kv(kv_B2TKH, k_TKH, v_TKH, self.slots)
         self._kernels.attend(
             Attention(
-                dtype=dtype_code(kv_B2TKH.dtype),
+                dtype=dtype_code(q_TNH.dtype),
+                kv_dtype=kv_dtype_code(kv_B2TKH.dtype),
                 heads=q_TNH.shape[1],
                 kv_heads=kv_B2TKH.shape[3],
                 head_dim=kv_B2TKH.shape[4],

@@ -13,7 +13,7 @@ import torch
 from services.worker.engine.attention import AttentionStep
 from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.native import structs
-from services.worker.engine.native.library import Kernels, dtype_code
+from services.worker.engine.native.library import Kernels, dtype_code, kv_dtype_code
 from services.worker.engine.packed_attention import PagedAttentionStep
 from services.worker.engine.parameters import EMBEDDING, HEAD
 from services.worker.engine.rotary import rotary_table
@@ -52,6 +52,7 @@ class PackedModel:
         )
         self._model = structs.Model(
             dtype=dtype_code(self._dtype),
+            kv_dtype=kv_dtype_code(kv.shape.dtype),
             hidden=config.hidden_size,
             heads=config.head_count,
             kv_heads=config.kv_head_count,

@@ -14,6 +14,32 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
+@triton.jit
+def from_kv(stored, kind: tl.constexpr):
+    """Stored KV in the dtype `kind`. Bytes are float8 (E4M3), for GPUs without that type."""
+    if stored.dtype == tl.uint8:
+        wide = stored.to(tl.uint16)
+        half = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)  # float16 has a bias of 15 instead of 7
+        return (half.to(tl.float16, bitcast=True) * 256.0).to(kind)
+    return stored.to(kind)
+
+
+@triton.jit
+def to_kv(values, kind: tl.constexpr):
+    """Values as KV of dtype `kind` stores them. In float8 the largest is 448."""
+    if kind == tl.uint8:
+        wide = values.to(tl.float32)
+        sign = (wide.to(tl.uint32, bitcast=True) >> 24) & 0x80
+        size = tl.minimum(tl.abs(wide), 448.0)
+        bits = size.to(tl.uint32, bitcast=True)
+        small = (size + 16384.0).to(tl.uint32, bitcast=True) - 0x46800000  # in steps of 2^-9
+        normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - 960
+        return (sign | tl.where(size < 0.015625, small, normal)).to(tl.uint8)
+    if kind == tl.float8e4nv:
+        return tl.minimum(tl.maximum(values.to(tl.float32), -448.0), 448.0).to(kind)
+    return values.to(kind)
+
+
 @triton.jit(do_not_specialize=["base_block"])
 def paged_attention(
     out_ptr,  # [T, N, H], contiguous
@@ -110,7 +136,7 @@ def _attend(
         k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
         k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
         readable = present[:, None] & (dims < HEAD_DIM)[None, :]
-        k = tl.load(kv_ptr + k_at, mask=readable, other=0.0)
+        k = from_kv(tl.load(kv_ptr + k_at, mask=readable, other=0.0), q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
         visible = tokens[None, :] <= positions[:, None]
         scores = tl.where(visible, scores, float("-inf"))
@@ -118,7 +144,8 @@ def _attend(
         new_best = tl.maximum(best, tl.max(scores, 1))
         shrink = tl.exp2(best - new_best)
         weights = tl.exp2(scores - new_best[:, None])
-        v = tl.load(kv_ptr + k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM, mask=readable, other=0.0)
+        v_at = k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM
+        v = from_kv(tl.load(kv_ptr + v_at, mask=readable, other=0.0), q.dtype)
         gathered = gathered * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
         total = total * shrink + tl.sum(weights, 1)
         best = new_best

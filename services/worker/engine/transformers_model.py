@@ -26,6 +26,7 @@ from services.worker.engine.checkpoint import fill_layers
 from services.worker.engine.decoder import Decoder, LayerRun
 from services.worker.engine.division import WHOLE, Division, cuts_of
 from services.worker.engine.implementation import MemoryNeeds, StageModel
+from services.worker.engine.kv_dtype import FP8
 from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep
 from services.worker.engine.lora import Lora, linears_of
 from services.worker.engine.model_config import ModelFacts, longest_of, read_eos_token_ids, read_json
@@ -44,6 +45,7 @@ _TEST_ROWS = 16
 # Tolerance between two computations, relative to the largest logit. The median over rows is compared, as near-ties in a
 # router send some tokens to other experts.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
+_FP8_TOLERANCE = 0.3  # of float8 KV, whose relative error is up to 1 / 16
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -192,6 +194,7 @@ class TransformersModel:
         facts: ModelFacts,
         config: Any,
         dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
         division: Division = WHOLE,
     ) -> None:
@@ -200,7 +203,8 @@ class TransformersModel:
         """
         self.config = replace(facts, rank=division.rank, rank_count=division.count)
         self.pipelines = True
-        self._model_dir, self._hf_config, self._dtype, self._device = model_dir, config, dtype, device
+        self._model_dir, self._hf_config, self._device = model_dir, config, device
+        self.dtype, self._kv_dtype = dtype, kv_dtype
         self._division = division
         self._whole = Decoder(config, dtype)
         self._packed = self._stay_packed()
@@ -221,7 +225,7 @@ class TransformersModel:
             why = "a quantised checkpoint is computed on one device: 1 is the most"
             raise ConfigError("tensor_parallel_size", why)
         cuts = cuts_of(self._whole.model, self._whole.layers_name, self._division)
-        divided = Decoder(self._hf_config, self._dtype, None, cuts, replace(self._division, sum=WHOLE.sum))
+        divided = Decoder(self._hf_config, self.dtype, None, cuts, replace(self._division, sum=WHOLE.sum))
         count, whole = self._division.count, self.kinds
         try:
             self.kinds = divided.probe()
@@ -239,8 +243,8 @@ class TransformersModel:
         if config is None or not any(self._model_dir.glob("*.safetensors")):
             return {}
         model = self._whole.model
-        parts = parts_of(model, self._whole.layers_name, self.config.layer_count, self._dtype)
-        with TransformersCheckpoint(self._model_dir, model, parts, self._dtype) as checkpoint:
+        parts = parts_of(model, self._whole.layers_name, self.config.layer_count, self.dtype)
+        with TransformersCheckpoint(self._model_dir, model, parts, self.dtype) as checkpoint:
             return checkpoint.packed_parameters()
 
     @property
@@ -283,7 +287,7 @@ class TransformersModel:
                 block_tokens=block_tokens,
                 kv_heads=heads,
                 head_dim=width,
-                dtype=self._dtype,
+                dtype=self._kv_dtype,
             ),
         )
 
@@ -312,13 +316,13 @@ class TransformersModel:
             return cuts[name].of(name, tensor, division) if name in cuts else tensor
 
         whole = self._whole
-        return TransformersCheckpoint(self._model_dir, whole.model, self._whole_parts, self._dtype, self._packed, cut)
+        return TransformersCheckpoint(self._model_dir, whole.model, self._whole_parts, self.dtype, self._packed, cut)
 
     def assemble(
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int
     ) -> tuple[StageModel, AttentionBackend]:
         model = TransformersDecoder(
-            self._hf_config, self._dtype, memory.parameters, memory.kv, self._skeleton, self._division
+            self._hf_config, self.dtype, memory.parameters, memory.kv, self._skeleton, self._division
         )
         slot = 2 * memory.kv.shape.kv_heads * memory.kv.shape.head_dim
         return model, LayerAttention(self.kinds, slot, self._fast(kernels))
@@ -329,7 +333,7 @@ class TransformersModel:
             return PagedAttention(kernels)
         alike = all((k.heads, k.kv_heads, k.key_dim) == (kind.heads, kind.kv_heads, kind.key_dim) for k in self.kinds)
         if self._device.type == "cuda" and alike:
-            return CudaAttention(kind.heads, kind.kv_heads, kind.key_dim, self._dtype, self._device)
+            return CudaAttention(kind.heads, kind.kv_heads, kind.key_dim, self.dtype, self._device)
         return None
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
@@ -347,7 +351,9 @@ class TransformersModel:
             if not wanted.isfinite().all():
                 get_logger().warning("the self-test says nothing: transformers' own logits are not finite")
                 return
-            ends, tolerance = self.config.layer_count, _TOLERANCES[self._dtype]
+            ends, tolerance = self.config.layer_count, _TOLERANCES[self.dtype]
+            if self._kv_dtype == FP8:
+                tolerance = max(tolerance, _FP8_TOLERANCE)
             apart = _apart(wanted, self._test_logits(model, attention, kv, ids, (0, ends)))
             if apart > tolerance:
                 why = f"{self.config.architecture} on packed rows gives other logits than alone, by {apart:.1e}"

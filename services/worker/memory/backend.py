@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 SLOT_BYTES = 8 << 20  # bytes of gathered device memory per copy over the bus, or per message
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
+KV_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn")
 SUPPORTED_DTYPES = (*FLOAT_DTYPES, "int64", "int32", "int8", "uint8")
 
 

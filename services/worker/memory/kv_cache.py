@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ballast.common.errors import ConfigError, InvariantViolation
-from services.worker.memory.backend import FLOAT_DTYPES, dtype_name
+from services.worker.memory.backend import KV_DTYPES, dtype_name
 from services.worker.memory.pool import PhysicalPool, Purpose, VirtualRange
 from services.worker.memory.remote import RemoteKv, Runs
 
@@ -36,7 +36,7 @@ class KvShape:
         for name in ("layer_count", "block_tokens", "kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"kv_cache.{name}", f"must be at least 1, got {getattr(self, name)}")
-        if dtype_name(self.dtype) not in FLOAT_DTYPES:
+        if dtype_name(self.dtype) not in KV_DTYPES:
             raise ConfigError("kv_cache.dtype", f"{self.dtype} is not supported")
 
     @property

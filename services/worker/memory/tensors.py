@@ -44,6 +44,8 @@ class TensorOperations:
     def copy_rows(
         self, target: torch.Tensor, to: Sequence[int], source: torch.Tensor, rows: Sequence[int] | None = None
     ) -> None:
+        if target.dtype.itemsize == 1:  # float8, which torch does not copy by index
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
         if rows is not None:
             source = source.index_select(0, torch.tensor(rows, device=source.device))
         target.index_copy_(0, torch.tensor(to, device=target.device), source)

@@ -76,6 +76,7 @@ def load_ranked(
         kernels=told.get("kernels", "auto"),
         max_model_len=told.get("max_model_len"),
         peers=Apart(0, count),
+        kv_cache_dtype=told.get("kv_cache_dtype", "auto"),
     )
     with contextlib.ExitStack() as files, contextlib.ExitStack() as undo:
         far = {} if nodes is None else NodeListener(nodes).gather()

@@ -17,7 +17,7 @@ def test_info_says_what_computes_a_model_and_what_a_pair_gains(
     assert main(["model", "info", str(write_family("gemma2", tmp_path))]) == 0
     told = capsys.readouterr().out
     assert "computed by     transformers' Gemma2ForCausalLM, attention: a soft cap, a window" in told
-    assert "KV per token    1.0 KiB float32" in told
+    assert "KV per token    1.0 KiB float32, 256 B fp8_e4m3" in told
     assert "a pair gains" in told
 
 

@@ -19,6 +19,7 @@ LIBRARY = Path(os.environ.get("BALLAST_KERNELS_LIBRARY") or Path(__file__).with_
 KERNELS = ("auto", "native", "torch")
 Ints, Floats = NDArray[np.int64], NDArray[np.float64]
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2}
+_KV_DTYPES = _DTYPES | {torch.float8_e4m3fn: 3}
 
 _I, _P, _D = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
@@ -29,7 +30,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "set_threads": ((_I,), _I),
     "gemm": ((_P,), None),
     "norm": ((_I, _P, _I, _P, _P, _I, _I, _D), None),
-    "write_kv": ((_I, _P, _P, _P, _I, _P, _I, _I, _I), None),
+    "write_kv": ((_I, _I, _P, _P, _P, _I, _P, _I, _I, _I), None),
     "attend": ((_P,), None),
     "run_layers": ((_P, _P, _I, _I), None),
     "sample": ((_P,), None),
@@ -145,7 +146,8 @@ class Kernels:
             k_TKH, v_TKH = k_TKH.contiguous(), v_TKH.contiguous()
         rows, heads, head_dim = k_TKH.shape
         self._functions["write_kv"](
-            _DTYPES[kv_B2TKH.dtype],
+            _DTYPES[k_TKH.dtype],
+            kv_dtype_code(kv_B2TKH.dtype),
             kv_B2TKH.data_ptr(),
             k_TKH.data_ptr(),
             v_TKH.data_ptr(),
@@ -199,6 +201,10 @@ class Kernels:
 
 def dtype_code(dtype: torch.dtype) -> int:
     return _DTYPES[dtype]
+
+
+def kv_dtype_code(dtype: torch.dtype) -> int:
+    return _KV_DTYPES[dtype]
 
 
 def packed_shape(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:

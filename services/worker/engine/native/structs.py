@@ -3,7 +3,7 @@
 import ctypes
 from typing import ClassVar
 
-ABI = 3
+ABI = 4
 PANEL = 32  # outputs per panel of a packed matrix
 
 _Fields = list[tuple[str, type]]
@@ -26,7 +26,7 @@ class Layer(ctypes.Structure):
 
 class Model(ctypes.Structure):
     _fields_: ClassVar = [
-        *_numbers("dtype hidden heads kv_heads head_dim inner block_tokens"),
+        *_numbers("dtype kv_dtype hidden heads kv_heads head_dim inner block_tokens"),
         ("eps", ctypes.c_double),
         *_pointers("rotary layers"),
     ]
@@ -50,7 +50,7 @@ class Step(ctypes.Structure):
 
 class Attention(ctypes.Structure):
     _fields_: ClassVar = [
-        *_numbers("dtype heads kv_heads head_dim block_tokens"),
+        *_numbers("dtype kv_dtype heads kv_heads head_dim block_tokens"),
         *_pointers("kv q"),
         *_numbers("q_stride"),
         *_pointers("out"),

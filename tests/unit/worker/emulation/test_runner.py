@@ -7,11 +7,11 @@ import pytest
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Preempted, Slice, StepResult
-from services.worker.emulation.engine import EmulatedEngine
+from services.worker.emulation.engine import EmulatedEngine, emulate
 from services.worker.emulation.phantom import phantom
 from services.worker.emulation.runner import WEIGHTS, Activation
 from services.worker.emulation.tokens import answer
-from tests.unit.worker.emulation.machines import VOCABULARY, small_engine
+from tests.unit.worker.emulation.machines import BLOCK_TOKENS, VOCABULARY, small_engine, small_machine
 
 PROMPT = tuple(range(7, 17))  # ten tokens: two blocks of four and a half one
 TABLE = (5, 2, 9, 4, 7)
@@ -36,6 +36,13 @@ def decode(engine: EmulatedEngine, count: int, start: int = 0) -> list[int]:
 @pytest.fixture
 def engine() -> EmulatedEngine:
     return small_engine()
+
+
+def test_kv_in_float8_takes_half_of_the_memory(engine: EmulatedEngine) -> None:
+    narrow = emulate(small_machine(), block_tokens=BLOCK_TOKENS, kv_cache_dtype="fp8_e4m3")
+    assert narrow.info.block_bytes * 2 == engine.info.block_bytes
+    assert narrow.block_count >= 2 * engine.block_count
+    assert narrow.info.differences(engine.info) == ["kv_bytes_per_token", "block_bytes", "kv_cache_dtype"]
 
 
 def test_prefill_and_decode(engine: EmulatedEngine) -> None:

@@ -11,6 +11,7 @@ from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Slice
 from services.worker.engine import attention
 from services.worker.engine.attention import AttentionBackend, CpuAttention
+from services.worker.engine.kv_dtype import FP8, rounded
 from services.worker.engine.native.library import native_kernels
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packing import PackedStep, Packer
@@ -159,15 +160,32 @@ def test_what_others_left_in_the_cache_changes_nothing(
     assert torch.equal(*outs)
 
 
-@NEEDS_NATIVE
+@pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_prompt_gives_the_same_bits_in_any_chunks(dtype: torch.dtype) -> None:
+def test_a_cache_in_float8_is_attended_to_as_what_it_holds(kernels: str, dtype: torch.dtype) -> None:
+    """Rounded values in a cache of the model's format give the same bits; those that a step writes are rounded, too."""
+    world = World([(7, 1), (0, 12), (2, 1), (9, 6), (40, 1), (3, 1)])
+    rows = world.packed.row_count
+    q, k, v = (torch.randn(rows, n, HEAD_DIM).to(dtype) * 300 for n in (HEADS, KV_HEADS, KV_HEADS))
+    narrow = world.kv_B2TKH.to(FP8)
+    wide, outs = narrow.to(dtype), [torch.empty_like(q) for _ in range(2)]
+    backend_of(kernels, dtype).prepare(world.packed).run(narrow, q, k, v, outs[0])
+    backend_of(kernels, dtype).prepare(world.packed).run(wide, q, rounded(k, FP8), rounded(v, FP8), outs[1])
+    assert torch.equal(*outs)
+    assert torch.equal(narrow.to(dtype), wide)
+    assert float(wide.abs().max()) == 448.0  # what is larger is stored as that
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_prompt_gives_the_same_bits_in_any_chunks(dtype: torch.dtype, kv_dtype: torch.dtype | None) -> None:
     torch.manual_seed(2)
     q, k, v = (torch.randn(75, n, HEAD_DIM).to(dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
     table = tuple(random.Random(3).sample(range(BLOCKS), 19))
     results: list[torch.Tensor] = []
     for sizes in ([75], [1] * 75, [40, 1, 1, 33], [7] * 10 + [5]):
-        cache = torch.randn(BLOCKS, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM).to(dtype)
+        cache = torch.randn(BLOCKS, 2, BLOCK_TOKENS, KV_HEADS, HEAD_DIM).to(kv_dtype or dtype)
         out, done = torch.empty_like(q), 0
         for size in sizes:
             rows = slice(done, done + size)

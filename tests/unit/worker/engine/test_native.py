@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from services.worker.engine.kv_dtype import FP8, converted
 from services.worker.engine.native.library import Kernels, native_kernels, packed_shape
 from tests.support.engine import NEEDS_NATIVE
 
@@ -99,6 +100,23 @@ def test_threads_change_no_bit(kernels: Kernels, count: int) -> None:
             assert torch.equal(kernels.linear(x, weights, torch.empty(90, 500)), once)
     finally:
         kernels.threads = before
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_float8_is_written_as_torch_rounds(kernels: Kernels, dtype: torch.dtype) -> None:
+    """All numbers of the format, those between two of them, larger ones and others."""
+    torch.manual_seed(6)
+    exact = torch.arange(256, dtype=torch.uint8).view(FP8).float()
+    exact = exact[~exact.isnan()]
+    between = (exact[1:] + exact[:-1]) / 2
+    more = torch.randn(4000) * 10 ** torch.empty(4000).uniform_(-4, 4)
+    ends = torch.tensor([449.0, 464.0, 479.0, 1e30, -1e30, torch.inf, -torch.inf])
+    values = torch.cat([exact, between, more, ends]).to(dtype)
+    k_TKH = torch.nn.functional.pad(values, (0, -len(values) % 8)).view(-1, 1, 8)
+    kv_B2TKH, slots = torch.zeros(len(k_TKH), 2, 1, 1, 8, dtype=FP8), torch.arange(len(k_TKH))
+    kernels.write_kv(kv_B2TKH, k_TKH, -k_TKH, slots.data_ptr())
+    for found, wanted in ((kv_B2TKH[:, 0], k_TKH), (kv_B2TKH[:, 1], -k_TKH)):
+        assert torch.equal(found.flatten().view(torch.uint8), converted(wanted, FP8).flatten().view(torch.uint8))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,6 +1,7 @@
 """The GPU's attention kernel where there is no GPU: compiled ahead of time for two of them, and interpreted."""
 
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -29,10 +30,15 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 # ------------------------------------------------------------ compiled
 
 
-def compiled(capability: int, dtype: torch.dtype, groups: int, head_dim: int, *, chunks: bool) -> Compiled:
+STORED_FP8 = {80: "*u8", 90: "*fp8e4nv", 100: "*fp8e4nv"}  # by capability
+
+
+def compiled(
+    capability: int, dtype: torch.dtype, groups: int, head_dim: int, *, chunks: bool, kv: str | None = None
+) -> Compiled:
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     kind = TYPES[dtype]
-    given = {"out_ptr": f"*{kind}", "q_ptr": f"*{kind}", "kv_ptr": f"*{kind}"}
+    given = {"out_ptr": f"*{kind}", "q_ptr": f"*{kind}", "kv_ptr": kv or f"*{kind}"}
     given |= {
         "shape_ptr": "*i32",
         "tables_ptr": "*i32",
@@ -74,6 +80,21 @@ def test_other_formats_fit_as_well(capability: int, dtype: torch.dtype, head_dim
     kernel = compiled(capability, dtype, 4, head_dim, chunks=True)
     assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability]
     assert kernel.spilled_bytes == 0
+
+
+@pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_kv_in_float8_fits_as_well(capability: int, head_dim: int) -> None:
+    for groups, chunks in itertools.product((4, 8), (False, True)):
+        kernel = compiled(capability, torch.bfloat16, groups, head_dim, chunks=chunks, kv=STORED_FP8[capability])
+        which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
+        assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
+        assert kernel.spilled_bytes <= 64, which  # none but on an H100 with 8 heads of 128 to a KV head: 40
+        assert ("e4m3x2" in kernel.ptx) == (capability >= 90), which
+    fused = importlib.import_module("services.worker.engine.fused_kernels")
+    given = signatures(torch.bfloat16)[1] | {"kv_ptr": STORED_FP8[capability]}
+    constants = rotation_constants(32, BLOCK_TOKENS, 8, head_dim, has_norm=True)
+    assert compiled_kernel.compiled(fused.rotate_and_write, given, constants, capability).spilled_bytes == 0
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)

@@ -51,6 +51,7 @@ def served_of(model_dir: Path) -> BallastModel:
         model_dir=model_dir,
         config=config,
         dtype=torch.float32,
+        kv_dtype=torch.float32,
         device="cpu",
         kernels=None,
         peers=None,

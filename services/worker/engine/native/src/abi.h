@@ -8,10 +8,10 @@
 
 typedef int64_t i64;
 
-#define BALLAST_ABI 3
+#define BALLAST_ABI 4
 #define BALLAST_PANEL 32  // outputs side by side in a packed matrix
 
-enum Dtype : i64 { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2 };
+enum Dtype : i64 { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFp8e4m3 = 3 };  // the last one: only of KV
 
 struct Layer {
   void* kv;  // [blocks, 2, block tokens, K, H]
@@ -30,7 +30,7 @@ struct Layer {
 };
 
 struct Model {
-  i64 dtype, hidden, heads, kv_heads, head_dim, inner, block_tokens;
+  i64 dtype, kv_dtype, hidden, heads, kv_heads, head_dim, inner, block_tokens;
   double eps;
   const void* rotary;  // [positions, 2, H]: cosines, and sines whose first half is negated
   const Layer* layers;
@@ -64,7 +64,7 @@ struct Step {
 };
 
 struct Attention {
-  i64 dtype, heads, kv_heads, head_dim, block_tokens;
+  i64 dtype, kv_dtype, heads, kv_heads, head_dim, block_tokens;
   const void* kv;
   const void* q;  // rows `q_stride` elements apart
   i64 q_stride;
@@ -101,8 +101,8 @@ struct Table {
   const char* name;
   void (*gemm)(const Gemm*);
   void (*norm)(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps);
-  void (*write_kv)(i64 dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots, i64 rows,
-                   i64 row_elements, i64 block_tokens);
+  void (*write_kv)(i64 dtype, i64 kv_dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots,
+                   i64 rows, i64 row_elements, i64 block_tokens);
   void (*attend)(const Attention*);
   void (*run_layers)(const Model*, const Step*, i64 first, i64 last);
   void (*pack)(i64 dtype, void* packed, i64 first_row, const void* rows, i64 row_count, i64 inputs);

@@ -63,12 +63,13 @@ struct Running {
   C* largest;  // [queries]
 };
 
-template <class T>
+// Queries and results are of type T, keys and values of type S.
+template <class T, class S>
 struct AttendCall {
   typedef typename Type<T>::compute C;
   typedef typename Vec<C>::v V;
   static constexpr int lanes = Vec<C>::lanes;
-  static constexpr bool kConverts = sizeof(T) != sizeof(C);
+  static constexpr bool kConverts = sizeof(S) != sizeof(C);
 
   const Attention& call;
   i64 group, width, task_rows;
@@ -122,7 +123,7 @@ struct AttendCall {
       i64 tile_tokens = least(kTileTokens, call.block_tokens - (in_block - in_tile));
       i64 tile = token - in_tile, end = least(tile + tile_tokens, last_end);
       i64 slot = 2 * block * call.block_tokens + in_block - in_tile;
-      const T* keys = (const T*)call.kv + (slot * call.kv_heads + kv_head) * call.head_dim;
+      const S* keys = (const S*)call.kv + (slot * call.kv_heads + kv_head) * call.head_dim;
       if (rows == 1 && end < last_end) fetch_behind(span, end, last_end, kv_head);
       attend_tile(running, span, first, rows, keys, staged, tile, token, end);
       token = end;
@@ -133,17 +134,18 @@ struct AttendCall {
   // Asks for the keys and values of the tile that begins at `token`: blocks lie anywhere, so that the processor cannot
   // foresee it. For single rows, which have nothing else to do meanwhile.
   void fetch_behind(const Span& span, i64 token, i64 last_end, i64 kv_head) const {
-    constexpr i64 line = 64 / sizeof(T);
+    constexpr i64 line = 64 / sizeof(S);
     i64 in_block = token % call.block_tokens, stride = call.kv_heads * call.head_dim;
     i64 slot = 2 * call.spans.blocks[span.first_block + token / call.block_tokens] * call.block_tokens + in_block;
-    const T* keys = (const T*)call.kv + slot * stride + kv_head * call.head_dim;
+    const S* keys = (const S*)call.kv + slot * stride + kv_head * call.head_dim;
     i64 count = least(least(kTileTokens, call.block_tokens - in_block), last_end - token);
     for (i64 t = 0; t < count; t++, keys += stride)
       for (i64 d = 0; d < call.head_dim; d += line)
         __builtin_prefetch(keys + d), __builtin_prefetch(keys + call.block_tokens * stride + d);
   }
 
-  INLINE void copy(const T* from, C* to, i64 count, i64 size) {
+  template <class P>
+  INLINE void copy(const P* from, C* to, i64 count, i64 size) {
     for (i64 d = 0; d < size; d += lanes) store(to + d, load_part(from + d, most(0, count - d)));
   }
 
@@ -161,7 +163,7 @@ struct AttendCall {
   }
 
   // The tokens [token, end) of the tile that begins at `tile`, where `keys` points to.
-  void attend_tile(const Running<C>& running, const Span& span, i64 first, i64 rows, const T* keys, C* staged, i64 tile,
+  void attend_tile(const Running<C>& running, const Span& span, i64 first, i64 rows, const S* keys, C* staged, i64 tile,
                    i64 token, i64 end) const {
     i64 stride = call.kv_heads * call.head_dim, to_values = call.block_tokens * stride;
     const C *k = (const C*)keys, *v = (const C*)(keys + to_values);
@@ -237,7 +239,11 @@ struct AttendCall {
 
 template <class T>
 void attend_all(const Attention& call) {
-  AttendCall<T>(call).run();
+  typedef fp8<typename Type<T>::compute> F8;
+  if (call.kv_dtype == kFp8e4m3)
+    AttendCall<T, F8>(call).run();
+  else
+    AttendCall<T, T>(call).run();
 }
 
 }  // namespace

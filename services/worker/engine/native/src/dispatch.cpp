@@ -50,9 +50,9 @@ EXPORT void ballast_norm(i64 dtype, const void* x, i64 x_stride, const void* wei
   table().norm(dtype, x, x_stride, weight, out, rows, width, eps);
 }
 
-EXPORT void ballast_write_kv(i64 dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots, i64 rows,
-                             i64 row_elements, i64 block_tokens) {
-  table().write_kv(dtype, kv, k, v, stride, slots, rows, row_elements, block_tokens);
+EXPORT void ballast_write_kv(i64 dtype, i64 kv_dtype, void* kv, const void* k, const void* v, i64 stride,
+                             const i64* slots, i64 rows, i64 row_elements, i64 block_tokens) {
+  table().write_kv(dtype, kv_dtype, kv, k, v, stride, slots, rows, row_elements, block_tokens);
 }
 
 EXPORT void ballast_attend(const Attention* call) { table().attend(call); }

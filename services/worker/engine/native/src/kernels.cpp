@@ -37,11 +37,11 @@ void norm(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out,
   });
 }
 
-void write_kv(i64 dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots, i64 rows,
+void write_kv(i64 dtype, i64 kv_dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots, i64 rows,
               i64 row_elements, i64 block_tokens) {
   with_type(dtype, [&](auto* p) {
     typedef STORED(p) T;
-    write_rows((T*)kv, (const T*)k, (const T*)v, stride, slots, rows, row_elements, block_tokens);
+    write_all(kv_dtype, kv, (const T*)k, (const T*)v, stride, slots, rows, row_elements, block_tokens);
   });
 }
 

@@ -103,12 +103,32 @@ INLINE void rotate(T* x, const T* table, i64 head_dim) {
 }
 
 template <class T>
-void write_rows(T* kv, const T* k, const T* v, i64 stride, const i64* slots, i64 rows, i64 elements, i64 block_tokens) {
+INLINE void copy_to_kv(T* to, const T* from, i64 count) {
+  __builtin_memcpy(to, from, count * sizeof(T));
+}
+
+template <class T, class C>
+INLINE void copy_to_kv(fp8<C>* to, const T* from, i64 count) {
+  for (i64 i = 0; i < count; i++) to[i].bits = fp8_bits(as_float(from[i]));
+}
+
+template <class T, class S>
+void write_rows(S* kv, const T* k, const T* v, i64 stride, const i64* slots, i64 rows, i64 elements, i64 block_tokens) {
   for (i64 r = 0; r < rows; r++) {
-    T* to = kv + (slots[r] / block_tokens * 2 * block_tokens + slots[r] % block_tokens) * elements;
-    __builtin_memcpy(to, k + r * stride, elements * sizeof(T));
-    __builtin_memcpy(to + block_tokens * elements, v + r * stride, elements * sizeof(T));
+    S* to = kv + (slots[r] / block_tokens * 2 * block_tokens + slots[r] % block_tokens) * elements;
+    copy_to_kv(to, k + r * stride, elements);
+    copy_to_kv(to + block_tokens * elements, v + r * stride, elements);
   }
+}
+
+template <class T>
+void write_all(i64 kv_dtype, void* kv, const T* k, const T* v, i64 stride, const i64* slots, i64 rows, i64 elements,
+               i64 block_tokens) {
+  typedef typename Type<T>::compute C;
+  if (kv_dtype == kFp8e4m3)
+    write_rows((fp8<C>*)kv, k, v, stride, slots, rows, elements, block_tokens);
+  else
+    write_rows((T*)kv, k, v, stride, slots, rows, elements, block_tokens);
 }
 
 template <class T>
@@ -153,8 +173,8 @@ struct LayerCall {
 
   void attend() const {
     const T* k = (const T*)s.qkv + query();
-    write_rows((T*)layer.kv, k, k + kv(), qkv(), s.slots, s.rows, kv(), m.block_tokens);
-    attend_all<T>(Attention{m.dtype, m.heads, m.kv_heads, m.head_dim, m.block_tokens, layer.kv, s.qkv, qkv(),
+    write_all(m.kv_dtype, layer.kv, k, k + kv(), qkv(), s.slots, s.rows, kv(), m.block_tokens);
+    attend_all<T>(Attention{m.dtype, m.kv_dtype, m.heads, m.kv_heads, m.head_dim, m.block_tokens, layer.kv, s.qkv, qkv(),
                             s.attended, query(), s.spans});
   }
 

@@ -13,6 +13,12 @@ struct bf16 {
   uint16_t bits;
 };
 
+// A number of KV: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities, all ones is NaN. Computed with as C.
+template <class C>
+struct fp8 {
+  uint8_t bits;
+};
+
 template <class T>
 struct Type;  // of stored values: what is computed with
 template <>
@@ -26,6 +32,11 @@ struct Type<double> {
 template <>
 struct Type<bf16> {
   typedef float compute;
+};
+
+template <class C>
+struct Type<fp8<C>> {
+  typedef C compute;
 };
 
 template <class C>
@@ -63,6 +74,52 @@ INLINE vf load(const float* p) { return raw_load<vf>(p); }
 INLINE vd load(const double* p) { return raw_load<vd>(p); }
 INLINE vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(raw_load<HalfWords>(p), Words) << 16);
+}
+
+// As many numbers as W has words. Below the normal ones (exponent 0) it is the mantissa that counts, in steps of 2^-9.
+template <class F, class W>
+INLINE F from_fp8(W x) {
+  W bits = (x & 0x7f) << 20, sign = (x & 0x80) << 24;
+  F small = (F)(bits + (121u << 23)) - 0x1p-6f;
+  W size = bits < (1u << 23) ? (W)small : bits + (120u << 23);
+  size = bits == (0x7fu << 20) ? size | 0x7f800000 : size;
+  return (F)(size | sign);
+}
+
+typedef uint8_t Quarters __attribute__((vector_size(VECTOR_BYTES / 4)));
+typedef uint8_t Eighths __attribute__((vector_size(VECTOR_BYTES / 8)));
+typedef uint32_t HalfOfWords __attribute__((vector_size(VECTOR_BYTES / 2)));
+typedef float HalfOfFloats __attribute__((vector_size(VECTOR_BYTES / 2)));
+
+INLINE vf load(const fp8<float>* p) {
+  return from_fp8<vf>(__builtin_convertvector(raw_load<Quarters>(p), Words));
+}
+INLINE vd load(const fp8<double>* p) {
+  return __builtin_convertvector(from_fp8<HalfOfFloats>(__builtin_convertvector(raw_load<Eighths>(p), HalfOfWords)), vd);
+}
+
+INLINE float as_float(float x) { return x; }
+INLINE float as_float(double x) { return (float)x; }
+INLINE float as_float(bf16 x) {
+  uint32_t bits = (uint32_t)x.bits << 16;
+  float r;
+  __builtin_memcpy(&r, &bits, sizeof r);
+  return r;
+}
+
+// To the nearest, ties to even; beyond 448 it is 448. NaN stays NaN.
+INLINE uint8_t fp8_bits(float x) {
+  uint32_t bits;
+  __builtin_memcpy(&bits, &x, sizeof bits);
+  uint32_t sign = bits >> 24 & 0x80, size = bits & 0x7fffffff;
+  uint32_t least = size < 0x43e00000 ? size : 0x43e00000;
+  float small;
+  __builtin_memcpy(&small, &least, sizeof small);
+  small += 0x1p14f;  // its last bit is worth 2^-9
+  uint32_t rounded = (least + 0x7ffff + (least >> 20 & 1)) >> 20, below;
+  __builtin_memcpy(&below, &small, sizeof below);
+  uint32_t found = least < (121u << 23) ? below - 0x46800000 : rounded - (120 << 3);
+  return (uint8_t)(sign | (size > 0x7f800000 ? 0x7f : found));
 }
 
 INLINE void store(float* p, vf x) { __builtin_memcpy(p, &x, sizeof x); }

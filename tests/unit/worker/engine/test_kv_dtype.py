@@ -1,0 +1,120 @@
+"""KV in float8: as accurate as its 3 bits allow, in half the memory of bfloat16, and never taken for other KV."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ballast.common.errors import ConfigError
+from ballast.service.settings import load_settings
+from services.worker.config import WorkerSettings
+from services.worker.core.batch import Slice
+from services.worker.engine.choice import choose_model
+from services.worker.engine.load import Engine, load_engine
+from tests.support.engine import KERNELS, Job, forward, generate
+from tests.support.families import write_family
+from tests.unit.worker.engine.test_tensor_parallel import OneOf, Together
+from tools.model.tiny import make_tiny
+
+MEMORY_BYTES = 8 << 20
+PROMPT = tuple(range(5, 65))
+FP8 = "fp8_e4m3"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_tiny("qwen3", tmp_path_factory.mktemp("model") / "tiny", layers=4, max_len=128)
+
+
+def load(folder: Path, kv_cache_dtype: str = FP8, **options: Any) -> Engine:
+    return load_engine(folder, device_memory_bytes=MEMORY_BYTES, kv_cache_dtype=kv_cache_dtype, **options)
+
+
+def logits(engine: Engine, sizes: Sequence[int] = (len(PROMPT),)) -> torch.Tensor:
+    """Of a prompt that is computed in chunks of these sizes."""
+    table, done, found = range(-(-len(PROMPT) // engine.block_tokens)), 0, list[torch.Tensor]()
+    for size in sizes:
+        found += forward(engine, [Slice(0, done, PROMPT[done : done + size], True)], [tuple(table)])
+        done += size
+    return torch.cat(found)
+
+
+def apart(folder: Path, **options: Any) -> float:
+    """Difference that float8 makes, relative to the spread of the logits: its root mean square."""
+    results: list[torch.Tensor] = []
+    for name in ("auto", FP8):
+        with load(folder, name, **options) as engine:
+            results.append(logits(engine).double())
+    return float((results[1] - results[0]).std() / results[0].std())
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_logits_are_near_those_of_exact_kv(kernels: str, dtype: str, tiny: Path) -> None:
+    assert 1e-4 < apart(tiny, kernels=kernels, dtype=dtype) < 0.25
+
+
+@pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma2", "qwen3_moe"])
+def test_models_of_transformers_have_it_too(family: str, tmp_path: Path) -> None:
+    """Latent attention, sinks, soft caps and windows, experts."""
+    assert 1e-4 < apart(write_family(family, tmp_path), dtype="float32") < 0.25
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_chunks_of_a_prompt_change_nothing(kernels: str, tiny: Path) -> None:
+    """A token that is computed sees rounded KV of the others of its chunk, as it would if they were computed before."""
+    with load(tiny, kernels=kernels, dtype="float64") as engine:
+        whole = logits(engine)
+        for sizes in ((1,) * 60, (20, 40), (7, 1, 52)):
+            torch.testing.assert_close(logits(engine, sizes), whole, rtol=0, atol=1e-9)
+
+
+def test_twice_as_many_tokens_fit_as_in_bfloat16(tiny: Path) -> None:
+    with load(tiny, "auto", dtype="bfloat16") as wide, load(tiny, dtype="bfloat16") as narrow:
+        assert narrow.info.dtype == wide.info.dtype == "bfloat16"
+        assert narrow.info.kv_bytes_per_token * 2 == wide.info.kv_bytes_per_token
+        assert narrow.info.block_bytes * 2 == wide.info.block_bytes
+        assert narrow.block_count >= 2 * wide.block_count
+        assert narrow.info.layer_parameter_bytes == wide.info.layer_parameter_bytes
+        assert "kv_cache_dtype" in narrow.info.differences(wide.info)  # so that they never serve together
+
+
+def test_ranks_together_say_what_one_alone_says(tiny: Path) -> None:
+    def answers(engine: Engine) -> list[list[int]]:
+        jobs = [Job(i, tuple(range(5 + i, 9 + 7 * i)), 12) for i in range(4)]
+        with engine:
+            generate(engine, jobs, chunk_tokens=16)
+        return [job.chosen for job in jobs]
+
+    together = Together(2)
+
+    def one(rank: int) -> list[list[int]]:
+        return answers(load(tiny, dtype="float64", peers=OneOf(together, rank)))
+
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(one, range(2))) == [answers(load(tiny, dtype="float64"))] * 2
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kv_cache_dtype": "fp8_e5m2"}, "'fp8_e5m2' is not supported; use one of auto, fp8_e4m3"),
+        ({"device": "cuda", "attention_backend": "flashinfer"}, "FlashInfer has not been tried with it"),
+    ],
+)
+def test_what_is_not_supported_is_refused_before_anything_is_loaded(
+    options: dict[str, str], why: str, tiny: Path
+) -> None:
+    given = {"model_impl": "auto", "dtype": "auto", "device": "cpu", "kernels": "torch", "kv_cache_dtype": FP8}
+    with pytest.raises(ConfigError, match=why):
+        choose_model(tiny, **(given | options))  # pyright: ignore[reportArgumentType]
+
+
+def test_settings_that_cannot_be_are_refused_before_a_process_starts() -> None:
+    given = ["--model", "m", "--kv-cache-dtype", FP8, "--attention-backend", "flashinfer"]
+    with pytest.raises(ConfigError, match="FlashInfer has not been tried with it"):
+        load_settings(WorkerSettings, given, {})
+    assert load_settings(WorkerSettings, given[:4], {}).kv_cache_dtype == FP8
