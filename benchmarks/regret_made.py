@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ballast.common.sampling import PriorityClass
-from sim.hardware import ELEMENT_BYTES, Cluster, find_gpu, find_model, timings
+from sim.hardware import Cluster, find_gpu, find_model, timings
 from tools.bench.traces import Trace, TraceRequest
 
 MODEL, _GPU = "Qwen2.5-14B", "A100-40G"
@@ -72,7 +72,7 @@ class Made:
     def _token_count(self) -> float:
         """KV capacity of all instances in tokens."""
         model, fraction = find_model(MODEL), timings().memory_fraction
-        one = model.kv_elements_per_token_layer * ELEMENT_BYTES * model.layer_count
+        one = model.kv_bytes_per_token
         kinds = self.cluster().kinds
         return sum(k.gpu_count * (k.gpu.memory_bytes * fraction - model.parameter_bytes) for k in kinds) / one
 

@@ -6,7 +6,7 @@ from ballast.common.errors import ConfigError
 from ballast.common.load import MemoryReport
 from services.planner.policy.reach import reach_of
 from services.planner.policy.snapshot import ModelShape
-from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec, timings
+from sim.hardware import Gpu, ModelSpec, timings
 from sim.memory import Geometry
 
 COUNTS = (1, 2, 3, 4, 8)  # instances per group
@@ -33,7 +33,7 @@ def context_of(model: ModelSpec, gpu: Gpu, gpu_count: int = 0) -> LongestContext
     """The longest contexts of a model on a GPU. `gpu_count`: GPUs per instance; 0: the catalogue's number."""
     count = gpu_count or model.gpus_per_instance
     budget_bytes = int(gpu.memory_bytes * timings().memory_fraction) * count
-    block_bytes = model.kv_elements_per_token_layer * ELEMENT_BYTES * _BLOCK_TOKENS
+    block_bytes = model.kv_elements_per_token_layer * model.kv_element_bytes * _BLOCK_TOKENS
     tokens: dict[int, int | None] = dict.fromkeys(COUNTS)
     try:
         geometry = Geometry.choose(

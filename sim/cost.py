@@ -32,12 +32,13 @@ class SimRoofline:
     def __init__(self, model: ModelSpec, cluster: Cluster, timings: Timings) -> None:
         gpu = cluster.gpu
         gpus, layers = model.gpus_per_instance, model.layer_count
-        flops_per_s = gpu.flops_per_s * timings.compute_fraction * gpus
+        flops_per_s = gpu.rate_of(model.quantization) * timings.compute_fraction * gpus
+        dense_flops_per_s = gpu.flops_per_s * timings.compute_fraction * gpus
         attention_flops_per_s = gpu.flops_per_s * timings.attention_fraction * gpus
         weights_per_s = gpu.memory_bytes_per_s * timings.weights_fraction * gpus
         bytes_per_s = gpu.memory_bytes_per_s * timings.bandwidth_fraction * gpus
         active = (model.active_parameter_count or model.parameter_count) - model.other_parameter_count
-        experts_bytes = model.expert_parameter_count * ELEMENT_BYTES / layers
+        experts_bytes = model.expert_parameter_count * model.parameter_element_bytes / layers
         head_count = model.other_parameter_count / 2  # the other half is the embedding, a lookup
         fixed_s = _measured(gpu.layer_floor_s, timings.layer_floor_s)
         row_s = timings.row_passes * model.hidden_size * ELEMENT_BYTES / gpu.memory_bytes_per_s  # read on every GPU
@@ -49,12 +50,12 @@ class SimRoofline:
         self.costs = RooflineCosts(
             token_s=2 * active / layers / flops_per_s,
             pair_s=4 * model.attention_width / attention_flops_per_s,
-            context_s=model.kv_elements_per_token_layer * ELEMENT_BYTES / bytes_per_s,
+            context_s=model.kv_elements_per_token_layer * model.kv_element_bytes / bytes_per_s,
             dense_s=(model.layer_parameter_bytes - experts_bytes) / weights_per_s,
             experts_s=experts_bytes / weights_per_s,
             idle_share=1.0 - model.experts_per_token / model.experts_per_layer if model.experts_per_layer else 1.0,
             head_s=head_count * ELEMENT_BYTES / weights_per_s,
-            head_token_s=2 * head_count / flops_per_s,
+            head_token_s=2 * head_count / dense_flops_per_s,
             stage_s=timings.step_overhead_s,
             sequence_s=timings.sequence_overhead_s,
             fixed_s=fixed_s,

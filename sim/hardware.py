@@ -5,14 +5,24 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ballast.common.errors import ConfigError
 
-ELEMENT_BYTES = 2  # parameters and KV in bf16
+ELEMENT_BYTES = 2  # of bf16: activations, and what is not quantised
+_SCALE_BYTES = 2 / 128  # of one parameter: a 16-bit scale per group of 128
+QUANTIZATIONS = {  # bytes of a parameter in a layer
+    "fp8": 1.0,
+    "int8": 1.0,
+    "w8a16": 1.0 + _SCALE_BYTES,
+    "w4a16": 0.5 + _SCALE_BYTES,
+    "mxfp4": 0.5 + 1 / 32,
+}
+Quantization = Literal["fp8", "int8", "w8a16", "w4a16", "mxfp4"]
+KvCacheDtype = Literal["auto", "fp8_e4m3"]
 
 
 class _CatalogueEntry(BaseModel):
@@ -23,6 +33,8 @@ class Gpu(_CatalogueEntry):
     name: str
     memory_bytes: int = Field(gt=0)
     flops_per_s: float = Field(gt=0)
+    fp8_flops_per_s: float | None = Field(None, gt=0)  # None: numbers are converted, and multiplied in bf16
+    int8_ops_per_s: float | None = Field(None, gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     scale_up_bytes_per_s: float = Field(gt=0)  # speed to another GPU of the same host, one direction
     nic_bytes_per_s: float = Field(gt=0)  # speed of the network card, both directions together
@@ -33,6 +45,11 @@ class Gpu(_CatalogueEntry):
     collective_latency_s: float | None = Field(None, ge=0)
     collective_fraction: float | None = Field(None, gt=0, le=1)
     source: str
+
+    def rate_of(self, quantization: Quantization | None) -> float:
+        """Operations per second for parameters in this format. Those with 16-bit activations are multiplied in bf16."""
+        rates = {"fp8": self.fp8_flops_per_s, "int8": self.int8_ops_per_s}
+        return rates.get(quantization or "") or self.flops_per_s
 
 
 class ModelSpec(_CatalogueEntry):
@@ -51,13 +68,28 @@ class ModelSpec(_CatalogueEntry):
     vocab_size: int = Field(ge=1)
     max_model_len: int = Field(ge=2)
     gpus_per_instance: int = Field(ge=1)
-    instance_parameter_bytes: int | None = None  # None: one replica
+    instance_parameter_bytes: int | None = None  # in bf16; None: one replica
+    quantization: Quantization | None = None  # format of the layers' parameters; None: bf16
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: bf16
     source: str
+
+    @property
+    def parameter_element_bytes(self) -> float:
+        """Bytes of one parameter of a layer."""
+        return ELEMENT_BYTES if self.quantization is None else QUANTIZATIONS[self.quantization]
+
+    @property
+    def kv_element_bytes(self) -> int:
+        return ELEMENT_BYTES if self.kv_cache_dtype == "auto" else 1
 
     @property
     def parameter_bytes(self) -> int:
         """Bytes of the parameters of one instance."""
-        return self.instance_parameter_bytes or self.parameter_count * ELEMENT_BYTES
+        dense = self.instance_parameter_bytes or self.parameter_count * ELEMENT_BYTES
+        if self.quantization is None:
+            return dense
+        layers = (dense - self.other_parameter_bytes) / ELEMENT_BYTES
+        return self.other_parameter_bytes + int(layers * self.parameter_element_bytes)
 
     @property
     def other_parameter_bytes(self) -> int:
@@ -70,7 +102,7 @@ class ModelSpec(_CatalogueEntry):
     @property
     def kv_bytes_per_token(self) -> int:
         """KV bytes of a token over all layers."""
-        return self.kv_elements_per_token_layer * ELEMENT_BYTES * self.layer_count
+        return self.kv_elements_per_token_layer * self.kv_element_bytes * self.layer_count
 
 
 class Figure(_CatalogueEntry):

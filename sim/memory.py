@@ -78,7 +78,7 @@ class Geometry:
 if TYPE_CHECKING:
     import torch
 
-_ELEMENT = "float16"
+_ELEMENT, _KV_ELEMENT = "float16", "float8_e4m3fn"  # the latter has any size of a block
 
 
 class SimBackend(PhantomBackend):
@@ -104,7 +104,7 @@ class SimMemory(DeviceMemory):
 
     @classmethod
     def of(cls, geometry: Geometry, block_tokens: int, *, remap_s: float, takes_s: Callable[[float], None]) -> Self:
-        element = dtype(_ELEMENT)
+        element, kv_element = dtype(_ELEMENT), dtype(_KV_ELEMENT)
 
         def part(extents: int) -> dict[str, TensorSpec]:
             return {WEIGHTS: TensorSpec((extents * geometry.extent_bytes // element.itemsize,), element)}
@@ -119,8 +119,8 @@ class SimMemory(DeviceMemory):
                 layer_count=geometry.layer_count,
                 block_tokens=block_tokens,
                 kv_heads=1,
-                head_dim=geometry.block_bytes // (2 * block_tokens * element.itemsize),
-                dtype=element,
+                head_dim=geometry.block_bytes // (2 * block_tokens * kv_element.itemsize),
+                dtype=kv_element,
             ),
             extent_bytes=geometry.extent_bytes,
         )

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ballast.common.errors import ConfigError
 from sim.faults import FaultKind
+from sim.hardware import KvCacheDtype, Quantization
 
 
 class _Section(BaseModel):
@@ -68,6 +69,8 @@ class Scenario(BaseModel):
     repeat_burst: RepeatedBurst | None = None
     lengths: str | None = None  # name of a data set; None: the trace's lengths
     model: str
+    quantization: Quantization | None = None  # of the layers' parameters; None: as the model's config.json says
+    kv_cache_dtype: KvCacheDtype = "auto"  # auto: bfloat16
     cluster: str
     policies: tuple[str, ...] = ("recompute", "drop")
     rate_scale: float = Field(1.0, gt=0)

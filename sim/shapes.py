@@ -4,10 +4,10 @@ Supports dense models like Llama, and mixtures of experts like Mixtral and Qwen.
 """
 
 from collections.abc import Mapping
-from typing import cast
+from typing import Any, cast
 
 from ballast.common.errors import ConfigError
-from sim.hardware import ELEMENT_BYTES, Gpu, ModelSpec
+from sim.hardware import Gpu, KvCacheDtype, ModelSpec, Quantization
 
 _PARAMETERS_AT_MOST = 0.75  # maximum fraction of an instance's memory: the rest is for KV
 _MOST_GPUS = 64
@@ -36,7 +36,7 @@ def spec_of_config(name: str, config: Mapping[str, object], gpu: Gpu) -> ModelSp
     ends = shape.vocabulary * shape.hidden * (1 if shape.config.get("tie_word_embeddings") else 2) + shape.hidden
     count = shape.layers * (per_layer + shape.experts * experts) + ends
     chosen = shape.experts_per_token
-    return ModelSpec(
+    spec = ModelSpec(
         name=name,
         architecture=shape.architecture,
         parameter_count=count,
@@ -51,9 +51,45 @@ def spec_of_config(name: str, config: Mapping[str, object], gpu: Gpu) -> ModelSp
         kv_elements_per_token_layer=2 * shape.kv_heads * shape.head_dim,
         vocab_size=shape.vocabulary,
         max_model_len=shape.number("max_position_embeddings"),
-        gpus_per_instance=_gpus(count * ELEMENT_BYTES, gpu, name),
+        gpus_per_instance=1,
+        quantization=_quantization(shape.config.get("quantization_config"), name),
         source=f"config.json of {name}",
     )
+    return spec.model_copy(update={"gpus_per_instance": _gpus(spec.parameter_bytes, gpu, name)})
+
+
+def stored_as(spec: ModelSpec, gpu: Gpu, quantization: Quantization | None, kv_cache_dtype: KvCacheDtype) -> ModelSpec:
+    """The model with layers and KV in these formats; None: as they are. Quantised it takes as few GPUs as leave a
+    quarter of their memory for KV, and at most as many as before.
+    """
+    spec = spec.model_copy(update={"kv_cache_dtype": kv_cache_dtype})
+    if quantization is None:
+        return spec
+    spec = spec.model_copy(update={"quantization": quantization})
+    gpus = min(spec.gpus_per_instance, _gpus(spec.parameter_bytes, gpu, spec.name))
+    return spec.model_copy(update={"gpus_per_instance": gpus})
+
+
+def _quantization(config: object, name: str) -> Quantization | None:
+    """The format that a checkpoint's config.json declares."""
+    if not isinstance(config, Mapping):
+        return None
+    told = cast("dict[str, Any]", config)
+    groups: dict[str, dict[str, Any]] = told.get("config_groups", {})
+    group = next(iter(groups.values()), dict[str, Any]())
+    weights: dict[str, Any] = group.get("weights") or {}
+    method, bits = str(told.get("quant_method")), weights.get("num_bits", told.get("bits", 4))
+    is_float = weights.get("type") == "float"
+    if method in ("fp8", "fbgemm_fp8") or (is_float and bits == 8):
+        return "fp8"
+    if method == "mxfp4":
+        return "mxfp4"
+    if method not in ("compressed-tensors", "awq", "gptq") or bits not in (4, 8) or is_float:
+        why = f"{method!r} with {bits} bits cannot be counted; no estimate"
+        raise ConfigError(f"{name}: config.json: quantization_config", why)
+    if bits == 4:
+        return "w4a16"
+    return "int8" if group.get("input_activations") else "w8a16"
 
 
 def _gpus(parameter_bytes: int, gpu: Gpu, name: str) -> int:

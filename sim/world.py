@@ -548,7 +548,7 @@ def _geometry(options: WorldOptions, cluster: Cluster) -> Geometry:
         layer_count=model.layer_count,
         layer_parameter_bytes=model.layer_parameter_bytes,
         other_parameter_bytes=model.other_parameter_bytes,
-        block_bytes=model.kv_elements_per_token_layer * ELEMENT_BYTES * rules.block_tokens,
+        block_bytes=model.kv_elements_per_token_layer * model.kv_element_bytes * rules.block_tokens,
     )
 
 
@@ -583,6 +583,7 @@ def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         dtype="bfloat16",
+        kv_cache_dtype="" if model.kv_cache_dtype == "auto" else model.kv_cache_dtype,
         parameter_count=model.parameter_count,
         kv_bytes_per_token=model.kv_bytes_per_token,
         eos_token_ids=(),

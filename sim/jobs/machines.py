@@ -12,7 +12,7 @@ from services.worker.emulation.machine import Machine, MeasuredCosts, Outline, R
 from services.worker.emulation.tokens import answer
 from sim.cost import SimRoofline as RooflineOf
 from sim.cost import fitted
-from sim.hardware import Cluster, Gpu, ModelSpec, find_gpu, find_model, is_gpu_file, timings
+from sim.hardware import Cluster, Gpu, KvCacheDtype, ModelSpec, find_gpu, find_model, is_gpu_file, timings
 from tools.bench.emulation import Emulation
 from tools.model.info import CheckpointInfo, read_info
 from tools.model.safetensors_file import DTYPES
@@ -26,13 +26,16 @@ MACHINE_FILE = "machine.json"
 _CHECKPOINT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
-def catalogue_machine(gpu: str, model: str, vocab_size: int | None = None) -> Machine:
+def catalogue_machine(
+    gpu: str, model: str, vocab_size: int | None = None, kv_cache_dtype: KvCacheDtype = "auto"
+) -> Machine:
     """One instance of the model on the number of GPUs it needs. `vocab_size`: that of another tokenizer, if any.
 
     Raises:
         ConfigError: unknown GPU or model; the message lists the catalogue's entries.
     """
-    return machine_of(find_gpu(gpu, "--profile"), find_model(model), vocab_size)
+    spec = find_model(model).model_copy(update={"kv_cache_dtype": kv_cache_dtype})
+    return machine_of(find_gpu(gpu, "--profile"), spec, vocab_size)
 
 
 def machine_of(card: Gpu, spec: ModelSpec, vocab_size: int | None = None) -> Machine:
@@ -115,17 +118,24 @@ class EmulatedModel:
         return flags if self.machine.execution.kind == "measured" else [*_GPU_FLAGS, *flags]
 
 
-def emulated_model(folder: Path, profile: str, model: Path, memory_bytes: int | None = None) -> EmulatedModel:
+def emulated_model(
+    folder: Path,
+    profile: str,
+    model: Path,
+    memory_bytes: int | None = None,
+    kv_cache_dtype: KvCacheDtype = "auto",
+) -> EmulatedModel:
     """Resolve `profile` and `model`. Missing files (machine, tokenizer) are created in `folder`.
 
     `profile` is a GPU of the catalogue, or a file with a GPU (YAML), a machine, or the output of `ballast profile`.
+    `kv_cache_dtype`: the workers', for a GPU's speed; other files say how fast they are.
 
     Raises:
         ConfigError: they are unknown or inconsistent.
     """
     path = Path(profile)
     if is_gpu_file(profile) or not path.is_file():
-        return stand_in(folder, catalogue_machine(profile, str(model), _STAND_IN_VOCABULARY))
+        return stand_in(folder, catalogue_machine(profile, str(model), _STAND_IN_VOCABULARY, kv_cache_dtype))
     if '"ballast-emulated-machine"' in path.read_text(encoding="utf-8", errors="replace"):
         return stand_in(folder, read_machine(path))
     machine = profiled_machine(path, read_info(model), memory_bytes or _DEFAULT_MEMORY_BYTES)

@@ -15,7 +15,7 @@ from sim.jobs.arrivals import generated
 from sim.jobs.simulation import SimJob, WorkerSize
 from sim.offline import OfflineLoad
 from sim.scenario import Offline, Scenario
-from sim.shapes import spec_of_config
+from sim.shapes import spec_of_config, stored_as
 from tools.bench.lengths import lengths_of, with_lengths
 from tools.bench.traces import Trace, read_trace
 from tools.bench.upscale import raised_burst, repeated_burst, upscaled
@@ -31,7 +31,9 @@ def job_of(scenario: Scenario, *, check_every: int = 0) -> SimJob:
         ConfigError: a field is missing, unknown or inconsistent.
     """
     cluster = find_cluster(scenario.cluster)
-    model = model_of(scenario.model, cluster.gpu)
+    model = stored_as(
+        model_of(scenario.model, cluster.gpu), cluster.gpu, scenario.quantization, scenario.kv_cache_dtype
+    )
     if scenario.network_gbps is not None:
         card = {"nic_bytes_per_s": scenario.network_gbps * 1e9 / 8}
         first, *others = [k.model_copy(update={"gpu": k.gpu.model_copy(update=card)}) for k in cluster.kinds]

@@ -319,7 +319,7 @@ def _result(job: SimJob, runs: Mapping[str, SimRun], created_unix_s: float) -> B
         model=ModelFacts(
             name=model.name,
             architecture=model.architecture,
-            dtype="bfloat16",
+            dtype=model.quantization or "bfloat16",
             parameter_count=model.parameter_count,
             kv_bytes_per_token=model.kv_bytes_per_token,
             max_model_len=model.max_model_len,

@@ -12,6 +12,7 @@ from services.worker.engine.peers import Apart
 from tests.support.engine import Job, generate
 from tests.support.families import DIVIDED, greedy_alone, write_family
 from tests.support.peers import OneOf, Together
+from tests.support.quantised import dense_of
 from tests.support.reference import NEAR_TIE
 
 pytestmark = [pytest.mark.golden]
@@ -19,6 +20,8 @@ pytestmark = [pytest.mark.golden]
 LENGTHS = (5, 23, 40)
 TOKENS = 8
 MEMORY_BYTES = 8 << 20
+# Half of 48 rows or columns ends inside of a group of 16 or 40.
+MADE_DENSE = {"deepseek_v3:fp8", "llama:fp8 ragged", "qwen3_moe:awq", "qwen3_moe:fp8"}
 
 
 @pytest.mark.rotating(5)
@@ -50,7 +53,7 @@ def test_two_ranks_say_what_one_alone_says(name: str, tmp_path: Path) -> None:
         (first, share_bytes), (second, _) = threads.map(one, range(2))
     assert first == second
     near_ties = 0
-    for tokens, wanted in zip(first, greedy_alone(folder, prompts, TOKENS), strict=True):
+    for tokens, wanted in zip(first, greedy_alone(dense_of(folder), prompts, TOKENS), strict=True):
         for token, right, gap in zip(tokens, wanted.token_ids, wanted.gaps, strict=True):
             if token != right:
                 assert gap < NEAR_TIE
@@ -59,7 +62,7 @@ def test_two_ranks_say_what_one_alone_says(name: str, tmp_path: Path) -> None:
     assert near_ties <= 1
     with load_engine(folder, dtype="float32", device_memory_bytes=MEMORY_BYTES, model_impl="transformers") as whole:
         whole_bytes = sum(whole.info.layer_parameter_bytes)
-        assert share_bytes < 0.95 * whole_bytes
+        assert (share_bytes < 0.95 * whole_bytes) == (name not in MADE_DENSE)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +72,6 @@ def test_two_ranks_say_what_one_alone_says(name: str, tmp_path: Path) -> None:
         ("gpt_oss", 2, "has no plan for GptOssForCausalLM"),
         ("llama", 4, "4 does not divide"),
         ("llama", 3, "3 does not divide"),
-        ("qwen3:fp8", 2, "a quantised checkpoint is computed on one device"),
     ],
 )
 def test_a_family_that_cannot_be_divided_is_refused(name: str, count: int, why: str, tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ class History:
             harvest=_harvest(seed),
             transport=TransportConfig(rate_bytes_per_s=rate),
             async_scheduling=place.ranks == 1 and seed % 4 < 3,
-            place=place,
+            place=replace(place, host_copy="auto" if seed % 5 == 2 else "off"),
         )
         if self._crowded:
             self._names = self._names[:2]

@@ -128,7 +128,8 @@ _QUANTISED: dict[str, dict[str, Any]] = {  # a family and how it is quantised
     "qwen3_moe:fp8 ragged": _HEAD,
 }
 FAMILIES = {**_DENSE, **_QUANTISED}
-DIVIDED = sorted(_DENSE.keys() - {"bitnet", "gpt2", "gpt_oss", "opt", "stablelm"})  # that have a plan for ranks
+_UNDIVIDED = {"bitnet", "gpt2", "gpt_oss", "gpt_oss:mxfp4", "opt", "stablelm"}  # that have no plan for ranks
+DIVIDED = sorted(FAMILIES.keys() - _UNDIVIDED)
 REFUSED = {  # name -> why, in the words of the error
     "bert": "is neither causal nor a window nor a chunk",
     "bloom": _OTHER_STATE,

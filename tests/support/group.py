@@ -104,6 +104,7 @@ class Place:
     share: Callable[..., Engine] = load_engine  # loads a rank's
     kv_cache_dtype: str = "auto"
     adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by name
+    host_copy: str = "off"  # of the parameters, for all workers
     memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
 
 
@@ -184,6 +185,7 @@ def _load(name: str, model_dir: Path, sizes: Sizes, stop: threading.Event) -> En
             device=place.device,
             backend=None if place.backend is None else place.backend(),
             lora_modules=place.adapters,
+            host_copy=place.host_copy,
             kv_cache_dtype=place.kv_cache_dtype,
         )
     share = functools.partial(

@@ -36,6 +36,16 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output (docs/json.md)")
 
 
+def add_formats(parser: argparse.ArgumentParser) -> None:
+    """Number formats of a simulated model."""
+    parser.add_argument(
+        "--quantization",
+        metavar="FORMAT",
+        help="of the layers' parameters: fp8, int8, w8a16, w4a16 or mxfp4 (bfloat16, or as the config.json says)",
+    )
+    parser.add_argument("--kv-cache-dtype", metavar="FORMAT", help="of KV: fp8_e4m3 (bfloat16)")
+
+
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
     group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (256)")

@@ -23,11 +23,13 @@ from tools.bench.slo import LENIENT
 from tools.bench.style import require_matplotlib
 from tools.bench.table import render
 from tools.cli import whatif
-from tools.cli.arguments import Commands
+from tools.cli.arguments import Commands, add_formats
 
 # Flags that override the scenario's field of the same name.
 _FIELDS = (
     "model",
+    "quantization",
+    "kv_cache_dtype",
     "cluster",
     "lengths",
     "rate_scale",
@@ -58,6 +60,7 @@ def add_parser(subparsers: Commands) -> None:
     parser.set_defaults(run=run)
     parser.add_argument("--trace", metavar="FILE", help="who arrives when, with how many tokens")
     parser.add_argument("--model", metavar="NAME", help="of the list below; or a folder or org/name with a config.json")
+    add_formats(parser)
     parser.add_argument(
         "--cluster",
         metavar="NxGPU",

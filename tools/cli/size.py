@@ -21,11 +21,22 @@ from tools.bench.progress import open_console
 from tools.bench.results import STANDARD_OUTPUT
 from tools.bench.slo import Slo
 from tools.bench.style import require_matplotlib
-from tools.cli.arguments import Commands
+from tools.cli.arguments import Commands, add_formats
 from tools.cli.sim import RunDisplay
 from tools.cli.size_page import SizeRow, draw, page
 
-_FIELDS = ("lengths", "rate_scale", "burst_scale", "time_scale", "length_scale", "answer_scale", "limit", "seed")
+_FIELDS = (
+    "quantization",
+    "kv_cache_dtype",
+    "lengths",
+    "rate_scale",
+    "burst_scale",
+    "time_scale",
+    "length_scale",
+    "answer_scale",
+    "limit",
+    "seed",
+)
 _NAMES = {"recompute": "static", DROP: "with dropping", PARK: "with parking", BOTH: "with both"}
 _LITTLE = 0.02  # savings below this fraction of the GPU-hours count as none
 _HOURS_A_MONTH = 730.0
@@ -45,6 +56,7 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument(
         "--model", required=True, metavar="NAME", help="of the list below; or a folder or org/name with a config.json"
     )
+    add_formats(parser)
     parser.add_argument("--gpu", required=True, metavar="NAME", help="of the list below; or FILE.yaml (docs/gpus.md)")
     parser.add_argument("--slo-ttft-s", type=float, default=2.0, metavar="S", help="time to the first token (2)")
     parser.add_argument("--slo-tpot-s", type=float, metavar="S", help="time per further token; none: whatever it is")

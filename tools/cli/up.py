@@ -243,7 +243,7 @@ def _emulate(args: argparse.Namespace, folder: Path) -> None:
         raise ConfigError("--profile", "is needed: how fast the emulated engine is, a GPU such as A800, or a file")
     if args.model is None:
         raise ConfigError("--model", "is needed: what the workers seem to serve, such as Qwen2.5-14B")
-    made = emulated_model(folder, args.profile, args.model, args.device_memory_bytes)
+    made = emulated_model(folder, args.profile, args.model, args.device_memory_bytes, args.kv_cache_dtype or "auto")
     args.model, args.engine_flags = made.model, made.worker_flags
     _say(f"nothing is computed: workers take the time of {made.machine.name} with {made.machine.model.name}")
 

@@ -77,7 +77,8 @@ class Decoder:
         pack(self.model, self.packed, dtype)
         self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
         if cuts:
-            divide(self.model, self.layers_name, cuts, division)
+            dense = {name: cut for name, cut in cuts.items() if name not in self.packed}
+            divide(self.model, self.layers_name, dense, division)
         self.gives_tuples = gives_tuples
         self._run: LayerRun | None = None
         for index, layer in enumerate(self.layers):

@@ -12,7 +12,9 @@ import torch
 from torch import nn
 from transformers.core_model_loading import Concatenate, MergeModulelist, WeightConverter
 
-from services.worker.engine.quantised import Packing, QuantisedMatrix
+from services.worker.engine import scaled_products
+from services.worker.engine.division import Division, RankCut
+from services.worker.engine.quantised import SCALES, VALUES, Packing, QuantisedMatrix
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +27,23 @@ class Placed:
 
 
 @dataclass(frozen=True, slots=True)
+class RankShare:
+    """A rank's slice of a source matrix."""
+
+    cut: RankCut
+    division: Division
+    cuts_scales: bool  # False: one scale along the dimension, which all ranks have
+
+    def of(self, name: str, part: str, tensor: torch.Tensor) -> torch.Tensor:
+        return self.cut.of(name, tensor, self.division) if part == VALUES or self.cuts_scales else tensor
+
+
+@dataclass(frozen=True, slots=True)
 class PackedParameter:
     packing: Packing
     sources: Sequence[Placed]
+    multiplied: bool = False  # True: as it is, see `scaled_products`; False: dequantised
+    share: RankShare | None = None  # None: whole
 
     def fill(self, name: str, stored: Mapping[str, torch.Tensor], matrices: Mapping[str, QuantisedMatrix]) -> None:
         """Copy the matrices to the parameter's tensors in `stored`, keyed by `part_name`."""
@@ -35,11 +51,52 @@ class PackedParameter:
             matrix = matrices[source.key]
             for part, tensor in matrix.read().items():
                 memory = stored[part_name(name, part)]
+                if self.share is not None:
+                    tensor = self.share.of(name, part, tensor)
                 if source.expert is not None:
-                    block = matrix.packing.block[0] if part != "values" else 1
+                    block = self.packing.block[0] if part != VALUES else 1
                     first = source.first_row // block
                     memory = memory[source.expert, first : first + tensor.shape[0]]
                 memory.copy_(tensor)
+
+
+def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedParameter | None:
+    """A rank's share of a parameter that is cut that way; None if a border is inside of a group with one scale, or of a
+    byte.
+    """
+    packing = whole.packing
+    if cut.dim is None:
+        return None
+    axis = cut.dim % len(packing.shape) - len(packing.shape)  # -2 or -1, in the dense shape
+    axis = -3 - axis if packing.is_transposed else axis
+    joined = len({source.first_row for source in whole.sources}) if axis == -2 else 1  # matrices, one below another
+    if axis < -2 or cut.parts % joined:
+        return None
+    size, block = packing.shape[axis] // joined, packing.block[axis]
+    each = size // (cut.parts // joined) // division.count
+    if (axis == -1 and each * packing.number.bits % 8) or (block < size and each % block):
+        return None
+    shape, blocks = list(packing.shape), list(packing.block)
+    shape[axis] //= division.count
+    if block >= size:
+        blocks[axis] = size // division.count
+    return PackedParameter(
+        replace(packing, shape=tuple(shape), block=(blocks[0], blocks[1])),
+        [
+            replace(source, first_row=source.first_row // (division.count if axis == -2 else 1))
+            for source in whole.sources
+        ],
+        whole.multiplied,
+        RankShare(RankCut(axis, cut.parts // joined), division, block < size),
+    )
+
+
+def shares_of(
+    parameters: Mapping[str, PackedParameter], cuts: Mapping[str, RankCut], division: Division
+) -> dict[str, PackedParameter]:
+    """A rank's shares, and the parameters that all ranks have whole; without those that cannot be divided."""
+    found = {n: divided(p, cuts[n], division) if n in cuts else p for n, p in parameters.items()}
+    return {name: parameter for name, parameter in found.items() if parameter is not None}
 
 
 def part_name(name: str, part: str) -> str:
@@ -109,19 +166,27 @@ def _of_experts(
 
 def pack(model: nn.Module, parameters: Mapping[str, PackedParameter], dtype: torch.dtype) -> None:
     """Replace these parameters of `model` by quantised tensors on the meta device; attributes dequantise to `dtype`."""
-    leaves: dict[str, dict[str, Packing]] = {}
+    leaves: dict[str, dict[str, PackedParameter]] = {}
     for name, parameter in parameters.items():
         path, _, leaf = name.rpartition(".")
-        leaves.setdefault(path, {})[leaf] = parameter.packing
-    for path, packings in leaves.items():
-        module = model.get_submodule(path)
+        leaves.setdefault(path, {})[leaf] = parameter
+    for path, packed in leaves.items():
+        module: Any = model.get_submodule(path)
+        packings = {leaf: parameter.packing for leaf, parameter in packed.items()}
         for leaf, packing in packings.items():
             del module._parameters[leaf]
             for part, spec in packing.specs.items():
                 empty = torch.empty(spec.shape, dtype=spec.dtype, device="meta")
                 module.register_parameter(part_name(leaf, part), nn.Parameter(empty, requires_grad=False))
-        made = {leaf: property(_Dense(leaf, packing, dtype)) for leaf, packing in packings.items()}
+        made: dict[str, Any] = {leaf: property(_Dense(leaf, packing, dtype)) for leaf, packing in packings.items()}
+        if (weight := packed.get("weight")) is not None and weight.multiplied:
+            made["forward"] = _forward
         module.__class__ = type(f"Packed{type(module).__name__}", (type(module),), made)
+
+
+def _forward(module: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    held: dict[str, Any] = {part: module._parameters[part_name("weight", part)] for part in (VALUES, SCALES)}
+    return scaled_products.product(x, held, module.bias)
 
 
 def is_packed(module: nn.Module) -> bool:

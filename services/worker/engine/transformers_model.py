@@ -24,7 +24,7 @@ from services.worker.engine.attention import AttentionBackend, AttentionStep
 from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.checkpoint import fill_layers
 from services.worker.engine.decoder import Decoder, LayerRun
-from services.worker.engine.division import WHOLE, Division, cuts_of
+from services.worker.engine.division import WHOLE, Division, RankCut, cuts_of
 from services.worker.engine.implementation import MemoryNeeds, StageModel
 from services.worker.engine.kv_dtype import FP8
 from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep
@@ -32,10 +32,11 @@ from services.worker.engine.lora import Lora, linears_of
 from services.worker.engine.model_config import ModelFacts, longest_of, read_eos_token_ids, read_json
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_attention import PagedAttention
-from services.worker.engine.packed_parameters import PackedParameter, is_packed, part_name
+from services.worker.engine.packed_parameters import PackedParameter, is_packed, part_name, shares_of
 from services.worker.engine.packing import Packer
 from services.worker.engine.parameters import EMBEDDING
 from services.worker.engine.quantised import quantisation_of
+from services.worker.engine.scaled_products import device_multiplies, fits, quantises_activations
 from services.worker.engine.transformers_weights import TransformersCheckpoint, parts_of
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvCache, KvShape
@@ -207,25 +208,23 @@ class TransformersModel:
         self.dtype, self._kv_dtype = dtype, kv_dtype
         self._division = division
         self._whole = Decoder(config, dtype)
-        self._packed = self._stay_packed()
+        cuts = cuts_of(self._whole.model, self._whole.layers_name, division) if division.count > 1 else {}
+        self._packed = self._stay_packed(cuts)
         if self._packed:
             self._whole = Decoder(config, dtype, self._packed)
         self.kinds = self._whole.probe()
         self._skeleton = self._whole
         if division.count > 1:
-            self._skeleton = self._divided()
+            self._skeleton = self._divided(cuts)
         self._parts, self._whole_parts = (
             parts_of(one.model, one.layers_name, facts.layer_count, dtype) for one in (self._skeleton, self._whole)
         )
         self._lock = threading.Lock()
 
-    def _divided(self) -> Decoder:
+    def _divided(self, cuts: Mapping[str, RankCut]) -> Decoder:
         """The model with this rank's share of the parameters. Updates `kinds` to those of the share."""
-        if self._packed:
-            why = "a quantised checkpoint is computed on one device: 1 is the most"
-            raise ConfigError("tensor_parallel_size", why)
-        cuts = cuts_of(self._whole.model, self._whole.layers_name, self._division)
-        divided = Decoder(self._hf_config, self.dtype, None, cuts, replace(self._division, sum=WHOLE.sum))
+        shares = shares_of(self._packed, cuts, self._division)
+        divided = Decoder(self._hf_config, self.dtype, shares, cuts, replace(self._division, sum=WHOLE.sum))
         count, whole = self._division.count, self.kinds
         try:
             self.kinds = divided.probe()
@@ -238,14 +237,24 @@ class TransformersModel:
                 raise ConfigError("tensor_parallel_size", f"{count} does not divide the {heads} of layer {layer}")
         return divided
 
-    def _stay_packed(self) -> dict[str, PackedParameter]:
+    def _stay_packed(self, cuts: Mapping[str, RankCut]) -> dict[str, PackedParameter]:
+        """Parameters that stay quantised: those of which each rank's share can."""
         config = quantisation_of(self._model_dir, read_json(self._model_dir / "config.json"))
         if config is None or not any(self._model_dir.glob("*.safetensors")):
             return {}
         model = self._whole.model
         parts = parts_of(model, self._whole.layers_name, self.config.layer_count, self.dtype)
         with TransformersCheckpoint(self._model_dir, model, parts, self.dtype) as checkpoint:
-            return checkpoint.packed_parameters()
+            found = checkpoint.packed_parameters()
+        if self._division.count > 1:
+            possible = shares_of(found, cuts, self._division)
+            if len(possible) < len(found):
+                why = "a rank's share of them ends inside a group with one scale"
+                get_logger().warning("made dense", quantised_parameters=len(found) - len(possible), why=why)
+            found = {name: parameter for name, parameter in found.items() if name in possible}
+        if not (quantises_activations(config) and device_multiplies(self._device)):
+            return found
+        return {n: replace(p, multiplied=fits(p.packing, self.dtype)) for n, p in found.items()}
 
     @property
     def quantised(self) -> str | None:
@@ -316,7 +325,8 @@ class TransformersModel:
             return cuts[name].of(name, tensor, division) if name in cuts else tensor
 
         whole = self._whole
-        return TransformersCheckpoint(self._model_dir, whole.model, self._whole_parts, self.dtype, self._packed, cut)
+        packed = shares_of(self._packed, cuts, division) if division.count > 1 else self._packed
+        return TransformersCheckpoint(self._model_dir, whole.model, self._whole_parts, self.dtype, packed, cut)
 
     def assemble(
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int

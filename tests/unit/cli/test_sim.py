@@ -38,6 +38,19 @@ def test_both_policies_are_compared_and_the_result_is_told_in_words(
     assert "times better" in " ".join(told.split())
 
 
+def test_a_burst_that_fits_in_fewer_bits_needs_no_drop(
+    trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same one that needs a drop in bfloat16."""
+    out, narrow = tmp_path / "out.json", ("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
+    assert main(["sim", "--trace", str(trace), *MODEL, "--policy", "drop", *narrow, "--json", str(out)]) == 0
+    result = read_result(out)
+    assert (result.model.dtype, result.model.kv_bytes_per_token) == ("fp8", 2 * 40 * 5120)
+    assert not result.policies["drop"].transitions
+    assert main(["sim", "--trace", str(trace), *MODEL, "--quantization", "int3"]) == 2
+    assert "--quantization" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("kind", ["batch", "default"])
 def test_offline_work_runs_beside_arrivals_that_are_made(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
     arrivals = ["--arrivals", "rate_per_s=1,span_s=12,cv=2,on_s=5,off_s=3", "--offline", "longbench"]

@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from ballast.common.errors import ConfigError
-from sim.hardware import find_cluster, find_gpu, find_model
+from services.worker.core.batch import Slice
+from sim.cost import SimRoofline
+from sim.hardware import KvCacheDtype, Quantization, find_cluster, find_gpu, find_model, timings
 from sim.jobs.scenarios import model_of
-from sim.shapes import spec_of_config
+from sim.shapes import spec_of_config, stored_as
 from tools.model.info import read_info
 from tools.model.tiny import make_preset
 
@@ -105,6 +107,80 @@ def test_an_instance_takes_as_few_gpus_as_leave_room_for_kv() -> None:
     sizes = {name: spec_of_config("m", QWEN, find_gpu(name, "gpu")).gpus_per_instance for name in ("A800", "L4")}
     assert sizes == {"A800": 1, "L4": 2}
     assert spec_of_config("m", LLAMA_70B, find_gpu("H100", "gpu")).gpus_per_instance == 4
+
+
+GROUPS = {"num_bits": 8, "type": "float"}
+
+
+@pytest.mark.parametrize(
+    ("told", "quantization"),
+    [
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, "fp8"),
+        ({"quant_method": "mxfp4"}, "mxfp4"),
+        ({"quant_method": "awq", "bits": 4}, "w4a16"),
+        ({"quant_method": "gptq", "bits": 8}, "w8a16"),
+        ({"quant_method": "compressed-tensors", "config_groups": {"0": {"weights": GROUPS}}}, "fp8"),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"0": {"weights": GROUPS | {"type": "int"}, "input_activations": {"num_bits": 8}}},
+            },
+            "int8",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "config_groups": {"0": {"weights": {"num_bits": 4, "type": "int"}, "input_activations": None}},
+            },
+            "w4a16",
+        ),
+    ],
+)
+def test_a_quantised_checkpoint_has_the_size_of_its_format(told: dict[str, object], quantization: str) -> None:
+    gpu = find_gpu("L4", "gpu")
+    dense, found = (spec_of_config("m", QWEN | more, gpu) for more in ({}, {"quantization_config": told}))
+    assert found.quantization == quantization
+    ends = dense.other_parameter_bytes
+    share = {"fp8": 0.5, "mxfp4": 0.27, "w4a16": 0.26, "w8a16": 0.51, "int8": 0.5}[quantization]
+    assert found.parameter_bytes - ends == pytest.approx(share * (dense.parameter_bytes - ends), rel=0.02)
+    assert (dense.gpus_per_instance, found.gpus_per_instance) == (2, 1)
+    assert found.kv_bytes_per_token == dense.kv_bytes_per_token
+
+
+def test_other_numbers_of_bits_are_not_counted() -> None:
+    told = {"quantization_config": {"quant_method": "gptq", "bits": 3}}
+    with pytest.raises(ConfigError, match=r"quantization_config: 'gptq' with 3 bits cannot be counted"):
+        spec_of_config("m", QWEN | told, find_gpu("L4", "gpu"))
+
+
+def test_a_model_of_the_catalogue_in_another_format_takes_fewer_gpus() -> None:
+    h100 = find_gpu("H100", "gpu")
+    sizes = {
+        each: stored_as(find_model("Llama-3.1-70B"), h100, each, "fp8_e4m3").gpus_per_instance
+        for each in (None, "fp8", "w4a16")
+    }
+    assert sizes == {None: 4, "fp8": 2, "w4a16": 1}
+
+
+def times(gpu: str, quantization: Quantization | None, kv_cache_dtype: KvCacheDtype = "auto") -> tuple[float, float]:
+    """Of a prompt of 4,096 tokens, and of 64 decodes at 4,096 tokens of context."""
+    cluster = find_cluster(f"1x{gpu}")
+    model = stored_as(find_model("Llama-3.1-8B"), cluster.gpu, quantization, kv_cache_dtype)
+    costs = SimRoofline(model, cluster, timings()).costs
+    return costs.work([Slice(0, 0, (0,) * 4096, True)]).layer_s, costs.decodes(64, 64 * 4096).layer_s
+
+
+def test_what_is_stored_in_fewer_bits_is_read_faster_and_multiplied_as_fast_as_the_gpu_can() -> None:
+    (prompt, decode), (fp8_prompt, fp8_decode) = times("H100", None), times("H100", "fp8")
+    assert 0.5 < fp8_prompt / prompt < 0.75
+    assert fp8_decode < decode
+    assert times("H100", "w4a16")[0] == pytest.approx(prompt, rel=0.1)  # multiplied in bfloat16
+    assert times("H100", "w4a16")[1] < fp8_decode
+    assert times("A100-80G", "fp8")[0] == pytest.approx(times("A100-80G", None)[0], rel=0.05)  # it has no such unit
+    assert times("A100-80G", "int8")[0] < 0.75 * times("A100-80G", None)[0]
+    narrow_prompt, narrow_decode = times("H100", None, "fp8_e4m3")
+    assert narrow_prompt == prompt
+    assert narrow_decode < 0.75 * decode  # most of it reads KV
 
 
 def test_a_folder_names_a_model_for_simulations(tmp_path: Path) -> None:

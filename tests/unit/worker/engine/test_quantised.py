@@ -9,9 +9,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
+from services.worker.core.batch import Slice
+from services.worker.engine import scaled_products, transformers_model
 from services.worker.engine.load import load_engine
 from services.worker.engine.quantised import quantisation_of
 from services.worker.engine.transformers_model import TransformersDecoder
+from tests.support.engine import forward
 from tests.support.families import write_family
 from tests.support.quantised import FORMATS
 
@@ -48,6 +51,53 @@ def test_experts_whose_halves_share_blocks_are_made_dense_when_they_are_loaded(t
         names = engine.memory.parameters.layer(0)
         assert names["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.float32
         assert names["model.layers.0.mlp.experts.down_proj_values"].dtype == torch.uint8
+
+
+@pytest.mark.parametrize("form", ["fp8 channels", "fp8 tensors"])
+def test_matrices_are_multiplied_in_float8_where_the_device_does_so(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a checkpoint whose activations are float8, too: a row's result does not depend on the others."""
+    folder = write_family(f"llama:{form}", tmp_path)
+    prompt = tuple(range(5, 45))
+
+    def logits(sizes: tuple[int, ...]) -> torch.Tensor:
+        found, done = list[torch.Tensor](), 0
+        with load_engine(folder, dtype="bfloat16", device_memory_bytes=MEMORY_BYTES) as engine:
+            products.clear()
+            for size in sizes:
+                part = Slice(0, done, prompt[done : done + size], True)
+                found += forward(engine, [part], [tuple(range(-(-len(prompt) // engine.block_tokens)))])
+                done += size
+            assert engine.implementation.quantised == "fp8"
+        return torch.cat(found)
+
+    products: list[int] = []
+    with monkeypatch.context() as patch:
+        multiply = scaled_products.product
+
+        def counted(*given: Any) -> torch.Tensor:
+            products.append(1)
+            return multiply(*given)
+
+        def yes(_: torch.device) -> bool:
+            return True
+
+        patch.setattr(scaled_products, "product", counted)
+        dequantised = logits((40,))
+        assert not products
+        patch.setattr(transformers_model, "device_multiplies", yes)
+        logits((40,))
+        assert not products  # config.json says nothing of activations
+        config = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
+        for group in config.values():
+            group["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}
+        changed(folder, {"config_groups": config})
+        whole = logits((40,))
+        assert len(products) == 4 * 7  # layers, linears
+        torch.testing.assert_close(logits((1, 30, 9)), whole, rtol=0.02, atol=0.02 * float(whole.abs().max()))
+    apart = float((whole - dequantised).std() / dequantised.std())
+    assert 1e-3 < apart < 0.15
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,166 @@
+"""What one caller does to another: a flood of requests, and a schema of 256 KiB.
+
+python -m benchmarks.neighbours
+python -m benchmarks.neighbours --flood 2000 --rounds 5
+
+Two workers on this machine compute a small model; callers have tokens of their own. Bob sends eight requests at once, a
+few times, alone and while thousands of Alice's wait; then four streams of his run, alone and while her schema is
+compiled. For each it prints the P99 with and without her, and what became of her request.
+"""
+
+import argparse
+import asyncio
+import json
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+
+from ballast.client import AsyncClient
+from ballast.common.errors import BallastError
+from ballast.common.sampling import Grammar, GrammarKind, SamplingParams
+from ballast.service.tokens import TokenRole
+from tools.cli.tokens import add_token
+from tools.cli.up import secured
+from tools.local.cluster import LocalCluster
+from tools.model.tiny import make_tiny
+
+_PROBES, _STREAMS = 8, 4
+_DEADLINE_S = 120.0
+_SCHEMA_BYTES = 256_000  # just below the limit of 256 Ki characters
+
+
+class Bob:
+    """The caller whose waits are measured."""
+
+    def __init__(self, client: AsyncClient, rounds: int) -> None:
+        self._client = client
+        self._rounds = rounds
+        self.refused = 0
+
+    async def first_tokens(self) -> list[float]:
+        """Seconds to the first token of eight requests at once, several times."""
+        waits = list[float]()
+        for _ in range(self._rounds):
+            waits += await asyncio.gather(*(self._first_token(i) for i in range(_PROBES)))
+        return waits
+
+    async def _first_token(self, i: int) -> float:
+        began_s = time.perf_counter()
+        sampling = SamplingParams(max_tokens=16, seed=i, ignore_eos=True)
+        first_s = _DEADLINE_S
+        try:
+            async for chunk in self._client.stream(token_ids=[5, 6, 7 + i], sampling=sampling, deadline_s=_DEADLINE_S):
+                if chunk.token_ids:
+                    first_s = min(first_s, time.perf_counter() - began_s)
+        except BallastError:
+            self.refused += 1
+        return first_s
+
+    async def gaps(self, while_runs: Callable[[], Awaitable[object]]) -> list[float]:
+        """Seconds between two chunks of four streams, repeated until `while_runs` has ended."""
+        job, gaps = asyncio.ensure_future(while_runs()), list[float]()
+
+        async def read(i: int) -> None:
+            while not job.done():
+                before_s = time.perf_counter()
+                sampling = SamplingParams(max_tokens=400, seed=i, ignore_eos=True)
+                first = True
+                async for _ in self._client.stream(token_ids=[5, 6, 7 + i], sampling=sampling, deadline_s=_DEADLINE_S):
+                    now_s = time.perf_counter()
+                    if not first:
+                        gaps.append(now_s - before_s)
+                    before_s, first = now_s, False
+
+        await asyncio.gather(*(read(i) for i in range(_STREAMS)))
+        await job
+        return gaps
+
+
+def _large_schema() -> str:
+    each = '"property_%05d": {"type": "string"}'
+    count = _SCHEMA_BYTES // len(each % 0 + ", ")
+    return '{"type": "object", "properties": {' + ", ".join(each % i for i in range(count)) + "}}"
+
+
+async def _with_schema(alice: AsyncClient, schema: str) -> str:
+    began_s = time.perf_counter()
+    sampling = SamplingParams(max_tokens=8, grammar=Grammar(GrammarKind.JSON_SCHEMA, schema))
+    try:
+        await alice.generate(token_ids=[5, 6, 7], sampling=sampling, deadline_s=_DEADLINE_S)
+    except BallastError as error:
+        return f"after {time.perf_counter() - began_s:.1f} s: {str(error)[:160]}"
+    return f"answered after {time.perf_counter() - began_s:.1f} s"
+
+
+def _compared(alone: list[float], beside: list[float]) -> dict[str, float]:
+    p99 = [float(np.percentile(waits, 99)) for waits in (alone, beside)]
+    return {
+        "alone_p99_s": round(p99[0], 4),
+        "beside_p99_s": round(p99[1], 4),
+        "ratio": round(p99[1] / p99[0], 2),
+        "alone_p50_s": round(float(np.median(alone)), 4),
+        "beside_p50_s": round(float(np.median(beside)), 4),
+    }
+
+
+async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, object]:
+    model = make_tiny("llama", folder / "model", max_len=2048)
+    keys = folder / "keys"
+    tokens_file = secured(keys, "127.0.0.1")
+    names = [add_token(tokens_file, name, TokenRole.INFER) for name in ("alice", "bob")]
+    cluster = LocalCluster(
+        model,
+        workers=2,
+        secure=keys,
+        tokens_file=tokens_file,
+        device_memory_bytes=16 << 20,
+        flags={"worker": ["--threads", "1"]},
+    )
+    async with cluster:
+        ca_file = keys / "ca.crt"
+        clients = [AsyncClient(cluster.addresses, token=name, ca_file=ca_file) for name in names]
+        alice, bob = clients[0], Bob(clients[1], rounds)
+        await bob.first_tokens()
+        alone = await bob.first_tokens()
+        sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+
+        async def flood(i: int) -> None:
+            await alice.generate(token_ids=[5 + i % 50] * 200, sampling=sampling, deadline_s=3600.0)
+
+        requests = [asyncio.ensure_future(flood(i)) for i in range(flood_count)]
+        await asyncio.sleep(10)
+        beside = await bob.first_tokens()
+        turned_away = sum(one.done() and one.exception() is not None for one in requests)
+        for one in requests:
+            one.cancel()
+        await asyncio.gather(*requests, return_exceptions=True)
+        await bob.first_tokens()
+        quiet = await bob.gaps(lambda: asyncio.sleep(10))
+        fate: list[str] = []
+
+        async def compile_one() -> None:
+            fate.append(await _with_schema(alice, _large_schema()))
+
+        meanwhile = await bob.gaps(compile_one)
+        for client in clients:
+            await client.close()
+    return {
+        "flood": {**_compared(alone, beside), "refused": bob.refused, "of_the_flood_refused": turned_away},
+        "schema": {**_compared(quiet, meanwhile), "its_request": fate[0], "gaps": len(meanwhile)},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--flood", type=int, default=6000, help="requests of the other caller (6000)")
+    parser.add_argument("--rounds", type=int, default=3, help="of eight requests (3)")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        print(json.dumps(asyncio.run(_measure(Path(folder), options.flood, options.rounds)), indent=2))
+
+
+if __name__ == "__main__":
+    main()
