@@ -46,7 +46,6 @@ from services.worker.pipeline.stage_runner import StageRunner
 from services.worker.pipeline.wire import Topic, room_to_bytes, roster_to_bytes
 from services.worker.policy.placement import MemberView
 
-_SOON_S = 0.03  # after a drop's commit: batches that begin then would delay KV that takes a few milliseconds
 _OVER = (Phase.DONE, Phase.ABORTED, Phase.FAILED)
 
 
@@ -86,7 +85,6 @@ class TransitionDriver:
         self.leaving: Leaving | None = None  # the draining group
         self._early: list[RosterArrived] = []  # rosters that arrived before this worker's Commit
         self._offline_paused = False
-        self._limited_until_s: float | None = None  # until then prompts are short, so that KV waits for no long batch
 
     # ------------------------------------------------------------ notifications
 
@@ -161,16 +159,9 @@ class TransitionDriver:
     def has_lost_batches(self) -> bool:
         return self.transition is not None and self.transition.has_lost_batches
 
-    def _lift_limit(self) -> None:
-        if self._limited_until_s is not None:
-            self._limited_until_s = None
-            self._context.lift_limit()
-
     def poll(self) -> None:
         """Called between two batches."""
         transition, group_scheduler = self.transition, self._context.group_scheduler
-        if self._limited_until_s is not None and self._now() >= self._limited_until_s:
-            self._lift_limit()
         if (
             transition is not None
             and transition.quiesces
@@ -295,7 +286,7 @@ class TransitionDriver:
         """Drop the transition and the draining group: the group is lost."""
         self._handover.begin()
         self._refill.forget()
-        self.transition = self.leaving = self._limited_until_s = None
+        self.transition = self.leaving = None
         self._offline_paused = False
 
     def end_leaving(self, why: str) -> None:
@@ -484,8 +475,7 @@ class TransitionDriver:
         self._published.clock.begin_layout()
         self._context.begin_room()
         self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
-        self._context.limit_prompts(beside=True)
-        self._limited_until_s = now_s + _SOON_S
+        self._context.limit_prompts(beside=True, batch_count=len(new.members))
         progress = self._published.counted
         progress.halted_at_s = progress.commit_at_s
         progress.taken_up_at_s = self._now()
@@ -585,7 +575,7 @@ class TransitionDriver:
             self.leaving = None
         else:
             self._context.grow_book(self._memory.release_retired())
-            self._lift_limit()
+            self._context.lift_limit()
             progress.remap_s += self._now() - began_s
             self._links.retire(self._role.epoch)
         progress.exchange_s = self._now() - progress.taken_up_at_s
