@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from ballast.client import AsyncClient, SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
+from services.worker.engine.kv_dtype import KV_CACHE_DTYPES
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.rehearsal import Largest
 from tools.local.cluster import LocalCluster
@@ -391,6 +392,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=SHAPES, default="8b")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--kv-cache-dtype", choices=KV_CACHE_DTYPES, default="auto")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm/ballast-gpu-pace"))
     parser.add_argument("--out", type=Path, default=Path("out/gpu_pace.md"))
     parser.add_argument("--only", nargs="*", choices=PARTS, default=list(PARTS))
@@ -413,7 +415,7 @@ def main() -> int:
     if not (folder / "model.safetensors.index.json").exists():
         say(f"Checkpoint of random weights made in {_timed(lambda: write_random(folder, shape, device)):.1f} s.")
     if only != ["serve"]:
-        _one_engine(folder, shape, device, only, say)
+        _one_engine(folder, shape, device, only, arguments.kv_cache_dtype, say)
     if device.type == "cuda":
         torch.cuda.empty_cache()
     if "serve" in only:
@@ -423,14 +425,25 @@ def main() -> int:
 
 
 def _one_engine(
-    folder: Path, shape: PaceShape, device: torch.device, only: Sequence[str], say: Callable[..., None]
+    folder: Path,
+    shape: PaceShape,
+    device: torch.device,
+    only: Sequence[str],
+    kv_cache_dtype: str,
+    say: Callable[..., None],
 ) -> None:
     ceilings = Ceilings.of(device)
     memory, units = ceilings.read_bytes_per_s / 1e9, ceilings.flop_per_s / 1e12
     say(f"It copies {memory:,.0f} GB/s (read and written) and multiplies with {units:,.1f} TFLOP/s.", "")
     began_s = time.perf_counter()
     largest = Largest(max(shape.chunks), max(shape.rows)) if device.type == "cuda" else None
-    with load_engine(folder, device=str(device), device_memory_bytes=shape.memory_bytes, largest=largest) as engine:
+    with load_engine(
+        folder,
+        device=str(device),
+        device_memory_bytes=shape.memory_bytes,
+        largest=largest,
+        kv_cache_dtype=kv_cache_dtype,
+    ) as engine:
         kv_tokens = engine.block_count * engine.block_tokens
         say(f"Loaded in {time.perf_counter() - began_s:.1f} s: {kv_tokens:,} tokens of KV.")
         tables: dict[str, Callable[[], Iterator[str]]] = {

@@ -10,6 +10,7 @@ from ballast.common.errors import ConfigError
 from services.worker.core.batch import Slice
 from services.worker.engine.attention import CpuAttention
 from services.worker.engine.attention_cuda import CudaAttention
+from services.worker.engine.kv_dtype import FP8
 from services.worker.engine.load import load_engine
 from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool, Job, generate
@@ -44,6 +45,7 @@ def test_float64_is_refused() -> None:
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(8, 2, 64), (6, 6, 80), (32, 8, 128), (7, 1, 16)])
 @pytest.mark.parametrize(("dtype", "atol"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
 @pytest.mark.parametrize("block_tokens", [4, 16])
+@pytest.mark.parametrize("kv_dtype", [None, FP8])
 def test_kernel_equals_cpu(
     shares: list[tuple[int, int]],
     heads: int,
@@ -52,6 +54,7 @@ def test_kernel_equals_cpu(
     dtype: torch.dtype,
     atol: float,
     block_tokens: int,
+    kv_dtype: torch.dtype | None,
 ) -> None:
     torch.manual_seed(0)
     device = torch.device("cuda")
@@ -59,7 +62,7 @@ def test_kernel_equals_cpu(
     slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(shares)]
     tables = [pool.take(before + count) for before, count in shares]
     packed = Packer(block_tokens).pack(slices, tables)
-    kv_B2TKH = torch.randn(BLOCKS, 2, block_tokens, kv_heads, head_dim).to(dtype)
+    kv_B2TKH = torch.randn(BLOCKS, 2, block_tokens, kv_heads, head_dim).to(kv_dtype or dtype)
     heads_all = torch.randn(packed.row_count, heads + 2 * kv_heads, head_dim).to(dtype)
     outputs: list[torch.Tensor] = []
     caches: list[torch.Tensor] = []
@@ -73,7 +76,7 @@ def test_kernel_equals_cpu(
         backend.prepare(packed).run(cache, q_TNH, k_TKH, v_TKH, out_TNH)
         outputs.append(out_TNH.cpu())
         caches.append(cache.cpu())
-    assert torch.equal(caches[0], caches[1])
+    assert torch.equal(caches[0].to(dtype), caches[1].to(dtype))
     torch.testing.assert_close(outputs[1], outputs[0], atol=atol, rtol=0)
 
 

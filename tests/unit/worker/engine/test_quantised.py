@@ -12,7 +12,7 @@ from ballast.common.errors import ConfigError
 from services.worker.core.batch import Slice
 from services.worker.engine import scaled_products, transformers_model
 from services.worker.engine.load import load_engine
-from services.worker.engine.quantised import quantisation_of
+from services.worker.engine.quantised import Number, Packing, quantisation_of
 from services.worker.engine.transformers_model import TransformersDecoder
 from tests.support.engine import forward
 from tests.support.families import write_family
@@ -98,6 +98,22 @@ def test_matrices_are_multiplied_in_float8_where_the_device_does_so(
         torch.testing.assert_close(logits((1, 30, 9)), whole, rtol=0.02, atol=0.02 * float(whole.abs().max()))
     apart = float((whole - dequantised).std() / dequantised.std())
     assert 1e-3 < apart < 0.15
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("scales", [(96, 1), (1, 1)])
+def test_on_a_gpu_products_in_float8_are_near_those_of_dequantised_matrices(scales: tuple[int, int]) -> None:
+    torch.manual_seed(0)
+    device = torch.device("cuda")
+    tensors = {"values": torch.randn(96, 256).to(torch.float8_e4m3fn).view(torch.uint8).to(device)}
+    tensors["scales"] = torch.rand(scales, device=device) + 0.5
+    packing = Packing(shape=(96, 256), number=Number.FP8, block=(96 // scales[0], 256), scale_dtype=torch.float32)
+    x = torch.randn(37, 256, dtype=torch.bfloat16, device=device)
+    wanted = x @ packing.dense(tensors, torch.bfloat16).t()
+    if not scaled_products.device_multiplies(device):
+        pytest.skip("this GPU, torch or CUDA does not")
+    found = scaled_products.product(x, tensors)
+    assert float((found - wanted).float().std() / wanted.float().std()) < 0.05
 
 
 @pytest.mark.parametrize(
