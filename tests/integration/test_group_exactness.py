@@ -167,7 +167,7 @@ def _check_that_it_has_seen_what_it_is_about(tally: Tally) -> None:
     assert tally.whole > tally.requests * 0.5
     assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
-    assert tally.by_tokens > 0
+    assert min(tally.by_tokens, tally.sharing) > 0
     assert tally.steps_ahead > tally.requests // 4
 
 

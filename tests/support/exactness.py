@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from unittest import mock
@@ -22,6 +22,8 @@ from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.targets import for_all
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
+from services.worker.core.group_scheduler import GroupScheduler
+from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
 from services.worker.core.spans import KvRange, Piece
 from services.worker.core.transition_messages import (
@@ -79,6 +81,15 @@ def _harvest(seed: int) -> Harvest | None:
     """Two of three clusters have offline work, and preempt it within its steps."""
     cost = CostModel(1e-7, 1e-5, 1e-4, 5e-5)
     return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
+
+
+def _alike(wishes: Sequence[Wish]) -> list[int]:
+    """Wishes whose prompts begin like one another."""
+    beginnings = [wish.prompt[:30] for wish in wishes]
+    return [i for i, beginning in enumerate(beginnings) if len(beginning) == 30 and beginnings.count(beginning) > 1]
+
+
+_with_donors = GroupScheduler.with_donors
 
 
 def make_wishes(count: int, seed: int) -> list[Wish]:
@@ -160,6 +171,7 @@ class Tally:
     yields: int = 0  # of those, and
     preempted: int = 0  # steps of theirs that gave way between two layers
     hits: int = 0  # tokens whose KV was found in the prefix cache
+    sharing: int = 0  # victims whose first blocks another one has sent
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -211,7 +223,9 @@ class History:
         if self._crowded:
             self._names = self._names[:2]
             self._sizes = replace(self._sizes, memory_bytes=crowded_bytes, max_running_count=64, max_batch_tokens=64)
+        alike = self._sizes.prefix_caching and random.Random(f"alike {seed}").random() < 0.5
         eligible = [i for i, wish in enumerate(wishes) if not self._crowded or _is_long(wish)]
+        eligible = _alike(wishes) if alike and not self._crowded else eligible
         self._offline_share = 0.5 if self._sizes.harvest is not None and not self._crowded else 0.0
         self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []
@@ -221,8 +235,16 @@ class History:
         self.tally = Tally()
 
     async def run(self) -> Tally:
-        with mock.patch("services.worker.policy.leaving.LEAVES_WITHIN_S", self._leaves_within_s):
+        with (
+            mock.patch("services.worker.policy.leaving.LEAVES_WITHIN_S", self._leaves_within_s),
+            mock.patch.object(GroupScheduler, "with_donors", lambda group, admitted: self._with_donors(group, admitted)  # pyright: ignore[reportUnknownLambdaType]),
+        ):
             return await self._run()
+
+    def _with_donors(self, group: GroupScheduler, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
+        victims = _with_donors(group, admitted)
+        self.tally.sharing += sum(victim.donated_count > 0 for victim in victims)
+        return victims
 
     async def _run(self) -> Tally:
         async with running_group(self._model_dir, self._names, self._sizes) as cluster:

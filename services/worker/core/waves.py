@@ -247,7 +247,7 @@ class Leading:
         wave = replace(wave, lost=(*wave.lost, *(v for v in present if v.sequence_id in without)))
         waiting, lost_ids = self._waves.waiting_ids, {v.sequence_id for v in wave.lost}
         kept = [v for v in present if v.sequence_id not in lost_ids]
-        shared = {v.sequence_id: shared[v.sequence_id] for v in kept}
+        shared = {sequence_id: numbers for sequence_id, numbers in shared.items() if sequence_id not in lost_ids}
         moved = (v for v in kept if transfers(self._plan, v, self._me) or refills(self._plan, v, self._me))
         moving = frozenset(v.sequence_id for v in moved) | waiting
         own = frozenset(v.sequence_id for v in present if v.old_leader == self._me)
@@ -296,7 +296,7 @@ class Leading:
                 free_blocks -= need
                 counted.update(numbers)
                 kept[sequence_id] = with_kv[sequence_id]
-        shared = {sequence_id: shared[sequence_id] for sequence_id in kept}
+        shared = {sequence_id: numbers for sequence_id, numbers in shared.items() if sequence_id in kept}
         kept_ids, lost_ids = frozenset(kept), frozenset(with_kv) - kept.keys()
         events: list[Event] = [
             *(KvLost(now_s, sequence_id) for sequence_id in sorted(mine & lost_ids)),
