@@ -235,16 +235,16 @@ class History:
         self.tally = Tally()
 
     async def run(self) -> Tally:
+        def with_donors(group: GroupScheduler, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
+            victims = _with_donors(group, admitted)
+            self.tally.sharing += sum(victim.donated_count > 0 for victim in victims)
+            return victims
+
         with (
             mock.patch("services.worker.policy.leaving.LEAVES_WITHIN_S", self._leaves_within_s),
-            mock.patch.object(GroupScheduler, "with_donors", lambda group, admitted: self._with_donors(group, admitted)  # pyright: ignore[reportUnknownLambdaType]),
+            mock.patch.object(GroupScheduler, "with_donors", with_donors),
         ):
             return await self._run()
-
-    def _with_donors(self, group: GroupScheduler, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
-        victims = _with_donors(group, admitted)
-        self.tally.sharing += sum(victim.donated_count > 0 for victim in victims)
-        return victims
 
     async def _run(self) -> Tally:
         async with running_group(self._model_dir, self._names, self._sizes) as cluster:
