@@ -16,8 +16,9 @@ import pytest
 
 from tests.support import fake_driver
 from tests.support.adapters import merged, write_adapter
-from tests.support.exactness import Expected, History, Tally, Wish, make_wishes, undisturbed
+from tests.support.exactness import Expected, History, Tally, undisturbed
 from tests.support.group import HERE, ONE_GPU, Place
+from tests.support.wishes import Wish, make_wishes
 from tools.model.tiny import make_tiny
 
 HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))

@@ -18,7 +18,7 @@ import torch
 from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
-from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.sampling import FinishReason, PriorityClass
 from ballast.common.targets import for_all
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
@@ -55,17 +55,11 @@ from services.worker.pipeline.events import (
 from services.worker.policy.harvest import Harvest
 from tests.support.group import HERE, Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
+from tests.support.wishes import Wish, alike
 
 OnMessage = Callable[[Link, Message], None]
 # How pipelines form microbatches: by token counts, or by a cost that cuts prompts finely or hardly at all.
 _COSTS = (None, CostModel(1e-6, 1e-5, 1e-6, 0.0), CostModel(1e-8, 1e-5, 1e-3, 1e-3), CostModel(1e-7, 1e-5, 1e-4, 5e-5))
-_STOPS = ((), (), ("e",), ("the", "\n"), ("ab", "a b"))
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,48 +77,7 @@ def _harvest(seed: int) -> Harvest | None:
     return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
 
 
-def _alike(wishes: Sequence[Wish]) -> list[int]:
-    """Wishes whose prompts begin like one another."""
-    beginnings = [wish.prompt[:30] for wish in wishes]
-    return [i for i, beginning in enumerate(beginnings) if len(beginning) == 30 and beginnings.count(beginning) > 1]
-
-
 _with_donors = GroupScheduler.with_donors
-
-
-def make_wishes(count: int, seed: int) -> list[Wish]:
-    """Half of the longer prompts begin like others."""
-    rng = random.Random(seed)
-    trunks = [_tokens(rng, 90) for _ in range(3)]
-    return [_wish(rng, i, trunks[i % 3][: rng.choice([0, 0, 30, 85])]) for i in range(count)]
-
-
-def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(5, 500) for _ in range(count))
-
-
-def _wish(rng: random.Random, seed: int, trunk: tuple[int, ...]) -> Wish:
-    penalised = rng.random() < 0.3
-    sampling = SamplingParams(
-        temperature=0.0 if rng.random() < 0.5 else rng.uniform(0.5, 1.5),
-        seed=seed,
-        max_tokens=rng.randint(1, 60),
-        top_k=rng.choice([0, 0, 20]),
-        top_p=rng.choice([1.0, 1.0, 0.9]),
-        repetition_penalty=1.2 if penalised else 1.0,
-        presence_penalty=0.3 if penalised else 0.0,
-        frequency_penalty=0.2 if penalised else 0.0,
-        stop=rng.choice(_STOPS),
-        ignore_eos=rng.random() < 0.7,
-        logprobs=rng.choice([None, None, None, 0, 2]),
-    )
-    if sampling.logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=(None, 0, 2)[seed % 3])
-    if seed % 5 == 2:
-        allowed, bad = tuple(range(seed % 3, 500, 2)), tuple((a, b) for a in range(5, 60) for b in (a, a + 2))
-        sampling = replace(sampling, allowed_token_ids=allowed, bad_words_token_ids=((7,), *bad))
-    prompt = _tokens(rng, rng.choice([1, 3, 20, 40, 90]))
-    return Wish((*trunk[: len(prompt) - 1], *prompt[len(trunk) :]) if len(prompt) > len(trunk) else prompt, sampling)
 
 
 async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HERE) -> list[Expected]:
@@ -223,9 +176,9 @@ class History:
         if self._crowded:
             self._names = self._names[:2]
             self._sizes = replace(self._sizes, memory_bytes=crowded_bytes, max_running_count=64, max_batch_tokens=64)
-        alike = self._sizes.prefix_caching and random.Random(f"alike {seed}").random() < 0.5
+        shares = self._sizes.prefix_caching and random.Random(f"alike {seed}").random() < 0.5
         eligible = [i for i, wish in enumerate(wishes) if not self._crowded or _is_long(wish)]
-        eligible = _alike(wishes) if alike and not self._crowded else eligible
+        eligible = alike(wishes) if shares and not self._crowded else eligible
         self._offline_share = 0.5 if self._sizes.harvest is not None and not self._crowded else 0.0
         self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []

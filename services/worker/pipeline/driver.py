@@ -551,8 +551,7 @@ class TransitionDriver:
             decision = self._handover.lead(transition, victims, progress, now_s)
         self._mover.core.forget(decision.recomputed)
         admitted = self._context.group_scheduler.with_donors(decision.wave.admitted)
-        last = decision.wave.last
-        return t.Led(self._now(), transition.epoch, admitted, wave, last)
+        return t.Led(self._now(), transition.epoch, admitted, wave, decision.wave.last)
 
     # ------------------------------------------------------------ exchange
 
