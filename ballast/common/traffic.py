@@ -9,7 +9,7 @@ from itertools import zip_longest
 from ballast.common.cost import Chunk, CostModel
 
 _LEAST_STEP_S, _MOST_STEP_S = 1e-6, 60.0  # believable durations of a one-token step, on any machine
-_OLD_NUMBERS = 11  # numeric fields written by a version without `burst_left_s`
+_NUMBERS, _OLD_NUMBERS = 14, 11  # numeric fields; those that a version without bursts wrote
 _MOST = 1 << 50  # largest valid number: thousands of them add up to less than an int64
 RECENT_S, MINUTE_S, WINDOW_S = 10.0, 60.0, 300.0
 # Upper bounds of the histogram of TTFTs: 20 ms to 8 minutes, each 25 % above the previous one.
@@ -45,7 +45,10 @@ class Traffic:
     open_tokens: int = 0  # tokens generated so far for unfinished answers
     known_s: float = 0.0  # observed time, at most WINDOW_S
     oldest_wait_s: float = 0.0  # longest wait of a request without a first token, queued or on a worker
-    burst_left_s: float = 0.0  # expected rest of the present burst, from earlier ones in WINDOW_S; 0: unknown
+    # Bursts in WINDOW_S, while one is on, or has just ended, and there were others. All 0: unknown.
+    burst_since_s: float = 0.0  # since the last one began
+    burst_s: float = 0.0  # expected duration
+    burst_per_s: float = 0.0  # arrival rate in bursts
     # Histogram of all TTFTs since the start, by `wait_index`, without trailing zeros.
     first_counts: tuple[int, ...] = ()
     later_count: int = 0  # all tokens after the first of each request, since the start
@@ -94,17 +97,16 @@ def read_traffic(text: str) -> Traffic:
     if words[-1].endswith("]"):  # written by a version without `long`
         words += ["0"] * 4
     *numbers, firsts, later, later_s, prompts, long_count, need, prompt, long_wait = words
-    if len(numbers) == _OLD_NUMBERS:
-        numbers = [*numbers, "0"]
-    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, going_on, known, oldest, left = (
-        numbers
-    )
+    if len(numbers) < _NUMBERS:
+        numbers = [*numbers[:_OLD_NUMBERS], *["0"] * (_NUMBERS - _OLD_NUMBERS)]
+    queued, queued_tokens, recent, minute, minute_tokens, calm, ended, ended_tokens, going_on, known, *rest = numbers
+    oldest, since, burst, burst_rate = rest
     counts = [
         int(value)
         for value in (queued, queued_tokens, recent, minute, minute_tokens, ended, ended_tokens, going_on, later)
     ]
     counts += [int(value) for value in (long_count, need, prompt)]
-    rates = [float(value) for value in (calm, known, oldest, later_s, long_wait, left)]
+    rates = [float(value) for value in (calm, known, oldest, later_s, long_wait, since, burst, burst_rate)]
     first_counts, prompt_counts = (
         [int(value) for value in word[1:-1].split(",") if value] for word in (firsts, prompts)
     )
@@ -123,7 +125,9 @@ def read_traffic(text: str) -> Traffic:
         ended_tokens=counts[6],
         known_s=rates[1],
         oldest_wait_s=rates[2],
-        burst_left_s=rates[5],
+        burst_since_s=rates[5],
+        burst_s=rates[6],
+        burst_per_s=rates[7],
         first_counts=tuple(first_counts),
         open_tokens=counts[7],
         later_count=counts[8],
@@ -148,7 +152,9 @@ def sum_traffic(parts: Iterable[Traffic]) -> Traffic:
         open_tokens=sum(p.open_tokens for p in listed),
         known_s=max((p.known_s for p in listed), default=0.0),
         oldest_wait_s=max((p.oldest_wait_s for p in listed), default=0.0),
-        burst_left_s=max((p.burst_left_s for p in listed), default=0.0),
+        burst_since_s=max((p.burst_since_s for p in listed), default=0.0),
+        burst_s=max((p.burst_s for p in listed), default=0.0),
+        burst_per_s=math.fsum(p.burst_per_s for p in listed),
         first_counts=tuple(map(sum, zip_longest(*(p.first_counts for p in listed), fillvalue=0))),
         later_count=sum(p.later_count for p in listed),
         later_s=math.fsum(p.later_s for p in listed),

@@ -195,7 +195,9 @@ def _check_traffic(message: pb.Traffic) -> None:
             message.calm_per_s,
             message.known_s,
             message.oldest_wait_s,
-            message.burst_left_s,
+            message.burst_since_s,
+            message.burst_s,
+            message.burst_per_s,
             message.long.wait_s,
         )
     ):

@@ -539,7 +539,9 @@ class Traffic(_message.Message):
     PROMPT_COUNTS_FIELD_NUMBER: _builtins.int
     OLDEST_WAIT_S_FIELD_NUMBER: _builtins.int
     LONG_FIELD_NUMBER: _builtins.int
-    BURST_LEFT_S_FIELD_NUMBER: _builtins.int
+    BURST_SINCE_S_FIELD_NUMBER: _builtins.int
+    BURST_S_FIELD_NUMBER: _builtins.int
+    BURST_PER_S_FIELD_NUMBER: _builtins.int
     queued_count: _builtins.int
     queued_tokens: _builtins.int
     recent_count: _builtins.int
@@ -561,8 +563,12 @@ class Traffic(_message.Message):
     later_s: _builtins.float
     oldest_wait_s: _builtins.float
     """Of the requests that have had no token yet, wherever they are."""
-    burst_left_s: _builtins.float
-    """For how much longer a burst lasts, by those of the last five minutes; 0: not known."""
+    burst_since_s: _builtins.float
+    """Bursts of the last five minutes, while one is on or has just ended; all 0: not known. Since the last one began; how
+    long they last; requests in a second of one.
+    """
+    burst_s: _builtins.float
+    burst_per_s: _builtins.float
     @_builtins.property
     def first_counts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Requests that have ever had a first token, by classes of their wait a quarter apart, the first up to 20 ms."""
@@ -592,11 +598,13 @@ class Traffic(_message.Message):
         prompt_counts: _abc.Iterable[_builtins.int] | None = ...,
         oldest_wait_s: _builtins.float = ...,
         long: Global___LongDemand | None = ...,
-        burst_left_s: _builtins.float = ...,
+        burst_since_s: _builtins.float = ...,
+        burst_s: _builtins.float = ...,
+        burst_per_s: _builtins.float = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["long", b"long"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["burst_left_s", b"burst_left_s", "calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "long", b"long", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "oldest_wait_s", b"oldest_wait_s", "open_tokens", b"open_tokens", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["burst_per_s", b"burst_per_s", "burst_s", b"burst_s", "burst_since_s", b"burst_since_s", "calm_per_s", b"calm_per_s", "ended_count", b"ended_count", "ended_tokens", b"ended_tokens", "first_counts", b"first_counts", "known_s", b"known_s", "later_count", b"later_count", "later_s", b"later_s", "long", b"long", "minute_count", b"minute_count", "minute_tokens", b"minute_tokens", "oldest_wait_s", b"oldest_wait_s", "open_tokens", b"open_tokens", "prompt_counts", b"prompt_counts", "queued_count", b"queued_count", "queued_tokens", b"queued_tokens", "recent_count", b"recent_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,6 +5,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import NamedTuple
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId
@@ -23,13 +24,24 @@ from ballast.common.traffic import (
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
-# A burst begins with a bin of more than _BURST calm counts plus _CHANCE standard deviations. Its end is unknown once it
-# is _LONGER times as long as the longest one before.
-_BURST, _CHANCE, _LONGER = 2.0, 2.0, 1.5
+# A burst begins with a bin of more than _BURST calm counts plus _CHANCE standard deviations, and counts if it exceeds
+# the calm count by _SURE ones. Its end is unknown once it is _LONGER times as long as the longest one before.
+_BURST, _CHANCE, _SURE, _LONGER = 2.0, 2.0, 4.0, 1.5
 _INTERVAL_S = 0.25  # interval of reads if only tokens come: within the monitor's lease of an entry
 
 
 _NONE = LongDemand()
+
+
+class _Bursts(NamedTuple):
+    """See `Traffic.burst_s`."""
+
+    since_s: float
+    each_s: float
+    per_s: float
+
+
+_UNKNOWN = _Bursts(0.0, 0.0, 0.0)
 
 
 @dataclass(slots=True)
@@ -54,7 +66,7 @@ class _TrafficSums:
     ended_count: int = 0
     ended_tokens: int = 0
     lengths: list[int] = field(default_factory=lambda: [0] * LENGTH_COUNTS)
-    burst_left_s: float = 0.0
+    bursts: "_Bursts" = field(default_factory=lambda: _UNKNOWN)
 
     def add(self, one: _TimeBin) -> None:
         age = self.newest - one.index
@@ -167,7 +179,9 @@ class TrafficCounter:
             open_tokens=self._open_tokens,
             known_s=known_s,
             oldest_wait_s=max(0.0, at_s - next(iter(self._waiting.values()), at_s)),
-            burst_left_s=sums.burst_left_s,
+            burst_since_s=sums.bursts.since_s,
+            burst_s=sums.bursts.each_s,
+            burst_per_s=sums.bursts.per_s,
             first_counts=_told(self._first_counts),
             later_count=self._later_count,
             later_s=self._later_s,
@@ -184,7 +198,7 @@ class TrafficCounter:
             for one in islice(self._bins, max(0, len(self._bins) - 1)):
                 closed.add(one)
             counts = {one.index: one.arrived_count for one in self._bins if one.index < newest}
-            closed.burst_left_s = _burst_left_s(counts, newest, _calm(closed.spans) / _BINS_PER_SPAN)
+            closed.bursts = _bursts(counts, newest, _calm(closed.spans) / _BINS_PER_SPAN)
         sums = _TrafficSums(
             newest,
             last,
@@ -194,7 +208,7 @@ class TrafficCounter:
             closed.ended_count,
             closed.ended_tokens,
             closed.lengths.copy(),
-            closed.burst_left_s,
+            closed.bursts,
         )
         if self._bins:
             sums.add(self._bins[-1])
@@ -221,10 +235,9 @@ def _told(counts: list[int]) -> tuple[int, ...]:
     return tuple(counts[:end])
 
 
-def _burst_left_s(counts: Mapping[int, int], newest: int, calm_count: float) -> float:
-    """Predicted seconds for which the recent rate lasts, at least one bin: until the present burst is as long as the
-    mean of earlier ones; one bin if it is over. 0: unknown, as there was no burst recently or none before, or the
-    present one is much longer than these.
+def _bursts(counts: Mapping[int, int], newest: int, calm_count: float) -> _Bursts:
+    """Bursts, if there was one recently, and others before: the present one is expected to be as long as the mean of
+    these, at least until the end of the present bin. Unknown also if it is much longer than these.
 
     Args:
         counts: Requests by complete bin.
@@ -233,16 +246,25 @@ def _burst_left_s(counts: Mapping[int, int], newest: int, calm_count: float) -> 
     """
     deviation = math.sqrt(calm_count + 1.0)
     least, calm = _BURST * calm_count + _CHANCE * deviation, calm_count + deviation
-    lengths, length, last = list[int](), 0, -1
-    for index in range(newest - int(WINDOW_S / _BIN_S), newest):
-        if counts.get(index, 0) > (calm if length else least):  # a dip by chance does not end a burst
-            length, last = length + 1, index
+    found, length, total = list[tuple[int, int, int]](), 0, 0  # begin, bins, requests
+    for index in range(newest - int(WINDOW_S / _BIN_S), newest + 1):
+        count = counts.get(index, 0)
+        if index < newest and count > (calm if length else least):  # a dip by chance does not end a burst
+            length, total = length + 1, total + count
         elif length:
-            lengths.append(length)
-            length = 0
-    if not lengths or last < newest - _BINS_PER_SPAN or length > _LONGER * max(lengths):
-        return 0.0
-    return _BIN_S * max(1.0, sum(lengths) / len(lengths) - length) if length else _BIN_S
+            usual = calm_count * length
+            if total > usual + _SURE * math.sqrt(usual + 1.0):
+                found.append((index - length, length, total))
+            length = total = 0
+    if len(found) < 2 or sum(found[-1][:2]) < newest - _BINS_PER_SPAN:
+        return _UNKNOWN
+    begin, last, _ = found[-1]
+    lengths, is_on = [length for _, length, _ in found[:-1]], begin + last == newest
+    if is_on and last > _LONGER * max(lengths):
+        return _UNKNOWN
+    each = max(sum(lengths) / len(lengths), last + 1.0) if is_on else float(last)
+    rate = sum(total for *_, total in found) / sum(length for _, length, _ in found) / _BIN_S
+    return _Bursts(_BIN_S * (newest - begin), _BIN_S * each, rate)
 
 
 def _calm(counts: Sequence[int]) -> int:

@@ -119,9 +119,9 @@ def compare(
         return found[number].loss
 
     chosen = choose([one.loss for one in found], [one.change_count for one in candidates], finish)
-    if traffic.burst_left_s:
+    if traffic.burst_s:
         for number in {0, chosen}:
-            found[number] = evaluator.expect(found[number], kinds[number], traffic.burst_left_s)
+            found[number] = evaluator.expect(found[number], kinds[number], traffic)
     return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
 
 
@@ -241,11 +241,17 @@ class _Evaluator:
         predicted = [self._predict(kinds, future) for future in others]
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
 
-    def expect(self, found: Evaluation, kinds: Sequence[GroupKind], lasts_s: float) -> Evaluation:
-        """Replace the prediction by one for a rate that lasts for `lasts_s`, as long as earlier bursts did. The choice
-        is made without it, as it must be right for longer and shorter bursts, too.
+    def expect(self, found: Evaluation, kinds: Sequence[GroupKind], traffic: Traffic) -> Evaluation:
+        """Replace the prediction by one for a burst as long and as high as earlier ones. The choice is made without it,
+        as it must be right for longer and shorter bursts, too.
         """
-        return replace(found, prediction=self._predict(kinds, replace(self._futures[_MIDDLE], lasts_s=lasts_s)))
+        future = replace(
+            self._futures[_MIDDLE],
+            rate_per_s=traffic.burst_per_s,
+            lasts_s=max(0.0, traffic.burst_s - traffic.burst_since_s),
+            calm_per_s=min(traffic.calm_per_s, traffic.burst_per_s),
+        )
+        return replace(found, prediction=self._predict(kinds, future))
 
     def _predict(self, kinds: Sequence[GroupKind], future: Future) -> Prediction:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)

@@ -66,6 +66,7 @@ class BatchFormer:
         self._limits = limits
         self._microbatching = microbatching
         self._limits_always = False  # the limit applies to batches without decodes, too
+        self._limited_count: int | None = None  # batches left that are limited; None: all
         self._limited_tokens = 0  # maximum of waiting prompt tokens since the limit was set; 0 when none wait
 
     @property
@@ -152,9 +153,10 @@ class BatchFormer:
         if len(left) <= min(room, max(1, int(len(decodes) * _FEW))):
             decodes.extend(left)
 
-    def limit_prefill(self, token_count: int | None, *, always: bool = False) -> None:
+    def limit_prefill(self, token_count: int | None, *, always: bool = False, count: int | None = None) -> None:
+        """Limit the prompt tokens of batches. `count`: of that many, those without prompts left out."""
         self.prefill_limit, self._limits_always = token_count, always
-        self._limited_tokens = 0
+        self._limited_tokens, self._limited_count = 0, count
 
     def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
         """Maximum prompt tokens of a batch, given the number of decodes and of prompt tokens that wait."""
@@ -164,7 +166,12 @@ class BatchFormer:
         if not limit:
             return 0
         self._limited_tokens = max(self._limited_tokens, prompt_tokens) if prompt_tokens else 0
-        return max(limit, -(-self._limited_tokens // _LIMITED_BATCHES))
+        most = max(limit, -(-self._limited_tokens // _LIMITED_BATCHES))
+        if prompt_tokens and self._limited_count is not None:
+            self._limited_count -= 1
+            if not self._limited_count:
+                self.limit_prefill(None)
+        return most
 
     def _chunks(self, decode_count: int, prefills: list[Sequence], budget_tokens: int) -> list[tuple[Sequence, int]]:
         if not prefills:

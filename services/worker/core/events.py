@@ -156,6 +156,7 @@ class PrefillLimited:
     at_s: float
     token_count: int | None
     always: bool = False
+    batch_count: int | None = None  # number of batches with prompts that are limited; None: until another event
 
 
 @dataclass(frozen=True, slots=True)

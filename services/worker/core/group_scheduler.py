@@ -379,7 +379,7 @@ class GroupScheduler:
             case AdmissionLimited():
                 self.scheduler.admission_limit = event.block_count
             case PrefillLimited():
-                self.scheduler.former.limit_prefill(event.token_count, always=event.always)
+                self.scheduler.former.limit_prefill(event.token_count, always=event.always, count=event.batch_count)
             case RoomWanted():
                 self._make_way(event)
             case OfflinePaused():

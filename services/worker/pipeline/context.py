@@ -201,12 +201,13 @@ class MemberContext:
             body = capacity_to_bytes(room.withdrawn, block_count, room.own())
             self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)
 
-    def limit_prompts(self, *, beside: bool = False) -> None:
-        """Limit prompt chunks during a transition, until `lift_limit` or another role. `beside`: in all batches of this
-        worker's own group, while the draining one computes on the same devices, or others wait for their KV.
+    def limit_prompts(self, *, beside: bool = False, batch_count: int | None = None) -> None:
+        """Limit prompt chunks during a transition, in that many batches, or until `lift_limit` or another role.
+        `beside`: in all batches of this worker's own group, while the draining one computes on the same devices, or
+        others wait for their KV.
         """
         token_count = max(1, int(_PROMPT_BLOCKS * self.memory.kv.shape.block_tokens))
-        self.answers.tell(PrefillLimited(self.now(), token_count, always=beside))
+        self.answers.tell(PrefillLimited(self.now(), token_count, always=beside, batch_count=batch_count))
 
     def lift_limit(self) -> None:
         self.answers.tell(PrefillLimited(self.now(), None))

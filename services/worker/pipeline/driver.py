@@ -475,7 +475,7 @@ class TransitionDriver:
         self._published.clock.begin_layout()
         self._context.begin_room()
         self._answers.tell(RoleChanged(now_s, role.leads, len(new.members)))
-        self._context.limit_prompts(beside=True)
+        self._context.limit_prompts(beside=True, batch_count=len(new.members))
         progress = self._published.counted
         progress.halted_at_s = progress.commit_at_s
         progress.taken_up_at_s = self._now()

@@ -1,4 +1,4 @@
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import pytest
 
@@ -44,27 +44,31 @@ def test_a_cluster_that_has_just_started_was_calm_before() -> None:
     assert found.calm_per_s == 0.0
 
 
-def test_how_long_bursts_last_is_learnt_from_those_before() -> None:
+def test_how_long_and_high_bursts_are_is_learnt_from_those_before() -> None:
     """Of six seconds each, every minute: ten requests a second instead of one."""
     times = [i / 10 for i in range(3000) if i % 10 == 0 or 0 < i % 600 < 60]
 
-    def left(at_s: float) -> float:
-        found = counted([time for time in times if time <= at_s], at_s)
+    def told(arrivals: Sequence[float], at_s: float) -> tuple[float, ...]:
+        found = counted([time for time in arrivals if time <= at_s], at_s)
         assert read_traffic(write_traffic(found)) == found
-        return found.burst_left_s
+        return found.burst_since_s, found.burst_s, found.burst_per_s
 
-    assert left(183.0) == 4.0, "two of its six seconds are complete"
-    assert left(185.0) == left(189.0) == 2.0, "or it is over, and what is recent is not"
-    assert left(230.0) == left(240.5) == 0.0
-    assert counted([float(second) for second in range(300)], 300.0).burst_left_s == 0.0, "there were none"
-    long = counted(sorted([*times, *(240 + i / 10 for i in range(120))]), 252.0)
-    assert long.burst_left_s == 0.0, "it has lasted for longer than those before"
-    assert sum_traffic([Traffic(burst_left_s=4.0), Traffic()]).burst_left_s == 4.0
+    rate = pytest.approx(10.0, abs=0.2)
+    assert told(times, 183.0) == (2.0, 6.0, rate)
+    assert told(times, 185.0) == (4.0, 6.0, rate)
+    assert told(times, 189.0) == (8.0, 6.0, rate), "it is over"
+    assert told(times, 230.0) == told(times, 240.5) == (0.0,) * 3
+    assert told([float(second) for second in range(300)], 300.0) == (0.0,) * 3, "there were none"
+    assert told(sorted([*times, *(240 + i / 10 for i in range(120))]), 252.0) == (0.0,) * 3, "it lasts too long"
+    by_chance = sorted([*(3.0 * i for i in range(100)), 100.1, 100.2, 100.3, *(280 + i / 4 for i in range(40))])
+    assert told(by_chance, 289.0) == (0.0,) * 3, "four requests in two seconds are no burst"
+    both = sum_traffic([Traffic(burst_s=4.0, burst_per_s=2.0), Traffic(burst_per_s=1.0)])
+    assert (both.burst_s, both.burst_per_s) == (4.0, 3.0)
 
 
 def test_the_form_of_a_version_that_did_not_know_bursts_is_read() -> None:
     words = write_traffic(counted([1.0, 2.5], 12.5)).split(" ")
-    assert read_traffic(" ".join([*words[:11], *words[12:]])) == counted([1.0, 2.5], 12.5)
+    assert read_traffic(" ".join([*words[:11], *words[14:]])) == counted([1.0, 2.5], 12.5)
 
 
 def test_what_is_long_ago_is_forgotten() -> None:

@@ -10,7 +10,7 @@ from ballast.common.cost import CostModel
 from ballast.common.ids import GroupId, WorkerId
 from ballast.common.traffic import Pace, Traffic
 from services.planner.policy.candidates import Running
-from services.planner.policy.compare import LASTS_S, Comparison, ComparisonTargets, compare, compare_restore, loss_of
+from services.planner.policy.compare import Comparison, ComparisonTargets, compare, compare_restore, loss_of
 from services.planner.policy.drop import plan_of
 from services.planner.policy.fluid_model import (
     FluidMachine,
@@ -556,9 +556,10 @@ def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
     snapshot = running(alone(EIGHT, BLOCKS - 5), 24)
     burst = replace(LONG, calm_per_s=0.1, recent_count=80, minute_count=120)
 
-    def waits_s(left_s: float) -> float:
-        found = compare(snapshot, Running(256, 4), replace(burst, burst_left_s=left_s), PACE)
-        return found.candidates[0].prediction.ttft_p99_s
+    def waits_s(lasts_s: float, since_s: float = 4.0) -> float:
+        bursts = replace(burst, burst_since_s=since_s, burst_s=lasts_s, burst_per_s=8.0 if lasts_s else 0.0)
+        return compare(snapshot, Running(256, 4), bursts, PACE).candidates[0].prediction.ttft_p99_s
 
-    assert waits_s(2.0) < waits_s(LASTS_S[1]) < waits_s(40.0)
-    assert waits_s(0.0) == waits_s(LASTS_S[1]), "until one is known"
+    assert waits_s(6.0) < waits_s(20.0) < waits_s(40.0)
+    assert waits_s(0.0) == compare(snapshot, Running(256, 4), burst, PACE).candidates[0].prediction.ttft_p99_s
+    assert waits_s(6.0, since_s=8.0) < waits_s(6.0), "it is over"

@@ -272,6 +272,16 @@ def test_prompts_are_limited_in_every_batch_while_another_group_decodes_beside()
     assert _step(leader) == {1: 1, 2: 20}
 
 
+def test_a_limit_may_be_for_so_many_batches_with_prompts() -> None:
+    leader = Leader(64, block_tokens=4, max_batch_tokens=32)
+    leader.submit("a")
+    leader.step()
+    leader.feed(PrefillLimited(leader.at_s, 3, always=True, batch_count=2))
+    assert _step(leader) == {1: 1}
+    leader.submit("b", tuple(range(1, 13)))
+    assert [_step(leader) for _ in range(3)] == [{1: 1, 2: 3}, {1: 1, 2: 3}, {1: 1, 2: 6}]
+
+
 def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> None:
     def form(view: PipelineView) -> Share:
         ready = [i for i, c in enumerate(view.candidates) if c.step_id <= view.completed_step_id]
