@@ -3,10 +3,10 @@
     python -m benchmarks.parking --traces DIR [--slices conv-spike,...] [--search] [--policy drop:park=on]
 
 Simulates GPU-seconds relative to the constant number of GPUs that `recompute` needs for the same goal, in a pool of
-that size. DIR has published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. The number
-of GPUs that `recompute` needs is searched with `--search`, or if SLICES does not give it. `bar`: the most GPU-seconds
-allowed. The bars of the first five slices are those of the study that motivated parking; the last three were held out
-during its development. `soon`: number of parked instances that were needed again within a minute.
+that size. DIR has published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. `--search`
+finds the number of GPUs that `recompute` needs again. `bar`: the most GPU-seconds allowed. The bars of the first five
+slices are those of the study that motivated parking; the last three were held out during its development. `soon`:
+number of parked instances that were needed again within a minute.
 """
 
 import argparse
@@ -30,7 +30,7 @@ class TraceSlice:
     trace: str
     on: tuple[str, str]  # (model, GPU)
     slo: Slo
-    static: int | None  # instances that `recompute` needs; None: not searched yet
+    static: int  # instances that `recompute` needs, as `--search` finds
     bar: float | None  # maximum GPU-seconds, relative to those of `recompute`
     rate_scale: float = 1.0
     time_scale: float = 1.0
@@ -47,9 +47,9 @@ SLICES = {
     "burstgpt": TraceSlice("burstgpt1_t0_35400", _OLD, _CHAT, 14, 0.5, rate_scale=8.0, time_scale=0.02),
     "code-spike": TraceSlice("azure_code_spike640_b", _OLD, _CODE, 16, 0.5, rate_scale=0.5, lengths=_POOL),
     "computing": TraceSlice("azure_conv_spike640_b", _NEW, _CHAT, 6, 1.0, rate_scale=3.0),
-    "conv-calm": TraceSlice("azure_conv_calm640", _OLD, _CHAT, None, None, rate_scale=1.5),
-    "code-other": TraceSlice("azure_code_spike640_a", _OLD, _CODE, None, None, rate_scale=0.5, lengths=_POOL),
-    "code-even": TraceSlice("azure_code_least_bursty640", _NEW, _CODE, None, None, rate_scale=2.0, lengths=_POOL),
+    "conv-calm": TraceSlice("azure_conv_calm640", _OLD, _CHAT, 8, None, rate_scale=1.5),
+    "code-other": TraceSlice("azure_code_spike640_a", _OLD, _CODE, 24, None, rate_scale=0.5, lengths=_POOL),
+    "code-even": TraceSlice("azure_code_least_bursty640", _NEW, _CODE, 12, None, rate_scale=2.0, lengths=_POOL),
 }
 
 
@@ -77,7 +77,7 @@ def needed(one: TraceSlice, traces: Path) -> int:
 
 def row(name: str, traces: Path, policy: str, *, search: bool) -> tuple[str, bool]:
     one = SLICES[name]
-    static = needed(one, traces) if search or one.static is None else one.static
+    static = needed(one, traces) if search else one.static
     run = attempt(job(one, traces, policy, static), one.slo)
     part = run.mean_on / static
     kept = run.met_share >= one.slo.share and (one.bar is None or part <= one.bar + 0.005)

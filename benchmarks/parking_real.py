@@ -109,7 +109,6 @@ async def measure(emulation: Emulation, policy: str, trace: Trace, workers: int,
 
 async def compare(args: argparse.Namespace, folder: Path) -> bool:
     model, gpu = _SLICE.on
-    assert _SLICE.static is not None, "searched"
     scaled = replace(_SLICE, rate_scale=_SLICE.rate_scale * args.workers / _SLICE.static)
     trace = part(job(scaled, args.traces, BOTH, args.workers).trace, args.begin_s, args.seconds)
     emulation = emulation_of(folder / "stand-in", catalogue_machine(gpu, model))

@@ -82,13 +82,14 @@ def lateness(log_dir: Path) -> Lateness:
     """The lateness of all workers' steps, from the last report in each worker's log.
 
     Raises:
-        Unavailable: no worker has reported any step time.
+        Unavailable: a worker has not reported its steps' times, or none has executed a step.
     """
-    logs = (log.read_text(errors="replace") for log in log_dir.glob("worker-*.log"))
-    last = [found[-1] for log in logs if (found := list(_SAID.finditer(log)))]  # logs also contain earlier runs
-    due_s, late_s, lost_s = (sum(float(match[number]) for match in last) for number in (1, 2, 3))
-    if not due_s:
-        raise Unavailable("workers", f"have not said in {log_dir} how long their steps took")
+    said = {log.stem: _SAID.findall(log.read_text(errors="replace")) for log in sorted(log_dir.glob("worker-*.log"))}
+    silent = ", ".join(worker for worker, found in said.items() if not found)
+    last = [found[-1] for found in said.values() if found]  # logs also contain earlier runs
+    due_s, late_s, lost_s = (sum(float(of[number]) for of in last) for number in range(3))
+    if silent or not due_s:
+        raise Unavailable(silent or "workers", f"have not said in {log_dir} how long their steps took")
     return Lateness(late_s / due_s, lost_s / due_s)
 
 

@@ -74,9 +74,8 @@ class EmulatedEngine:
     def close(self) -> None:
         """Close the memory, and log the delay of steps."""
         clock = self.runner.clock
-        if clock.due_s:
-            due_s, late_s, lost_s = (round(seconds, 3) for seconds in (clock.due_s, clock.late_s, clock.lost_s))
-            get_logger().info("emulated", due_s=due_s, late_s=late_s, lost_s=lost_s)
+        due_s, late_s, lost_s = (round(seconds, 3) for seconds in (clock.due_s, clock.late_s, clock.lost_s))
+        get_logger().info("emulated", due_s=due_s, late_s=late_s, lost_s=lost_s)
         self.memory.close()
 
 

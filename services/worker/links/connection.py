@@ -77,6 +77,11 @@ class Link:
         return self.ended or self.connection.state
 
     @property
+    def has_ended(self) -> bool:
+        """True if this side has retired the epoch, or was told that the link has ended."""
+        return self.retired or self.ended is not None
+
+    @property
     def is_up(self) -> bool:
         """True if both sides have joined the epoch, as far as this side knows."""
         return self.ended is None and self.connection.is_shared(self)
@@ -154,8 +159,11 @@ class Link:
         self.connection.leave(self)
 
     def give_up(self, why: str) -> None:
-        """Break the connection because a required message cannot be sent; no effect if it has ended."""
-        self.connection.give_up(why)
+        """Break the connection because a required message cannot be sent. No effect if the link has ended: other epochs
+        may use the connection.
+        """
+        if not self.has_ended:
+            self.connection.give_up(why)
 
     def _refuse_ended(self) -> None:
         if self.retired:

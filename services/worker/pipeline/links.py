@@ -84,8 +84,10 @@ class Links:
                 tensor, meta = link.as_tensor(meta), b""
             return link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
         except BallastError as error:
-            get_logger().error("message to a member was not sent", to=link.peer_id, topic=topic.name, why=str(error))
-            link.give_up(f"{topic.name} could not be sent: {error}")
+            if not link.has_ended:  # else the peer knows, or the receiver is notified
+                why = str(error)
+                get_logger().error("message to a member was not sent", to=link.peer_id, topic=topic.name, why=why)
+                link.give_up(f"{topic.name} could not be sent: {why}")
             return None
 
     def pass_on(self, topic: Topic, about: Epoch) -> None:

@@ -227,6 +227,9 @@ def test_a_run_says_why_it_is_void(tmp_path: Path) -> None:
     assert kept_up.config.cluster["lost_share"] == 0.01
     assert not why_void(kept_up)
     assert "3.0%" in why_void(with_settings(kept_up, {"lost_share": 0.03}))
+    (tmp_path / "worker-1.log").write_text("t [error    ] killed before it has said how late it was\n")
+    with pytest.raises(Unavailable, match=r"^worker-1:? have not said"):
+        with_effort(result, tmp_path)
 
 
 PLAN = {

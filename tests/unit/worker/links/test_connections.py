@@ -5,6 +5,7 @@ one process, over real sockets.
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import cast
 
 import pytest
 import torch
@@ -20,6 +21,9 @@ from services.worker.links.plane import DataPlane
 from services.worker.links.ports import LinkState
 from services.worker.links.traffic import TrafficClass
 from services.worker.links.transfer import TransferOutcome
+from services.worker.pipeline.links import Links
+from services.worker.pipeline.role import MemberRole
+from services.worker.pipeline.wire import Topic
 from tests.unit.worker.links.recorder import Recorder, checksum, pattern
 
 CONFIG = TransportConfig(keepalive_s=0.05, close_timeout_s=5.0)
@@ -149,6 +153,21 @@ def test_a_connection_that_breaks_ends_all_its_links_and_is_made_anew(pair: Pair
     assert new[0].connection is not old[0].connection
     with pytest.raises(Unavailable):
         old[0].send(TrafficClass.CONTROL, 0)
+
+
+@pytest.mark.parametrize("who_retires", [0, 1])
+def test_a_message_that_is_too_late_for_its_epoch_ends_no_other_epoch(pair: Pair, who_retires: int) -> None:
+    """As an answer to a migration of a layout that has been replaced, while the next one is being prepared."""
+    old, new = pair.connect(1), pair.connect(2)
+    old[who_retires].retire()
+    until(lambda: all(link.retired or link.ended is LinkState.CLOSED for link in old))
+    links = Links(pair.planes["w1"], cast("MemberRole", None), time.monotonic, lambda _: None)
+    assert links.send_over(old[0], TrafficClass.CONTROL, Topic.MIGRATION, b"") is None
+    old[0].give_up("too late")
+    assert old[0].connection.is_up
+    assert all(link.is_up for link in new)
+    links.send_over(new[0], TrafficClass.CONTROL, Topic.MIGRATION, b"in time")
+    until(lambda: pair.recorders["w2"].messages)
 
 
 @pytest.mark.parametrize("who", ["w1", "w2"])
