@@ -3,6 +3,8 @@
     python -m benchmarks.prefix_routing table [--instances 1 4 8] [--trace FILE] [--write]
     python -m benchmarks.prefix_routing regret --traces DIR [--cells 'chat*'] [--write]
 
+`--write` keeps the rows of other cells in the page, so that a table may be made in portions.
+
 table: sessions on H100s with Llama-3.1-8B, at half of the rate that they can compute without a cache, or at `--load`.
 Chats have four turns that begin with one of twenty prompts of 1,000 tokens (Zipf), agents ten turns that begin with one
 of eight prompts of 2,000; a turn's prompt contains the previous one. With `--trace`, also the requests of a Mooncake
@@ -22,7 +24,7 @@ from pathlib import Path
 
 from benchmarks.offline import code_commit
 from benchmarks.prefix_caching import PrefixCell, Size, arrivals_from, run
-from benchmarks.quoting import quote
+from benchmarks.quoting import quote, quoted
 from benchmarks.regret_cells import CELLS, figures_of, job_of
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
@@ -96,6 +98,25 @@ def _compare(name: str, arrivals: Sequence[Arrival], size: Size) -> list[str]:
     return rows
 
 
+def merged(before: str, command: str, rows: Sequence[str]) -> str:
+    """Text with a list of commands and one table: those of `before`, and `rows` in place of its rows of the same cells.
+    A row whose first column is empty belongs to the cell above it.
+    """
+    lines = before.splitlines()
+    commands = [line for line in lines if line.startswith("- ")]
+    cells: dict[str, list[str]] = {}
+    for table in ([line for line in lines if line.startswith("|")], rows):
+        name, new = "", set[str]()
+        for row in table[2:]:
+            name = row.split("|")[1].strip() or name
+            if name not in new:
+                new.add(name)
+                cells[name] = []
+            cells[name].append(row)
+    ordered = [row for name in sorted(cells) for row in cells[name]]
+    return "\n".join([*commands, *([] if command in commands else [command]), "", *rows[:2], *ordered])
+
+
 def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
     """The arrivals, with the same times and lengths, as turns of chats: a prompt begins with that of an earlier turn,
     if one is short enough and at random, or else with one of twenty common prefixes of 512 tokens.
@@ -152,13 +173,14 @@ def main() -> int:
     parser.add_argument("--cells", default=_CHAT_CELLS, help="for regret (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
     args = parser.parse_args()
+    before = quoted(PAGE, f"prefix-{args.what}")
 
     def told(rows: Sequence[str]) -> None:
         if not args.write:
             return
         words = [word if word not in (str(args.traces), str(args.trace)) else "PATH" for word in sys.argv[1:]]
-        command = f"python -m benchmarks.prefix_routing {' '.join(words)}"
-        quote(PAGE, f"prefix-{args.what}", f"`{command}`, commit {code_commit()}:\n\n" + "\n".join(rows))
+        command = f"- `python -m benchmarks.prefix_routing {' '.join(words)}`, commit {code_commit()}"
+        quote(PAGE, f"prefix-{args.what}", merged(before, command, rows))
 
     if args.what == "table":
         table(args, told)

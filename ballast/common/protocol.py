@@ -2,7 +2,7 @@
 
 # Version of stage messages, frames on links and the layout of KV: two workers can share a group or move KV only if
 # theirs are equal. Raise it with each change of these; `tests/unit/repository/test_protocol.py` detects changes.
-PROTOCOL = 11
+PROTOCOL = 12
 # A dispatcher also uses workers whose version is one lower or higher, so that either may be upgraded first.
 _DISPATCHER_REACH = 1
 

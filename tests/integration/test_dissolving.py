@@ -13,9 +13,10 @@ from ballast.common.sampling import FinishReason, Grammar, GrammarKind, Sampling
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.transition_messages import AbortRequested
 from services.worker.pipeline.events import Told
-from tests.support.exactness import Expected, Wish, compare, undisturbed
+from tests.support.exactness import Expected, compare, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, alone, layout, running_group
 from tests.support.shells import until
+from tests.support.wishes import Wish
 from tools.model.tiny import make_tiny
 
 pytestmark = pytest.mark.any_device

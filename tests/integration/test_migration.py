@@ -11,9 +11,10 @@ from ballast.common.sampling import SamplingParams
 from ballast.common.transition import TransitionKind
 from services.worker.links import channel_connection
 from services.worker.links.config import TransportConfig
-from tests.support.exactness import History, Tally, make_wishes, undisturbed
+from tests.support.exactness import History, Tally, undisturbed
 from tests.support.group import Answer, Cluster, Sizes, layout, running_group
 from tests.support.shells import until
+from tests.support.wishes import make_wishes
 from tools.model.tiny import make_tiny
 
 pytestmark = [pytest.mark.any_device, pytest.mark.rotating]

@@ -22,10 +22,11 @@ from services.worker.ranks.channel import RankLog
 from services.worker.ranks.load import load_ranked
 from tests.support.cluster import until
 from tests.support.engine import Job, generate
-from tests.support.exactness import History, Tally, make_wishes, undisturbed
+from tests.support.exactness import History, Tally, undisturbed
 from tests.support.fake_driver import load, load_share
 from tests.support.families import write_family
 from tests.support.group import ONE_GPU, Place
+from tests.support.wishes import make_wishes
 from tools.local.cluster import LocalCluster
 from tools.model.tiny import make_tiny
 

@@ -15,7 +15,10 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from ballast.common.transition import TransitionKind
+from services.worker.core.blocks import Table
+from services.worker.core.mover import Mover
 from services.worker.core.prefixes import PrefixIndex
+from services.worker.core.spans import Piece
 from sim.clients import Arrival
 from sim.world import World
 from tests.support.prefix_history import PrefixHistory
@@ -127,6 +130,32 @@ def test_a_herd_with_one_prompt_is_no_overload(caches: bool) -> None:
     arrivals = [Arrival(10.0 + place / 1000, 1950, 40, hash_ids=(0, 1, 2, 1000 + place)) for place in range(70)]
     kinds = [transition.journal.kind for transition in _world_of(arrivals, "drop", caches=caches).run().transitions]
     assert kinds == ([] if caches else [TransitionKind.DROP])
+
+
+def test_a_drop_sends_shared_blocks_once_and_keeps_them_shared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of prompts of 1,088 to 1,408 tokens 1,024 are those of two prefixes; with each block as its own, sequences of the
+    new group would need twice what there is.
+    """
+    sent: list[tuple[object, ...]] = []
+    blocks_of = Mover._blocks  # pyright: ignore[reportPrivateUsage]
+
+    def noting(mover: Mover, piece: Piece) -> Table:
+        table = blocks_of(mover, piece)
+        sent.extend((id(mover), piece.move, piece.first_layer, block_id) for block_id in table)
+        return table
+
+    monkeypatch.setattr(Mover, "_blocks", noting)
+    rng, at_s, arrivals = random.Random(2), 0.0, list[Arrival]()
+    while at_s < 25.0:
+        prefix, first, new = rng.randrange(2), 10_000 + 100 * len(arrivals), rng.randint(1, 6)
+        hash_ids = (*range(100 * prefix, 100 * prefix + 16), *range(first, first + new))
+        arrivals.append(Arrival(at_s, 64 * (16 + new), rng.randint(100, 400), hash_ids=hash_ids, hash_tokens=64))
+        at_s += rng.expovariate(16.0 if 10.0 <= at_s < 18.0 else 1.5)
+    made = _world_of(arrivals, "drop", caches=True)
+    run = made.run()
+    assert [transition.journal.kind for transition in run.transitions][:1] == [TransitionKind.DROP]
+    assert len(sent) == len(set(sent)) > 300
+    assert run.samples[-1].preemptions_total == 0
 
 
 def _world_of(arrivals: Sequence[Arrival], policy: str, *, caches: bool, stop_after_s: float | None = None) -> World:

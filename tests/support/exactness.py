@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from unittest import mock
@@ -18,10 +18,12 @@ import torch
 from ballast.common.cost import CostModel
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout
-from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from ballast.common.sampling import FinishReason, PriorityClass
 from ballast.common.targets import for_all
 from ballast.common.transition import Phase, TransitionKind
 from services.worker.core.batch import Batch, TokenLogprobs
+from services.worker.core.group_scheduler import GroupScheduler
+from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
 from services.worker.core.spans import KvRange, Piece
 from services.worker.core.transition_messages import (
@@ -53,17 +55,11 @@ from services.worker.pipeline.events import (
 from services.worker.policy.harvest import Harvest
 from tests.support.group import HERE, Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
+from tests.support.wishes import Wish, alike
 
 OnMessage = Callable[[Link, Message], None]
 # How pipelines form microbatches: by token counts, or by a cost that cuts prompts finely or hardly at all.
 _COSTS = (None, CostModel(1e-6, 1e-5, 1e-6, 0.0), CostModel(1e-8, 1e-5, 1e-3, 1e-3), CostModel(1e-7, 1e-5, 1e-4, 5e-5))
-_STOPS = ((), (), ("e",), ("the", "\n"), ("ab", "a b"))
-
-
-@dataclass(frozen=True, slots=True)
-class Wish:
-    prompt: tuple[int, ...]
-    sampling: SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,39 +77,7 @@ def _harvest(seed: int) -> Harvest | None:
     return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
 
 
-def make_wishes(count: int, seed: int) -> list[Wish]:
-    """Half of the longer prompts begin like others."""
-    rng = random.Random(seed)
-    trunks = [_tokens(rng, 90) for _ in range(3)]
-    return [_wish(rng, i, trunks[i % 3][: rng.choice([0, 0, 30, 85])]) for i in range(count)]
-
-
-def _tokens(rng: random.Random, count: int) -> tuple[int, ...]:
-    return tuple(rng.randrange(5, 500) for _ in range(count))
-
-
-def _wish(rng: random.Random, seed: int, trunk: tuple[int, ...]) -> Wish:
-    penalised = rng.random() < 0.3
-    sampling = SamplingParams(
-        temperature=0.0 if rng.random() < 0.5 else rng.uniform(0.5, 1.5),
-        seed=seed,
-        max_tokens=rng.randint(1, 60),
-        top_k=rng.choice([0, 0, 20]),
-        top_p=rng.choice([1.0, 1.0, 0.9]),
-        repetition_penalty=1.2 if penalised else 1.0,
-        presence_penalty=0.3 if penalised else 0.0,
-        frequency_penalty=0.2 if penalised else 0.0,
-        stop=rng.choice(_STOPS),
-        ignore_eos=rng.random() < 0.7,
-        logprobs=rng.choice([None, None, None, 0, 2]),
-    )
-    if sampling.logprobs is not None:
-        sampling = replace(sampling, prompt_logprobs=(None, 0, 2)[seed % 3])
-    if seed % 5 == 2:
-        allowed, bad = tuple(range(seed % 3, 500, 2)), tuple((a, b) for a in range(5, 60) for b in (a, a + 2))
-        sampling = replace(sampling, allowed_token_ids=allowed, bad_words_token_ids=((7,), *bad))
-    prompt = _tokens(rng, rng.choice([1, 3, 20, 40, 90]))
-    return Wish((*trunk[: len(prompt) - 1], *prompt[len(trunk) :]) if len(prompt) > len(trunk) else prompt, sampling)
+_with_donors = GroupScheduler.with_donors
 
 
 async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HERE) -> list[Expected]:
@@ -160,6 +124,7 @@ class Tally:
     yields: int = 0  # of those, and
     preempted: int = 0  # steps of theirs that gave way between two layers
     hits: int = 0  # tokens whose KV was found in the prefix cache
+    sharing: int = 0  # victims whose first blocks another one has sent
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -211,7 +176,9 @@ class History:
         if self._crowded:
             self._names = self._names[:2]
             self._sizes = replace(self._sizes, memory_bytes=crowded_bytes, max_running_count=64, max_batch_tokens=64)
+        shares = self._sizes.prefix_caching and random.Random(f"alike {seed}").random() < 0.5
         eligible = [i for i, wish in enumerate(wishes) if not self._crowded or _is_long(wish)]
+        eligible = alike(wishes) if shares and not self._crowded else eligible
         self._offline_share = 0.5 if self._sizes.harvest is not None and not self._crowded else 0.0
         self._chosen = [eligible[rng.randrange(len(eligible))] for _ in range(request_count)]
         self._asked: list[tuple[int, Answer]] = []
@@ -221,7 +188,15 @@ class History:
         self.tally = Tally()
 
     async def run(self) -> Tally:
-        with mock.patch("services.worker.policy.leaving.LEAVES_WITHIN_S", self._leaves_within_s):
+        def with_donors(group: GroupScheduler, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
+            victims = _with_donors(group, admitted)
+            self.tally.sharing += sum(victim.donated_count > 0 for victim in victims)
+            return victims
+
+        with (
+            mock.patch("services.worker.policy.leaving.LEAVES_WITHIN_S", self._leaves_within_s),
+            mock.patch.object(GroupScheduler, "with_donors", with_donors),
+        ):
             return await self._run()
 
     async def _run(self) -> Tally:

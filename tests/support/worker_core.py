@@ -112,6 +112,10 @@ class FakeEngine:
     def known_ids(self) -> list[int]:
         return list(self._known)
 
+    def forget_all(self) -> None:
+        """Forget the sequences as the group changes, not their KV."""
+        self._known.clear()
+
     def run(self, execute: Execute) -> tuple[StepResult, tuple[str, ...]]:
         batch = execute.batch
         for sequence_id in batch.removed:

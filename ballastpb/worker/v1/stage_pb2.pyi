@@ -325,6 +325,7 @@ class SequenceState(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_COUNT_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     request_id: _builtins.str
     priority: _cluster_pb2.PriorityClass.ValueType
@@ -336,6 +337,10 @@ class SequenceState(_message.Message):
     """Prompt and output."""
     checksum: _builtins.int
     """CRC-32 of the token ids that have KV, each as 4 bytes, little endian."""
+    @_builtins.property
+    def shared_blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Blocks of the leader that it comes from, for its first tokens, as far as others have them, too."""
+
     def __init__(
         self,
         *,
@@ -346,10 +351,11 @@ class SequenceState(_message.Message):
         computed_tokens: _builtins.int = ...,
         token_count: _builtins.int = ...,
         checksum: _builtins.int = ...,
+        shared_blocks: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "checksum", b"checksum", "computed_tokens", b"computed_tokens", "priority", b"priority", "request_id", b"request_id", "sequence_id", b"sequence_id", "token_count", b"token_count"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age_s", b"age_s", "checksum", b"checksum", "computed_tokens", b"computed_tokens", "priority", b"priority", "request_id", b"request_id", "sequence_id", b"sequence_id", "shared_blocks", b"shared_blocks", "token_count", b"token_count"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -437,20 +443,27 @@ class Victim(_message.Message):
     SEQUENCE_ID_FIELD_NUMBER: _builtins.int
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     OLD_LEADER_FIELD_NUMBER: _builtins.int
+    DONOR_FIELD_NUMBER: _builtins.int
+    DONATED_COUNT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     computed_tokens: _builtins.int
     old_leader: _builtins.str
     """Who led it before: its KV lies with that group's members."""
+    donor: _builtins.int
+    """Its first donated_count blocks are on every stage those of this sequence, and do not travel once more."""
+    donated_count: _builtins.int
     def __init__(
         self,
         *,
         sequence_id: _builtins.int = ...,
         computed_tokens: _builtins.int = ...,
         old_leader: _builtins.str = ...,
+        donor: _builtins.int = ...,
+        donated_count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "old_leader", b"old_leader", "sequence_id", b"sequence_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "donated_count", b"donated_count", "donor", b"donor", "old_leader", b"old_leader", "sequence_id", b"sequence_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

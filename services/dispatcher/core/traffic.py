@@ -246,16 +246,17 @@ def _bursts(counts: Mapping[int, int], newest: int, calm_count: float) -> _Burst
     """
     deviation = math.sqrt(calm_count + 1.0)
     least, calm = _BURST * calm_count + _CHANCE * deviation, calm_count + deviation
-    found, length, total = list[tuple[int, int, int]](), 0, 0  # begin, bins, requests
+    found, begin, end, total = list[tuple[int, int, int]](), 0, 0, 0  # bursts: first bin, number of bins, requests
     for index in range(newest - int(WINDOW_S / _BIN_S), newest + 1):
         count = counts.get(index, 0)
-        if index < newest and count > (calm if length else least):  # a dip by chance does not end a burst
-            length, total = length + 1, total + count
-        elif length:
-            usual = calm_count * length
+        if end and (index == newest or index - end >= _BINS_PER_SPAN):  # shorter dips by chance do not end a burst
+            usual = calm_count * (end - begin)
             if total > usual + _SURE * math.sqrt(usual + 1.0):
-                found.append((index - length, length, total))
-            length = total = 0
+                found.append((begin, end - begin, total))
+            end = 0
+        if index < newest and count > (calm if end == index else least):
+            begin, total = (begin, total) if end else (index, 0)
+            end, total = index + 1, total + count
     if len(found) < 2 or sum(found[-1][:2]) < newest - _BINS_PER_SPAN:
         return _UNKNOWN
     begin, last, _ = found[-1]

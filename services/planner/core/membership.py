@@ -245,5 +245,5 @@ def difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
     """Text that describes how a model differs from the cluster's."""
     if cluster is None:
         return "the model of the cluster is not known"
-    names = own.differences(cluster)
-    return "; ".join(f"{name} is {getattr(own, name)}, the cluster has {getattr(cluster, name)}" for name in names)
+    found = [(name, *(getattr(model, name) or "none" for model in (own, cluster))) for name in own.differences(cluster)]
+    return "; ".join(f"{name} is {here}, the cluster has {there}" for name, here, there in found)

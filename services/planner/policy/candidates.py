@@ -305,10 +305,18 @@ class Candidates:
         merged = ([m for group in merges.merge(i) for m in group.members] for i in range(merges.count))
         return all(self._splitter.is_feasible(members) for members in merged)
 
-    def kinds(self, candidate: Candidate) -> list[GroupKind]:
+    @property
+    def differ_in_size(self) -> bool:
+        """True if some groups have little memory beside others."""
+        return len(self._sized_pools) > len(self.pools)
+
+    def kinds(self, candidate: Candidate, *, by_size: bool = False) -> list[GroupKind]:
+        """The kinds of groups that result. `by_size`: groups that are not merged with little memory apart from others,
+        which a candidate that merges some of both does not support.
+        """
         tokens = self.model.block_tokens
         found: list[GroupKind] = []
-        by_size = any(share.pool.size for part in candidate.parts for share in part.shares)
+        by_size = by_size or any(share.pool.size for part in candidate.parts for share in part.shares)
         for pool in self._sized_pools if by_size else self.pools:
             left, count = pool.between(0, len(pool)), len(pool)
             for part in candidate.parts:

@@ -119,7 +119,9 @@ def compare(
         return found[number].loss
 
     chosen = choose([one.loss for one in found], [one.change_count for one in candidates], finish)
-    if traffic.burst_s:
+    if evaluator.candidates.differ_in_size:  # the choice is made without it, as not all candidates can be seen so
+        kinds[0] = evaluator.candidates.kinds(NOTHING, by_size=True)
+    if traffic.burst_s or evaluator.candidates.differ_in_size:
         for number in {0, chosen}:
             found[number] = evaluator.expect(found[number], kinds[number], traffic)
     return Comparison(found[chosen], tuple(found), evaluator.horizon_s, evaluator.targets)
@@ -242,15 +244,17 @@ class _Evaluator:
         return replace(begun, loss=self._loss([begun.prediction, *predicted]))
 
     def expect(self, found: Evaluation, kinds: Sequence[GroupKind], traffic: Traffic) -> Evaluation:
-        """Replace the prediction by one for a burst as long and as high as earlier ones. The choice is made without it,
-        as it must be right for longer and shorter bursts, too.
+        """Replace the prediction; if bursts are known, by one for a burst as long and as high as earlier ones. The
+        choice is made without it, as it must be right for longer and shorter bursts, too.
         """
-        future = replace(
-            self._futures[_MIDDLE],
-            rate_per_s=traffic.burst_per_s,
-            lasts_s=max(0.0, traffic.burst_s - traffic.burst_since_s),
-            calm_per_s=min(traffic.calm_per_s, traffic.burst_per_s),
-        )
+        future = self._futures[_MIDDLE]
+        if traffic.burst_s:
+            future = replace(
+                future,
+                rate_per_s=traffic.burst_per_s,
+                lasts_s=max(0.0, traffic.burst_s - traffic.burst_since_s),
+                calm_per_s=min(traffic.calm_per_s, traffic.burst_per_s),
+            )
         return replace(found, prediction=self._predict(kinds, future))
 
     def _predict(self, kinds: Sequence[GroupKind], future: Future) -> Prediction:

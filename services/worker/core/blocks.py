@@ -14,8 +14,8 @@ been forgotten.
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain, takewhile
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.batch import Batch, BlockNumber, SequenceId
@@ -63,7 +63,7 @@ class BlockBook:
         self._audit: _Audit | None = None  # result of the last check; None: the next one is a full check
         self._changed: dict[SequenceId, None] = {}  # tables that changed since the last check
         self._renumbered: dict[BlockNumber, None] = {}  # numbers that changed since the last check
-        self.compaction_count = 0  # compactions that moved blocks
+        self.compaction_count = 0  # compactions, and other changes of tables, that moved KV
 
     @property
     def block_count(self) -> int:
@@ -166,6 +166,38 @@ class BlockBook:
     def forget_numbers(self) -> None:
         """Remove all numbers: the next leader assigns its own. Blocks in several tables stay shared."""
         self.forget([(number, 1) for number in self._numbered])
+
+    # ---------------------------------------------------------------- shared blocks
+
+    def shared(self, token_counts: Mapping[SequenceId, int]) -> dict[SequenceId, Table]:
+        """For each of these sequences, with its number of tokens, its first blocks that other tables have, too; its
+        last block is never among them.
+        """
+        numbered = set(self._numbered.values())
+        return {
+            sequence_id: tuple(
+                takewhile(
+                    lambda block_id: self._claims.get(block_id, 1) > 1 + (block_id in numbered),
+                    self.table(sequence_id)[: (token_count - 1) // self._block_tokens],
+                )
+            )
+            for sequence_id, token_count in token_counts.items()
+        }
+
+    def share(self, sequence_id: SequenceId, donor: SequenceId, block_count: int) -> None:
+        """Make the donor's first `block_count` blocks those of the sequence, in place of its own if it has any."""
+        first, own = self.table(donor)[:block_count], self.table(sequence_id)
+        if len(first) < block_count:
+            raise InvariantViolation(f"sequence {donor} has {len(first)} blocks, {block_count} are to be shared")
+        if own[:block_count] == first:
+            return
+        for block_id in first:
+            self._claims[block_id] = self._claims.get(block_id, 1) + 1
+        self._tables[sequence_id] = (*first, *own[block_count:])
+        self._note(sequence_id)
+        if own:
+            self.compaction_count += 1  # its KV is elsewhere now
+            self._give_back(own[:block_count])
 
     # ---------------------------------------------------------------- giving back
 

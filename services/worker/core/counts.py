@@ -3,6 +3,7 @@
 import bisect
 import math
 from collections import Counter
+from collections.abc import Collection
 
 from ballast.common.record import record
 from services.worker.core.batch import BlockNumber
@@ -57,7 +58,7 @@ class GroupCounts:
         self.stage_count = 1
         self.reserved_block_count: int = 0
         self.running: list[Sequence] = []  # in order of service (class, arrival)
-        self.suspended = Suspended(limits.block_tokens, self._reserve)
+        self.suspended = Suspended(limits.block_tokens, self._reserve, lambda s: self._unreserve(s, kept=False))
         self.line = WaitingLine()
         self.preemptions_total: int = 0
         self.turned: list[Sequence] = []  # admitted or preempted since the owner last looked
@@ -231,3 +232,10 @@ class GroupCounts:
             self.prefixes.name(sequence)
         self.reserved_block_count += self.prefixes.leave(sequence, kept=kept)
         self._reserve(sequence, -sequence.reserved_block_count)
+
+    def share(self, sequence: Sequence, numbers: Collection[BlockNumber]) -> None:
+        """Count the first blocks of a suspended sequence, for which these numbers stand, once for all that share them.
+        One that waits for room has them, too.
+        """
+        self._reserve(sequence, max(0, len(numbers) - sequence.reserved_block_count))
+        self.reserved_block_count -= self.prefixes.hold(sequence.sequence_id, numbers)

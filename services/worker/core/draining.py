@@ -121,7 +121,7 @@ class Draining:
         placed = self._place(requests, group)
         mine = [r for r in requests if placed[r.sequence_id] == self._me]
         ids = frozenset(r.sequence_id for r in mine)
-        kept = [Victim(r.sequence_id, r.computed_tokens, self._me) for r in mine if r.computed_tokens and not by_tokens]
+        kept = () if by_tokens else group.victims(mine, self._me)
         self.own_victims = (*self.own_victims, *kept)
         self.recomputed_count += len(placed) if by_tokens else 0
         going = {i: to for i, to in placed.items() if i not in ids}

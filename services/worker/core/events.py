@@ -4,16 +4,19 @@ Every event carries the instant at which it happened (`at_s`, monotonic seconds 
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.record import record
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.targets import NO_TARGETS, Targets
-from services.worker.core.batch import Batch, SequenceId, StepResult, TokenLogprobs
+from services.worker.core.batch import Batch, BlockNumber, SequenceId, StepResult, TokenLogprobs
 from services.worker.core.blocks import BlockBook
 from services.worker.core.snapshot import SequenceSnapshot
+
+# Numbers of blocks that sequences share while their group changes: see `plan.shared_numbers`.
+SharedNumbers = Mapping[SequenceId, tuple[BlockNumber, ...]]
 
 
 class SequenceKey(NamedTuple):
@@ -179,6 +182,7 @@ class KvTravels:
     at_s: float
     sequence_ids: frozenset[SequenceId]
     waiting_ids: frozenset[SequenceId] = frozenset()  # without room on all stages yet: KvAdmitted follows
+    shared: SharedNumbers = field(default_factory=dict[SequenceId, tuple[BlockNumber, ...]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,6 +193,7 @@ class KvAdmitted:
 
     at_s: float
     sequence_ids: frozenset[SequenceId]
+    shared: SharedNumbers = field(default_factory=dict[SequenceId, tuple[BlockNumber, ...]])
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +237,7 @@ class Adopted:
     last: bool = False  # no other handover follows: requests still waiting for KV are recomputed
     waiting_ids: frozenset[SequenceId] = frozenset()  # suspended without room on all stages yet: KvAdmitted follows
     in_order: bool = False
+    shared: SharedNumbers = field(default_factory=dict[SequenceId, tuple[BlockNumber, ...]])
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,12 +5,14 @@ A lone worker leads a group of one. The scheduler knows sequences, but not their
 `enter`, sends its tokens when a batch completes, and removes it (`end`, `give_away`).
 """
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection, Container, Iterable
+from dataclasses import replace
 
 from ballast.common.errors import InvariantViolation
+from ballast.common.ids import WorkerId
 from ballast.common.marks import Mark
 from services.worker.core.batch import BlockNumber, SequenceId, StepResult
-from services.worker.core.blocks import BlockBook, blocks_for
+from services.worker.core.blocks import BlockBook, Table, blocks_for
 from services.worker.core.counts import SchedulingPolicies
 from services.worker.core.events import (
     AdmissionLimited,
@@ -32,6 +34,7 @@ from services.worker.core.events import (
 from services.worker.core.in_flight import InFlightBatch, InFlightBatches, Steps
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.line import OFFLINE_RANK
+from services.worker.core.plan import Victim
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.scheduler_check import check as check_scheduler
 from services.worker.core.sequence import Sequence, SequenceState
@@ -140,6 +143,28 @@ class GroupScheduler:
     def kv_tokens(self) -> dict[SequenceId, int]:
         """Tokens with KV on the stages, by sequence: what is transferred when layers move."""
         return {s.sequence_id: s.computed_tokens for s in self._with_kv}
+
+    def shared_blocks(self, sequences: Iterable[Sequence]) -> dict[SequenceId, Table]:
+        """For each of these sequences its first blocks on this stage, as far as others have them, too."""
+        return self.book.shared({s.sequence_id: s.computed_tokens for s in sequences if s.computed_tokens})
+
+    def victims(self, sequences: Iterable[Sequence], me: WorkerId) -> tuple[Victim, ...]:
+        """Those of these sequences that have KV, by id. `me`: their leader."""
+        shared, counts = self.shared_blocks(sequences), {s.sequence_id: s.computed_tokens for s in sequences}
+        return tuple(Victim(i, counts[i], me, blocks) for i, blocks in sorted(shared.items()))
+
+    def own_victims(self, me: WorkerId) -> tuple[Victim, ...]:
+        return self.victims(self._with_kv, me)
+
+    def with_donors(self, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
+        """The victims of a roster, each with the sequence that it shares blocks with on all stages."""
+        coming, waiting = [victim.sequence_id for victim in admitted], self.scheduler.suspended.without_blocks
+        donors = self.scheduler.prefixes.donors(coming, waiting)
+        return tuple(
+            replace(victim, donor=donor, donated_count=count)
+            for victim in admitted
+            for donor, count in [donors.get(victim.sequence_id, (SequenceId(0), 0))]
+        )
 
     def weights(self) -> dict[SequenceId, tuple[int, float, int]]:
         """Class rank, arrival and needed blocks of each sequence with KV."""
@@ -281,12 +306,21 @@ class GroupScheduler:
 
     # ---------------------------------------------------------------- coming and going
 
-    def enter(self, sequence: Sequence, at_s: float, *, travels: bool = False, waits: bool = False) -> None:
+    def enter(
+        self,
+        sequence: Sequence,
+        at_s: float,
+        *,
+        travels: bool = False,
+        waits: bool = False,
+        shared: Collection[BlockNumber] = (),
+    ) -> None:
         """Add a sequence to the waiting line, or with KV to the suspended ones. `travels`: its KV is being transferred;
-        `waits`: its KV waits for room.
+        `waits`: its KV waits for room; `shared`: numbers of its shared first blocks.
         """
         if sequence.computed_tokens:
             self.scheduler.suspended.add(sequence, at_s, travels=travels, waits=waits)
+            self.scheduler.share(sequence, shared)
         else:
             self.scheduler.line.add(sequence)
 
@@ -464,6 +498,7 @@ class GroupScheduler:
         ]:
             if sequence.computed_tokens:
                 scheduler.suspend(sequence, event.at_s, waits=sequence.sequence_id in event.waiting_ids)
+                scheduler.share(sequence, event.shared.get(sequence.sequence_id, ()))
 
     def _admit_kv(self, event: KvAdmitted) -> None:
         for sequence_id in sorted(event.sequence_ids):
@@ -471,6 +506,7 @@ class GroupScheduler:
             if sequence is None:
                 self.stale_total += 1
             else:
+                self.scheduler.share(sequence, event.shared.get(sequence_id, ()))
                 self.scheduler.suspended.take_blocks(sequence, event.at_s)
 
     def _kv_arrived(self, event: KvArrived) -> None:
@@ -509,7 +545,8 @@ class GroupScheduler:
         check_scheduler(scheduler, self.batches_in_flight.completed_step_id)
         self.book.check()
         self.batches_in_flight.check()
-        reserved = {s.sequence_id: s.reserved_block_count for s in (*scheduler.running, *scheduler.swap.holders)}
+        holding = (*scheduler.running, *scheduler.swap.holders, *scheduler.suspended.values())
+        reserved = {s.sequence_id: s.reserved_block_count for s in holding}
         scheduler.prefixes.check(self.book.numbers if self.leads else None, reserved)
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
         returning = scheduler.swap.sequences  # and those away whose blocks the next batch frees

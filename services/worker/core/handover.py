@@ -12,6 +12,7 @@ from zlib import crc32
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
+from services.worker.core.blocks import Table
 from services.worker.core.events import Adopted, HandedOver, HandOver, MovedOver, Submitted
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.limits import WorkerLimits
@@ -40,6 +41,7 @@ class Handovers:
             moving += table.waiting_for_kv.sequences
         group_scheduler.hand_over(at_s, None if isinstance(event.to, str) else event.to)
         packed: dict[WorkerId, list[SequenceSnapshot]] = {}
+        shared = group_scheduler.shared_blocks(moving)
         for sequence in sorted(moving, key=lambda s: s.sequence_id):
             to = event.to if isinstance(event.to, str) else event.to.get(sequence.sequence_id)
             if to is None:
@@ -48,7 +50,7 @@ class Handovers:
                 raise InvariantViolation(f"{sequence.name} is handed over while its KV travels", sequence.story())
             if event.by_tokens:
                 group_scheduler.give_up(sequence, at_s, f"goes to {to}")
-            packed.setdefault(to, []).append(snapshot_of(sequence, at_s))
+            packed.setdefault(to, []).append(snapshot_of(sequence, at_s, shared.get(sequence.sequence_id, ())))
             if sequence.snapshot is None:
                 table.outbox.moved(sequence.key, to, sequence.cached_tokens or 0)
                 table.move_out(sequence, at_s, f"moved to {to}")
@@ -116,7 +118,11 @@ class Handovers:
             group_scheduler.batches_in_flight.forget(kept)
         elif kept.computed_tokens:
             group_scheduler.enter(
-                kept, at_s, travels=sequence_id in event.suspended_ids, waits=sequence_id in event.waiting_ids
+                kept,
+                at_s,
+                travels=sequence_id in event.suspended_ids,
+                waits=sequence_id in event.waiting_ids,
+                shared=event.shared.get(sequence_id, ()),
             )
         table.kept.add(kept, at_s)
         if (request := table.waiting_for_kv.get(snapshot.request_id)) is not None:
@@ -201,9 +207,9 @@ class Handovers:
             group_scheduler.admit(at_s)
 
 
-def snapshot_of(sequence: Sequence, at_s: float) -> SequenceSnapshot:
+def snapshot_of(sequence: Sequence, at_s: float, shared_blocks: Table = ()) -> SequenceSnapshot:
     if sequence.snapshot is not None:  # its request has not arrived
-        return replace(sequence.snapshot, age_s=at_s - sequence.arrival[0])
+        return replace(sequence.snapshot, age_s=at_s - sequence.arrival[0], shared_blocks=shared_blocks)
     count = sequence.computed_tokens if sequence.on_stages else 0
     return SequenceSnapshot(
         sequence_id=sequence.sequence_id,
@@ -213,6 +219,7 @@ def snapshot_of(sequence: Sequence, at_s: float) -> SequenceSnapshot:
         token_count=sequence.token_count,
         priority=_CLASSES[sequence.rank],
         age_s=at_s - sequence.arrival[0],
+        shared_blocks=shared_blocks,
     )
 
 

@@ -134,15 +134,18 @@ class Mover:
 
     def expect(self, command: ExpectKv, book: BlockBook) -> list[KvPlace | CopyOver]:
         """Reserve blocks in `book`, the one in force, for a sequence of an exchange, and expect its KV there."""
-        sequence_id, token_count = command.victim.sequence_id, command.victim.computed_tokens
+        victim = command.victim
+        sequence_id, token_count, first_block = victim.sequence_id, victim.computed_tokens, victim.donated_count
+        if first_block:
+            book.share(sequence_id, victim.donor, first_block)
         table, end_block = book.hold(sequence_id, token_count), blocks_for(token_count, self._block_tokens)
         commands: list[KvPlace | CopyOver] = []
         if book is not self._is.book:  # this stage has KV of its own layers in blocks of the previous group
-            before = self._is.book.table(sequence_id)[:end_block]
-            commands.append(CopyOver(tuple(zip(before, table, strict=True))))
+            before = self._is.book.table(sequence_id)[first_block:end_block]
+            commands.append(CopyOver(tuple(zip(before, table[first_block:], strict=True))))
         if command.hops:
             move, coming = (command.epoch, sequence_id), _Coming(command.epoch, exchanged=True)
-            commands += self._expect_incoming(move, coming, command.hops, (0, end_block), table)
+            commands += self._expect_incoming(move, coming, command.hops, (first_block, end_block), table)
         for giver in sorted(hop.giver for hop in command.hops):
             self._is.to_ask.setdefault(giver, []).append(sequence_id)
         return commands
@@ -240,7 +243,8 @@ class Mover:
     def order(self, command: SendKv) -> int:
         """Register KV to send: it is sent when its receiver asks, or has asked. Returns its bytes."""
         victim, is_ = command.victim, self._is
-        span = KvRange(0, blocks_for(victim.computed_tokens, self._block_tokens), victim.computed_tokens, last=True)
+        end_block = blocks_for(victim.computed_tokens, self._block_tokens)
+        span = KvRange(victim.donated_count, end_block, victim.computed_tokens, last=True)
         _, to, first_layer, last_layer = command.hop
         piece = Piece(command.epoch, victim.sequence_id, first_layer, last_layer, span)
         block_range = BlockRange(piece, self._blocks(piece))
@@ -253,10 +257,10 @@ class Mover:
 
     def _blocks(self, piece: Piece) -> Table:
         book = self._is.book if self._is.retired is None else self._is.retired
-        blocks = book.table(piece.sequence_id)[: piece.span.last_block]
-        if len(blocks) < piece.span.last_block:
-            raise InvariantViolation(f"{piece} is to travel, and it is in {len(blocks)} blocks")
-        return blocks
+        table, span = book.table(piece.sequence_id), piece.span
+        if len(table) < span.last_block:
+            raise InvariantViolation(f"{piece} is to travel, and it is in {len(table)} blocks")
+        return table[span.first_block : span.last_block]
 
     def _size_of(self, block_range: BlockRange) -> int:
         return (

@@ -3,14 +3,20 @@
 The KV of (sequence, layer) moves if and only if the layer's holder changes.
 """
 
+import itertools
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Epoch, WorkerId
 from ballast.common.layout import Group, Layout, group_of, lost_members, members_of, participants, peers_of, worker_ids
 from ballast.common.transition import TransitionKind
-from services.worker.core.batch import SequenceId
+from services.worker.core.batch import BlockNumber, SequenceId
+from services.worker.core.blocks import Table
 from services.worker.core.spans import Hop, hops
+
+_FIRST_SHARED = -(1 << 62)  # beyond the negatives of all block numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +48,9 @@ class Victim:
     sequence_id: SequenceId
     computed_tokens: int  # tokens with KV
     old_leader: WorkerId
+    shared_blocks: Table = ()  # the old leader's blocks for its first tokens, as far as others have them, too
+    donor: SequenceId = 0  # in a roster: a sequence whose first `donated_count` blocks, on every stage, become its own
+    donated_count: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,24 @@ def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:
         dissolves=plan.kind is TransitionKind.RESTORE and old is not None and len(new.members) == 1,
         lost=frozenset(members_of(old)) & lost_members(plan.base, plan.target, new),
     )
+
+
+def shared_numbers(victims: Iterable[Victim], epoch: Epoch) -> dict[SequenceId, tuple[BlockNumber, ...]]:
+    """A number for each of the victims' first blocks that several of them share, with all blocks before it. The numbers
+    are negative, and those of no other epoch.
+    """
+    known: dict[tuple[WorkerId | BlockNumber, int], BlockNumber] = {}  # (number before, or old leader; block) -> number
+    chains: dict[SequenceId, list[BlockNumber]] = {}
+    for victim in victims:
+        chain, before = chains.setdefault(victim.sequence_id, []), victim.old_leader
+        for block_id in victim.shared_blocks:
+            before = known.setdefault((before, block_id), _FIRST_SHARED - (epoch << 32) - len(known))
+            chain.append(before)
+    counts = Counter(itertools.chain.from_iterable(chains.values()))
+    return {
+        sequence_id: tuple(itertools.takewhile(lambda number: counts[number] > 1, chain))
+        for sequence_id, chain in chains.items()
+    }
 
 
 def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:

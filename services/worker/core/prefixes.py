@@ -13,7 +13,7 @@ different capacity cannot disagree.
 
 from array import array
 from collections import Counter, OrderedDict, deque
-from collections.abc import Iterable
+from collections.abc import Collection, Container, Iterable
 from hashlib import blake2b
 
 from ballast.common.errors import InvariantViolation
@@ -312,6 +312,8 @@ class PrefixIndex:
                 shared_count += 1
                 continue
             del self._holders[number]
+            if number < 0:
+                continue
             if kept and not self._closed:
                 if number in self._online:
                     self._retained[number] = self.at_s
@@ -370,13 +372,22 @@ class PrefixIndex:
 
     def forget_all(self, running: list[Sequence]) -> int:
         """Forget all numbers as the group changes: stages drop theirs by themselves, and running sequences get none
-        until their KV is on the new stages. Returns by how many the held blocks grow, as none is shared any more.
+        until their KV is on the new stages. Blocks that running sequences share stay shared, under negative numbers,
+        which are never matched, told to stages or retained. Returns by how many the held blocks grow.
         """
-        shared_count, self.shared_count = self.shared_count, 0
+        shared_count = self.shared_count
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
         for sequence in self._begun:
             sequence.dispatched_tokens = sequence.computed_tokens
-        for known in (self._numbers, self._keys, self._holders, self._retained, self._offline, self._held):
+            self._displaced.discard(sequence.sequence_id)
+        self._held = {
+            sequence_id: [None if number is None else -abs(number) for number in held]
+            for sequence_id, held in self._held.items()
+            if sequence_id in self._displaced
+        }
+        self._holders = dict(Counter(n for held in self._held.values() for n in held if n is not None))
+        self.shared_count = sum(self._holders.values()) - len(self._holders)
+        for known in (self._numbers, self._keys, self._retained, self._offline):
             known.clear()
         self._online.clear()
         self._marks.clear()
@@ -385,7 +396,42 @@ class PrefixIndex:
         self.kept_since_s = self.at_s
         for news in (self._begun, self._named, self._taken, self._forgotten):
             news.clear()
+        return shared_count - self.shared_count
+
+    # ---------------------------------------------------------------- blocks shared through a change of the group
+
+    def hold(self, sequence_id: SequenceId, numbers: Iterable[BlockNumber]) -> int:
+        """Have a sequence hold negative numbers for its first blocks. Returns how many of them others hold."""
+        held, shared_count = self._held.setdefault(sequence_id, []), 0
+        for number in numbers:
+            held.append(number)
+            self._holders[number] = self._holders.get(number, 0) + 1
+            shared_count += self._holders[number] > 1
+        self.shared_count += shared_count
         return shared_count
+
+    def donors(
+        self, coming: Collection[SequenceId], waiting: Container[SequenceId]
+    ) -> dict[SequenceId, tuple[SequenceId, int]]:
+        """For each of the sequences that stages are told of next, in this order: a donor, and how many of its first
+        blocks both share. A donor has its blocks on all stages, or comes before; sequences in `waiting` have not.
+        """
+        known: dict[BlockNumber, SequenceId] = {}
+        found: dict[SequenceId, tuple[SequenceId, int]] = {}
+        for sequence_id in self._held:
+            if sequence_id not in waiting and sequence_id not in coming:
+                known.update(dict.fromkeys(self._moved(sequence_id), sequence_id))
+        for sequence_id in coming:
+            numbers = self._moved(sequence_id)
+            if both := [number for number in numbers if number in known]:
+                found[sequence_id] = known[both[-1]], len(both)
+            for number in numbers:
+                known.setdefault(number, sequence_id)
+        return found
+
+    def _moved(self, sequence_id: SequenceId) -> list[BlockNumber]:
+        """The sequence's negative numbers, all at the front of its table."""
+        return [number for number in self._held.get(sequence_id, ()) if number is not None and number < 0]
 
     def close(self) -> None:
         """Disable the index: nothing is taken, named or retained any more."""
@@ -407,7 +453,7 @@ class PrefixIndex:
             raise InvariantViolation(f"holders of numbered blocks are {holders}, counted are {self._holders}")
         if (shared := sum(holders.values()) - len(holders)) != self.shared_count:
             raise InvariantViolation(f"{self.shared_count} blocks are shared, the sum is {shared}")
-        places = Counter([*holders, *self._retained, *self._offline])
+        places = Counter([*(number for number in holders if number > 0), *self._retained, *self._offline])
         if places.keys() != self._keys.keys() or places.total() != len(places) or self._online - places.keys():
             raise InvariantViolation("a number is neither held nor retained, or both")
         if {key: number for number, key in self._keys.items()} != self._numbers:

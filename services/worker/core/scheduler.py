@@ -299,7 +299,7 @@ class Scheduler(GroupCounts):
             self.prefixes.fit(0 if waits else self.free_block_count - wanted_block_count)
 
     def forget_prefixes(self) -> None:
-        """Drop all prefix numbers, as the stages do. Sequences that share blocks then count each block as their own."""
+        """Drop all prefix numbers, as the stages do; see `PrefixIndex.forget_all`."""
         self.reserved_block_count += self.prefixes.forget_all(self.running)
 
     def stranded(self) -> list[Sequence]:
@@ -570,7 +570,7 @@ class Scheduler(GroupCounts):
         if sequence.state is SequenceState.RUNNING:
             self.running.remove(sequence)
             self.swap.drop_mirror(sequence)
-            self.reserved_block_count += self.prefixes.leave(sequence, kept=False)
+        self.reserved_block_count += self.prefixes.leave(sequence, kept=False)
         self.suspended.add(sequence, at_s, travels=True, waits=waits)
 
     def resume(self, sequence: Sequence, at_s: float) -> None:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from ballast.common.ids import RequestId
 from ballast.common.sampling import PriorityClass
 from services.worker.core.batch import SequenceId
+from services.worker.core.blocks import Table
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,3 +17,4 @@ class SequenceSnapshot:
     token_count: int  # prompt and output
     priority: PriorityClass
     age_s: float  # seconds since its submission, as clocks differ
+    shared_blocks: Table = ()  # see `plan.Victim`

@@ -1,8 +1,8 @@
 """Sequences whose KV is being transferred, and KV that is complete before its request has arrived.
 
 A suspended sequence keeps its reservation and takes part in nothing, even if it ends meanwhile: its blocks are being
-written on the stages. One that waits for room on some stage has no reservation until `take_blocks`. KV that has
-`arrived` before its request may be preempted like a running sequence.
+written on the stages. One that waits for room on some stage has a reservation for the blocks only that it shares with
+others, until `take_blocks`. KV that has `arrived` before its request may be preempted like a running sequence.
 """
 
 from collections.abc import Callable
@@ -16,12 +16,18 @@ from services.worker.core.sequence import Sequence, SequenceState
 class Suspended(dict[SequenceId, Sequence]):
     """The suspended sequences by id, including those that have ended meanwhile."""
 
-    def __init__(self, block_tokens: int, reserve: Callable[[Sequence, int], None]) -> None:
-        """`reserve` adds blocks to the reservation of a sequence, or removes them."""
+    def __init__(
+        self,
+        block_tokens: int,
+        reserve: Callable[[Sequence, int], None],
+        unreserve: Callable[[Sequence], None],
+    ) -> None:
+        """`reserve` adds blocks to the reservation of a sequence, or removes them; `unreserve` removes all."""
         super().__init__()
         self._block_tokens = block_tokens
         self._reserve = reserve
-        self.without_blocks: set[SequenceId] = set()  # sequences without a reservation yet
+        self._unreserve = unreserve
+        self.without_blocks: set[SequenceId] = set()  # sequences without a reservation of their own yet
         self.arrived: set[SequenceId] = set()  # those with all KV and without a request
 
     @property
@@ -51,7 +57,8 @@ class Suspended(dict[SequenceId, Sequence]):
     def take_blocks(self, sequence: Sequence, at_s: float) -> None:
         """Reserve blocks for a sequence that waited for room."""
         self.without_blocks.remove(sequence.sequence_id)
-        self._reserve(sequence, blocks_for(sequence.token_count, self._block_tokens))
+        block_count = blocks_for(sequence.token_count, self._block_tokens)
+        self._reserve(sequence, max(0, block_count - sequence.reserved_block_count))
         sequence.note(at_s, "its KV travels")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> bool:
@@ -85,7 +92,7 @@ class Suspended(dict[SequenceId, Sequence]):
     def let_go(self, sequence: Sequence) -> None:
         """Remove a sequence with its reservation: no write into its blocks is under way, and it does not need them."""
         self.leave(sequence)
-        self._reserve(sequence, -sequence.reserved_block_count)
+        self._unreserve(sequence)
 
     def forget_kv(self, kept: Sequence, at_s: float, why: str) -> None:
         """Free KV whose request has not arrived; the request will be recomputed."""
@@ -98,8 +105,6 @@ class Suspended(dict[SequenceId, Sequence]):
         for sequence_id, sequence in self.items():
             if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
                 raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
-            if sequence.reserved_block_count and sequence_id in self.without_blocks:
-                raise InvariantViolation(f"{sequence.name} waits for room and has some", sequence.story())
             if sequence_id in self.arrived and sequence.snapshot is None:
                 raise InvariantViolation(f"{sequence.name} has all its KV and does not run", sequence.story())
         if not self.without_blocks | self.arrived <= self.keys() or self.without_blocks & self.arrived:

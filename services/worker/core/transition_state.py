@@ -43,6 +43,7 @@ class TransitionState:
         self._outgoing: set[tuple[SequenceId, WorkerId]] = set()
         self._incoming: dict[SequenceId, set[WorkerId]] = {}  # sequence -> members that have not sent its KV
         self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # leader: sequence -> stages without all its KV
+        self._donors: dict[SequenceId, SequenceId] = {}  # leader: sequence -> its donor, if that one's KV comes, too
 
     @property
     def epoch(self) -> Epoch:
@@ -216,6 +217,8 @@ class TransitionState:
             stages = {hop.taker for find in (transfers, refills) for hop in find(self.plan, victim, self.me)}
             if stages:
                 self._stages_missing[victim.sequence_id] = stages
+            if victim.donor in self._stages_missing:
+                self._donors[victim.sequence_id] = victim.donor
         commands: Commands = [t.SendRoster(self.epoch, event.victims, self.part.roster_to, event.wave, event.last)]
         at_once = [v for v in event.victims if v.sequence_id not in self._stages_missing]
         commands += [t.Resume(self.epoch, victim.sequence_id) for victim in at_once]
@@ -278,10 +281,18 @@ class TransitionState:
         if missing is None:
             return []
         missing.discard(stage)
-        if missing:
+        return self._complete(sequence_id)
+
+    def _complete(self, sequence_id: SequenceId) -> Commands:
+        """Resume the sequence if all its KV is here, and then those that share blocks with it."""
+        if self._stages_missing[sequence_id] or self._donors.get(sequence_id) in self._stages_missing:
             return []
         del self._stages_missing[sequence_id]
-        return [t.Resume(self.epoch, sequence_id)]
+        commands: Commands = [t.Resume(self.epoch, sequence_id)]
+        for other_id in [other_id for other_id, donor in self._donors.items() if donor == sequence_id]:
+            del self._donors[other_id]
+            commands += self._complete(other_id)
+        return commands
 
     # ------------------------------------------------------------ end of a wave and of the transition
 

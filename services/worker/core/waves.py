@@ -18,7 +18,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from ballast.common.layout import group_of, members_of
 from ballast.common.transition import TransitionKind
-from services.worker.core.batch import SequenceId
+from services.worker.core.batch import BlockNumber, SequenceId
 from services.worker.core.blocks import blocks_for
 from services.worker.core.events import (
     AdmissionLimited,
@@ -30,7 +30,7 @@ from services.worker.core.events import (
     KvTravels,
 )
 from services.worker.core.group_scheduler import GroupScheduler
-from services.worker.core.plan import Plan, PlanPart, Victim, refills, transfers
+from services.worker.core.plan import Plan, PlanPart, Victim, refills, shared_numbers, transfers
 from services.worker.core.snapshot import SequenceSnapshot
 
 _SPARE_BLOCKS = 1  # per sequence of a wave, for tokens that it generates while others wait
@@ -43,9 +43,10 @@ class MovedSequence:
     victim: Victim
     rank: int  # rank of its priority class; a higher rank matters less
     arrival: tuple[float, SequenceId]
-    need_blocks: int  # on every stage of the group once admitted
-    held_blocks: int  # on each of `holders` before
+    need_blocks: int  # on every stage of the group once admitted, without those of `shared`
+    held_blocks: int  # on each of `holders` before, without those of `shared`
     holders: frozenset[WorkerId]  # stages of the group on which it has blocks already
+    shared: frozenset[BlockNumber] = frozenset()  # blocks counted once on every stage, also while it waits
 
     @property
     def order(self) -> tuple[int, tuple[float, SequenceId]]:
@@ -53,14 +54,22 @@ class MovedSequence:
 
 
 def standing_of(
-    plan: Plan, victim: Victim, members: Collection[WorkerId], rank: int, arrival_s: float, need_blocks: int, size: int
+    plan: Plan,
+    victim: Victim,
+    members: Collection[WorkerId],
+    rank: int,
+    arrival_s: float,
+    need_blocks: int,
+    size: int,
+    shared: Collection[BlockNumber] = (),
 ) -> MovedSequence:
     """The victim as its new leader sees it. `members`: of the new group; `size`: tokens of a block."""
     old = members_of(group_of(plan.base, victim.old_leader))
-    held_blocks = blocks_for(victim.computed_tokens, size)
+    held_blocks = blocks_for(victim.computed_tokens, size) - len(shared)
+    need_blocks = max(need_blocks - len(shared), held_blocks)
     holders = frozenset(old) & frozenset(members)
     return MovedSequence(
-        victim, rank, (arrival_s, victim.sequence_id), max(need_blocks, held_blocks), held_blocks, holders
+        victim, rank, (arrival_s, victim.sequence_id), need_blocks, held_blocks, holders, frozenset(shared)
     )
 
 
@@ -101,22 +110,24 @@ class Waves:
         """
         kept: list[MovedSequence] = []
         lost: list[Victim] = []
-        left = max(in_the_end, min(counts.values()))
+        left, shared = max(in_the_end, min(counts.values())), set[BlockNumber]()
         for standing in self._waiting:
-            if standing.need_blocks <= left:
-                left -= standing.need_blocks
+            need_blocks = standing.need_blocks + len(standing.shared - shared)
+            if need_blocks <= left:
+                left -= need_blocks
+                shared |= standing.shared
                 kept.append(standing)
             else:
                 lost.append(standing.victim)
         self._waiting = kept
-        admitted = self._admit(self._room(counts, 0))
+        admitted = self._admit(self._room(counts, len(shared)))
         if in_the_end <= min(counts.values()) and self._waiting:
             raise InvariantViolation(f"{len(self._waiting)} victims would fit in the end and do not fit now")
         return Wave(admitted, tuple(lost), not self._waiting)
 
     def next(self, counts: Mapping[WorkerId, int], reserved_blocks: int, gone: Collection[SequenceId]) -> Wave:
-        """Admit the next wave. `reserved_blocks`: of all running sequences, on every stage; `gone`: waiting sequences
-        that have ended.
+        """Admit the next wave. `reserved_blocks`: of all running sequences, and those that waiting ones share, on every
+        stage; `gone`: waiting sequences that have ended.
         """
         lost = [standing.victim for standing in self._waiting if standing.victim.sequence_id in gone]
         self._waiting = [standing for standing in self._waiting if standing.victim.sequence_id not in gone]
@@ -219,8 +230,16 @@ class Leading:
             **self._group_scheduler.weights(),
             **{snapshot.sequence_id: self._weight(snapshot, now_s) for snapshot in coming},
         }
+        shared = self._shared(victim for victim in present if victim.sequence_id not in without)
         standings = [
-            standing_of(self._plan, victim, self._members, *weights[victim.sequence_id], self._block_tokens)
+            standing_of(
+                self._plan,
+                victim,
+                self._members,
+                *weights[victim.sequence_id],
+                self._block_tokens,
+                shared.get(victim.sequence_id, ()),
+            )
             for victim in present
         ]
         self._waves = Waves(self._members, (one for one in standings if one.victim.sequence_id not in without))
@@ -228,15 +247,16 @@ class Leading:
         wave = replace(wave, lost=(*wave.lost, *(v for v in present if v.sequence_id in without)))
         waiting, lost_ids = self._waves.waiting_ids, {v.sequence_id for v in wave.lost}
         kept = [v for v in present if v.sequence_id not in lost_ids]
+        shared = {sequence_id: numbers for sequence_id, numbers in shared.items() if sequence_id not in lost_ids}
         moved = (v for v in kept if transfers(self._plan, v, self._me) or refills(self._plan, v, self._me))
         moving = frozenset(v.sequence_id for v in moved) | waiting
         own = frozenset(v.sequence_id for v in present if v.old_leader == self._me)
         events: list[Event] = [
             AdmissionLimited(now_s, None if wave.last else 0),
-            KvTravels(now_s, own, waiting & own),
+            KvTravels(now_s, own, waiting & own, shared),
             self.capacity(now_s, counts),
             *(KvLost(now_s, sequence_id) for sequence_id in sorted(own & lost_ids)),
-            Adopted(now_s, tuple(coming), moving - own, frozenset(lost_ids - own), True, waiting - own),
+            Adopted(now_s, tuple(coming), moving - own, frozenset(lost_ids - own), True, waiting - own, shared=shared),
         ]
         return Decision(wave, tuple(events), tuple(sorted(lost_ids | gone_ids)), len(present))
 
@@ -268,20 +288,28 @@ class Leading:
         for snapshot in sorted(coming, key=lambda s: (s.priority.rank, -s.age_s)):
             counts[snapshot.sequence_id] = snapshot.token_count
         with_kv, kept = {v.sequence_id: v for v in victims}, dict[SequenceId, Victim]()
+        shared, counted = self._shared(victims), set[BlockNumber]()
         for sequence_id, count in counts.items():
-            need = blocks_for(count + 1, self._block_tokens)
+            numbers = shared.get(sequence_id, ())
+            need = blocks_for(count + 1, self._block_tokens) - len(counted.intersection(numbers))
             if sequence_id in with_kv and need <= free_blocks:
                 free_blocks -= need
+                counted.update(numbers)
                 kept[sequence_id] = with_kv[sequence_id]
+        shared = {sequence_id: numbers for sequence_id, numbers in shared.items() if sequence_id in kept}
         kept_ids, lost_ids = frozenset(kept), frozenset(with_kv) - kept.keys()
         events: list[Event] = [
             *(KvLost(now_s, sequence_id) for sequence_id in sorted(mine & lost_ids)),
-            KvAdmitted(now_s, kept_ids & mine),
-            Adopted(now_s, tuple(coming), kept_ids, lost_ids, last=True),
+            KvAdmitted(now_s, kept_ids & mine, shared),
+            Adopted(now_s, tuple(coming), kept_ids, lost_ids, last=True, shared=shared),
         ]
         lost = tuple(with_kv[sequence_id] for sequence_id in sorted(lost_ids))
         wave = Wave(tuple(kept[sequence_id] for sequence_id in sorted(kept)), lost, last=True)
         return Decision(wave, tuple(events), tuple(sorted(lost_ids)), len(victims))
+
+    def _shared(self, victims: Iterable[Victim]) -> dict[SequenceId, tuple[BlockNumber, ...]]:
+        """Numbers of blocks that several victims share; a stand-in computes the KV of each sequence by itself."""
+        return shared_numbers(() if self._part.lost else victims, self._plan.epoch)
 
     def _without_kv(self, victims: Iterable[Victim], lacking: Collection[SequenceId]) -> frozenset[SequenceId]:
         """Ids of own sequences whose lost KV a stand-in cannot compute: it knows no adapters, and log-probabilities of

@@ -550,8 +550,8 @@ class TransitionDriver:
         else:
             decision = self._handover.lead(transition, victims, progress, now_s)
         self._mover.core.forget(decision.recomputed)
-        admitted, last = decision.wave.admitted, decision.wave.last
-        return t.Led(self._now(), transition.epoch, admitted, wave, last)
+        admitted = self._context.group_scheduler.with_donors(decision.wave.admitted)
+        return t.Led(self._now(), transition.epoch, admitted, wave, decision.wave.last)
 
     # ------------------------------------------------------------ exchange
 

@@ -95,9 +95,7 @@ class Handover:
             self.send(epoch, to, more=True)
 
     def _own_victims(self) -> tuple[Victim, ...]:
-        return tuple(
-            Victim(i, count, self._role.me) for i, count in sorted(self._context.group_scheduler.kv_tokens.items())
-        )
+        return self._context.group_scheduler.own_victims(self._role.me)
 
     def send(self, epoch: Epoch, to: WorkerId, *, more: bool = False) -> None:
         body = pb.Handover(
@@ -131,7 +129,9 @@ class Handover:
         self._final_counts[event.source] = event.final_block_count
         self._lacking.update(event.lacking)
         return tuple(
-            Victim(s.sequence_id, s.computed_tokens, event.source) for s in event.snapshots if s.computed_tokens
+            Victim(s.sequence_id, s.computed_tokens, event.source, s.shared_blocks)
+            for s in event.snapshots
+            if s.computed_tokens
         )
 
     def lead(

@@ -196,12 +196,17 @@ def result_from_bytes(data: bytes) -> StepResult | tuple[int, str]:
 
 def victim_to_proto(victim: Victim) -> pb.Victim:
     return pb.Victim(
-        sequence_id=victim.sequence_id, computed_tokens=victim.computed_tokens, old_leader=victim.old_leader
+        sequence_id=victim.sequence_id,
+        computed_tokens=victim.computed_tokens,
+        old_leader=victim.old_leader,
+        donor=victim.donor,
+        donated_count=victim.donated_count,
     )
 
 
 def victim_from_proto(message: pb.Victim) -> Victim:
-    return Victim(message.sequence_id, message.computed_tokens, WorkerId(message.old_leader))
+    old_leader, donor = WorkerId(message.old_leader), message.donor
+    return Victim(message.sequence_id, message.computed_tokens, old_leader, (), donor, message.donated_count)
 
 
 def roster_to_bytes(roster: SendRoster | RosterReceived, recomputed: tuple[int, ...]) -> bytes:

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from services.worker.emulation.machine import Roofline
 from sim.jobs.machines import catalogue_machine, emulated_model
 from tests.support.simulated import burst
 from tools.bench.records import RequestOutcome
@@ -132,7 +133,14 @@ def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest
     assert main(["size", str(trace), *find]) == 0
     assert "With dropping, 1 own keeps it" in " ".join(capsys.readouterr().out.split())
     assert catalogue_machine(str(own), "llama-2-13b").name == "1 x own"
-    assert emulated_model(tmp_path / "model", str(own), Path("llama-2-13b")).machine.name == "1 x own"
+    wide, narrow = (
+        emulated_model(tmp_path / "model", str(own), Path("llama-2-13b"), None, each).machine
+        for each in ("auto", "fp8_e4m3")
+    )
+    assert wide.name == "1 x own"
+    assert isinstance(wide.execution, Roofline)
+    assert isinstance(narrow.execution, Roofline)
+    assert narrow.execution.costs.context_s == wide.execution.costs.context_s / 2  # half as many bytes of KV are read
 
 
 @pytest.mark.parametrize(

@@ -302,6 +302,15 @@ def test_another_checkpoint_of_the_same_shape_is_another_model() -> None:
     planner.up("w1", model=replace(MODEL, revision="abc"))
     [refused] = [c for c in planner.up("w2", model=replace(MODEL, revision="def")) if isinstance(c, p.RejectInstance)]
     assert refused.why == "revision is def, the cluster has abc"
+
+
+def test_kv_in_another_format_is_that_of_another_model() -> None:
+    narrow = replace(MODEL, kv_cache_dtype="fp8_e4m3")
+    [refused] = [c for c in leader("w1").up("w2", model=narrow) if isinstance(c, p.RejectInstance)]
+    assert refused.why == "kv_cache_dtype is fp8_e4m3, the cluster has none"
+
+
+def test_other_adapters_are_those_of_another_model() -> None:
     adapted = replace(MODEL, adapters=(Adapter("poet", "1"),))
     [refused] = [c for c in leader("w1").up("w2", model=adapted) if isinstance(c, p.RejectInstance)]
     assert refused.why.startswith("adapters is (Adapter(name='poet'")

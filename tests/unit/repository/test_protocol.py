@@ -34,6 +34,7 @@ HASHES = {
     9: "0331143d157f2d86",
     10: "fae438c20f1b302a",
     11: "13852e17c9126f4f",
+    12: "3ff166cdc0405b7c",
 }  # number -> of what was said then; those of old numbers stay
 
 

@@ -563,3 +563,20 @@ def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
     assert waits_s(6.0) < waits_s(20.0) < waits_s(40.0)
     assert waits_s(0.0) == compare(snapshot, Running(256, 4), burst, PACE).candidates[0].prediction.ttft_p99_s
     assert waits_s(6.0, since_s=8.0) < waits_s(6.0), "it is over"
+
+
+def test_full_instances_beside_large_ones_with_room_are_predicted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests go to all of them alike, and those with little memory compute no prompts."""
+    layers = tuple(range(LAYERS))
+    small = alone(EIGHT[:3], BLOCKS - 5).groups
+    member = InstanceState(WorkerId("large"), 2 * BUDGET_BYTES, 0, LAYERS, layers)
+    blocks = SHAPE.block_count(2 * BUDGET_BYTES, 0, LAYERS)
+    snapshot = running(Snapshot(SHAPE, (*small, GroupState(GroupId("large"), (member,), blocks, 5, 0))), 24)
+    burst = replace(LONG, recent_count=80, minute_count=160)
+
+    def nothing_s() -> float:
+        return compare(snapshot, Running(256, 4), burst, PACE).candidates[0].prediction.ttft_p99_s
+
+    apart_s = nothing_s()
+    monkeypatch.setattr("services.planner.policy.candidates._LIKE_MEMORY", 100.0)
+    assert apart_s > 2 * nothing_s()

@@ -218,6 +218,23 @@ def test_kv_of_what_is_left_is_exchanged() -> None:
     assert transition.phase is Phase.DONE
 
 
+def test_a_sequence_resumes_when_the_blocks_that_it_shares_are_there() -> None:
+    transition = committed(W1)
+    first, second, third = Victim(7, 20, W0), Victim(8, 20, W0, (), 7, 1), Victim(9, 20, W0, (), 8, 1)
+    transition.handle(EpochEnded(0.0, NEW, W0))
+    transition.handle(HandoverReceived(0.0, NEW, W2, ()))
+    transition.handle(HandoverReceived(0.0, NEW, W0, (first, second, third)))
+    transition.handle(Led(0.0, NEW, (first, second, third)))
+    for other in (W0, W2):
+        transition.handle(RosterReceived(0.0, NEW, other, ()))
+    for sequence_id in (9, 8):
+        for giver in (W0, W2):
+            assert transition.handle(KvReceived(0.0, NEW, sequence_id, giver)) == []
+    assert transition.handle(KvReceived(0.0, NEW, 7, W0)) == []
+    resumed = [Resume(NEW, 7), Resume(NEW, 8), Resume(NEW, 9)]
+    assert transition.handle(KvReceived(0.0, NEW, 7, W2)) == [*resumed, ReleaseLost(PLAN)]
+
+
 def test_a_leader_that_loses_a_follower_empties_the_group_for_those_who_are_left() -> None:
     transition = committed(W0)
     assert transition.handle(PeerLost(0.0, W1, "gone")) == [Empty(NEW)]
