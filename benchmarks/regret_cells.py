@@ -252,7 +252,6 @@ def figures_of(run: SimRun) -> dict[str, Any]:
         "ttft_p99_s": _quantile(waits_s, 0.99),
         "tpot_p50_s": _quantile(tpots_s, 0.5),
         "tpot_p99_s": _quantile(tpots_s, 0.99),
-        "last_arrival_s": last_s,
         "tokens_per_s": loaded / last_s if last_s else 0.0,  # as a mean until the last arrival
         "duration_s": run.duration_s,
         "preemptions": run.samples[-1].preemptions_total if run.samples else 0,

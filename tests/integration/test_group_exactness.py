@@ -1,6 +1,7 @@
 """Whatever happens to the layout, every token is the one that an undisturbed worker would have said (I2).
 
-`make test-exactness` runs many more histories: BALLAST_EXACTNESS_HISTORIES says how many.
+`make test-exactness` runs many more histories: BALLAST_EXACTNESS_HISTORIES says how many, and
+BALLAST_EXACTNESS_KV_CACHE_DTYPE=fp8_e4m3 runs them with such KV.
 """
 
 import asyncio
@@ -23,6 +24,7 @@ from tools.model.tiny import make_tiny
 
 HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
 FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))
+PLACE = replace(HERE, kv_cache_dtype=os.environ.get("BALLAST_EXACTNESS_KV_CACHE_DTYPE", HERE.kv_cache_dtype))
 REQUESTS = 50
 BLOCK = 14  # histories in a test: enough of them to have seen everything
 LAYERS = (4, 7, 5)
@@ -46,7 +48,7 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Known]:
     def get(layers: int) -> Known:
         model_dir = make_tiny("llama", tmp_path_factory.mktemp("model") / "tiny", layers=layers, max_len=256)
         wishes = make_wishes(150, layers)
-        return model_dir, wishes, asyncio.run(undisturbed(model_dir, wishes))
+        return model_dir, wishes, asyncio.run(undisturbed(model_dir, wishes, PLACE))
 
     return get
 
@@ -83,7 +85,7 @@ def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int
     driver.fail_at(None)
     tally = Tally()
     for seed in OVER_A_DRIVER:
-        tally.add(_run(seed, known, Place(backend=fake_driver.open_fake)))
+        tally.add(_run(seed, known, replace(PLACE, backend=fake_driver.open_fake)))
         assert driver.violation == ""
         assert driver.counts == (0, 0, 0, 0)
     assert min(tally.drops, tally.restores, tally.aborts) > 0
@@ -147,7 +149,7 @@ def test_no_token_changes_on_a_gpu(tmp_path: Path) -> None:
     assert min(tally.drops, tally.restores, tally.victims, tally.moved, tally.exchanged_bytes) > 0
 
 
-def _run(seed: int, known: Callable[[int], Known], place: Place = HERE) -> Tally:
+def _run(seed: int, known: Callable[[int], Known], place: Place = PLACE) -> Tally:
     model_dir, wishes, expected = known(LAYERS[seed % len(LAYERS)])
     gc.collect()
     gc.disable()  # what was opened is to be closed, and not left to the collector

@@ -4,8 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.regret_cells import CELLS, job_of
 from sim.clients import Arrival
 from sim.hardware import find_model
+from sim.jobs.simulation import specs_of, world_of
 from sim.results import Outcome
 from sim.world import World
 from tests.support.simulated import options
@@ -41,3 +43,11 @@ def test_small_gpus_keep_computing_as_their_long_requests_move_to_large_ones() -
     assert sum(instance.member.published.migrations.moved for instance in world.instances.values()) > 10
     waits_s = sorted(record.token_times_s[0] - record.arrival_s for record in run.records)
     assert waits_s[len(waits_s) * 95 // 100] < 2.0, "3.2 s where nothing moves"
+
+
+def test_small_gpus_that_are_full_are_merged_with_each_other_while_requests_wait() -> None:
+    """Three have 40 GB and two 160: less than half of the memory is taken, and the small ones hold up the burst."""
+    job = replace(job_of(CELLS["any-5-4x-mixed-burst"], None, "drop", 0), stop_after_s=38.0)
+    [(_, rules)] = specs_of(job)
+    (drop,) = world_of(job, rules).run().transitions
+    assert "predicted 1 of 3 of little memory" in drop.journal.why
