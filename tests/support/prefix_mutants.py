@@ -22,12 +22,13 @@ from typing import Any
 
 import pytest
 
-from services.worker.core import group_scheduler
+from services.worker.core import group_scheduler, plan
 from services.worker.core.blocks import BlockBook
 from services.worker.core.host_prefixes import HostPrefixes
 from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.swapping import SwapSpace
+from services.worker.core.transition_state import TransitionState
 from tests.support.pipeline_history import History
 from tests.support.prefix_history import PrefixHistory
 
@@ -290,6 +291,25 @@ def _good_though_gone(gone: Any) -> Any:
     return went
 
 
+def _from_anybody(donors: Any) -> Any:
+    """A donor may be a sequence that has its blocks on some stages only."""
+    return lambda self, coming, _waiting: donors(self, coming, ())
+
+
+def _without_donors(led: Any) -> Any:
+    def led_(self: TransitionState, event: Any) -> Any:
+        commands = led(self, event)
+        self._donors.clear()
+        return commands
+
+    return led_
+
+
+def _by_block_alone(_: Any) -> Any:
+    """Equal ids stand for one block, whatever is before it and whoever led it."""
+    return lambda victims, _epoch: {v.sequence_id: tuple(-1 - b for b in v.shared_blocks) for v in victims}
+
+
 def _computed_at_once(bring: Any) -> Any:
     """One whose KV comes back is computed on before it has."""
 
@@ -336,6 +356,9 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "host-blocks-go-while-read": (_instead(HostPrefixes, "read", _nothing),),
     "computed-before-it-is-back": (_instead(SwapSpace, "bring", _computed_at_once),),
     "displaced-are-named": (_instead(Scheduler, "forget_prefixes", lambda _: _forget_none_displaced),),
+    "donor-waits-itself": (_instead(PrefixIndex, "donors", _from_anybody),),
+    "resumes-before-its-donor": (_instead(TransitionState, "led", _without_donors),),
+    "shared-by-chance": (_instead(plan, "shared_numbers", _by_block_alone),),
 }
 
 
@@ -354,7 +377,13 @@ def look_for(name: str, count: int) -> str:
             except Exception as error:  # noqa: BLE001 whatever breaks has been seen
                 words = (str(error).splitlines() or [""])[0][:90]
                 return f"{type(made).__name__} {seed}: {type(error).__name__}: {words}"
-    files = ("test_prefixes.py", "test_host_prefixes.py", "test_blocks.py")
+    files = (
+        "test_prefixes.py",
+        "test_host_prefixes.py",
+        "test_blocks.py",
+        "test_shared_blocks.py",
+        "test_dissolving.py",
+    )
     noted = _Failed()
     folder = Path(__file__).parents[1] / "unit/worker/core"
     options = ["-q", "-x", "-p", "no:cacheprovider", "--no-header", "--capture=fd"]
