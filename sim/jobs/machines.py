@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ballast.common.errors import ConfigError
+from ballast.service.logs import silence
 from services.worker.core.batch import Slice
 from services.worker.cost_profile import read_profile
 from services.worker.emulation.engine import emulate
@@ -153,9 +154,10 @@ def emulation_of(folder: Path, machine: Machine) -> Emulation:
     """Emulation for a comparison; creates its files in `folder`."""
     outline = machine.model.model_copy(update={"vocab_size": _STAND_IN_VOCABULARY})
     made = stand_in(folder, machine.model_copy(update={"model": outline}))
-    engine = emulate(made.machine, block_tokens=_GPU_BLOCK_TOKENS)
-    capacity_tokens = engine.block_count * _GPU_BLOCK_TOKENS
-    engine.close()
+    with silence():
+        engine = emulate(made.machine, block_tokens=_GPU_BLOCK_TOKENS)
+        capacity_tokens = engine.block_count * _GPU_BLOCK_TOKENS
+        engine.close()
 
     def whole_s(parts: Sequence[Slice]) -> float:
         return machine.execution.stage_s(parts, outline.layer_count, is_first=True, is_last=True)
