@@ -33,8 +33,8 @@ class Gpu(_CatalogueEntry):
     name: str
     memory_bytes: int = Field(gt=0)
     flops_per_s: float = Field(gt=0)
-    fp8_flops_per_s: float | None = Field(None, gt=0)  # None: numbers are converted, and multiplied in bf16
-    int8_ops_per_s: float | None = Field(None, gt=0)
+    fp8_flops_per_s: float | None = Field(default=None, gt=0)  # None: numbers are converted, and multiplied in bf16
+    int8_ops_per_s: float | None = Field(default=None, gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     scale_up_bytes_per_s: float = Field(gt=0)  # speed to another GPU of the same host, one direction
     nic_bytes_per_s: float = Field(gt=0)  # speed of the network card, both directions together
