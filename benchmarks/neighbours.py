@@ -3,17 +3,20 @@
 python -m benchmarks.neighbours
 python -m benchmarks.neighbours --flood 2000 --rounds 5
 
-Two workers on this machine compute a small model; callers have tokens of their own. Bob sends eight requests at once, a
-few times, alone and while thousands of Alice's wait; then four streams of his run, alone and while her schema is
-compiled. For each it prints the P99 with and without her, and what became of her request.
+Two workers on this machine compute a small model; callers have tokens, and processes, of their own. Bob sends eight
+requests at once, a few times, alone and while thousands of Alice's wait; then four streams of his run, alone and while
+her schema is compiled. For each it prints the P99 with and without her, and what became of her request.
 """
 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from multiprocessing.queues import Queue
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +32,7 @@ from tools.model.tiny import make_tiny
 
 _PROBES, _STREAMS = 8, 4
 _DEADLINE_S = 120.0
+_FLOOD_GROWS_S = 15.0  # until all of its requests have been sent
 _SCHEMA_BYTES = 256_000  # just below the limit of 256 Ki characters
 
 
@@ -79,6 +83,27 @@ class Bob:
         return gaps
 
 
+def _flood(addresses: list[str], token: str, ca_file: Path, count: int, leave: Event, refused: "Queue[int]") -> None:
+    """Send `count` requests at once; when `leave` is set, cancel them and put the number of refused ones."""
+    sampling = SamplingParams(max_tokens=400, ignore_eos=True)
+
+    async def send() -> int:
+        async with AsyncClient(addresses, token=token, ca_file=ca_file) as alice:
+
+            async def one(i: int) -> None:
+                await alice.generate(token_ids=[5 + i % 50] * 200, sampling=sampling, deadline_s=3600.0)
+
+            requests = [asyncio.ensure_future(one(i)) for i in range(count)]
+            await asyncio.to_thread(leave.wait)
+            turned_away = sum(one.done() and one.exception() is not None for one in requests)
+            for request in requests:
+                request.cancel()
+            await asyncio.gather(*requests, return_exceptions=True)
+            return turned_away
+
+    refused.put(asyncio.run(send()))
+
+
 def _large_schema() -> str:
     each = '"property_%05d": {"type": "string"}'
     count = _SCHEMA_BYTES // len(each % 0 + ", ")
@@ -106,6 +131,10 @@ def _compared(alone: list[float], beside: list[float]) -> dict[str, float]:
     }
 
 
+def _starts(waits: list[float]) -> range:
+    return range(0, len(waits), _PROBES)
+
+
 async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, object]:
     model = make_tiny("llama", folder / "model", max_len=2048)
     keys = folder / "keys"
@@ -125,18 +154,16 @@ async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, obj
         alice, bob = clients[0], Bob(clients[1], rounds)
         await bob.first_tokens()
         alone = await bob.first_tokens()
-        sampling = SamplingParams(max_tokens=400, ignore_eos=True)
-
-        async def flood(i: int) -> None:
-            await alice.generate(token_ids=[5 + i % 50] * 200, sampling=sampling, deadline_s=3600.0)
-
-        requests = [asyncio.ensure_future(flood(i)) for i in range(flood_count)]
-        await asyncio.sleep(10)
+        context = multiprocessing.get_context("spawn")
+        leave, refused = context.Event(), context.Queue()
+        given = (cluster.addresses, names[0], ca_file, flood_count, leave, refused)
+        flood = context.Process(target=_flood, args=given)
+        flood.start()
+        await asyncio.sleep(_FLOOD_GROWS_S)
         beside = await bob.first_tokens()
-        turned_away = sum(one.done() and one.exception() is not None for one in requests)
-        for one in requests:
-            one.cancel()
-        await asyncio.gather(*requests, return_exceptions=True)
+        leave.set()
+        turned_away = await asyncio.to_thread(refused.get)
+        await asyncio.to_thread(flood.join)
         await bob.first_tokens()
         quiet = await bob.gaps(lambda: asyncio.sleep(10))
         fate: list[str] = []
@@ -148,7 +175,12 @@ async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, obj
         for client in clients:
             await client.close()
     return {
-        "flood": {**_compared(alone, beside), "refused": bob.refused, "of_the_flood_refused": turned_away},
+        "flood": {
+            **_compared(alone, beside),
+            "beside_slowest_of_each_round_s": [round(max(beside[i : i + _PROBES]), 3) for i in _starts(beside)],
+            "refused": bob.refused,
+            "of_the_flood_refused": turned_away,
+        },
         "schema": {**_compared(quiet, meanwhile), "its_request": fate[0], "gaps": len(meanwhile)},
     }
 
