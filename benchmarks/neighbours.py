@@ -1,4 +1,4 @@
-"""What one caller does to another: a flood of requests, and a schema of 256 KiB.
+"""Measures how one caller delays another: by a flood of requests, and by a schema of 256 KiB.
 
 python -m benchmarks.neighbours
 python -m benchmarks.neighbours --flood 2000 --rounds 5
@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 import multiprocessing
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
@@ -131,6 +132,10 @@ def _compared(alone: list[float], beside: list[float]) -> dict[str, float]:
     }
 
 
+def _say(what: str) -> None:
+    print(f"measuring {what} ...", file=sys.stderr, flush=True)
+
+
 def _starts(waits: list[float]) -> range:
     return range(0, len(waits), _PROBES)
 
@@ -152,19 +157,22 @@ async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, obj
         ca_file = keys / "ca.crt"
         clients = [AsyncClient(cluster.addresses, token=name, ca_file=ca_file) for name in names]
         alice, bob = clients[0], Bob(clients[1], rounds)
+        _say("first tokens, alone")
         await bob.first_tokens()
         alone = await bob.first_tokens()
+        _say(f"first tokens beside a flood of {flood_count} requests")
         context = multiprocessing.get_context("spawn")
         leave, refused = context.Event(), context.Queue()
         given = (cluster.addresses, names[0], ca_file, flood_count, leave, refused)
-        flood = context.Process(target=_flood, args=given)
+        flood = context.Process(target=_flood, args=given, daemon=True)
         flood.start()
         await asyncio.sleep(_FLOOD_GROWS_S)
         beside = await bob.first_tokens()
         leave.set()
-        turned_away = await asyncio.to_thread(refused.get)
+        turned_away = await asyncio.to_thread(refused.get, timeout=_DEADLINE_S)
         await asyncio.to_thread(flood.join)
         await bob.first_tokens()
+        _say("gaps between tokens, alone and beside a large schema")
         quiet = await bob.gaps(lambda: asyncio.sleep(10))
         fate: list[str] = []
 

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import statistics
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -84,12 +85,13 @@ def _from_checkpoint(model: Path, memory_bytes: int, rounds: int) -> list[float]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mib", type=int, default=1024, help="of the layers (1024)")
-    parser.add_argument("--rounds", type=int, default=3, help="restores of each kind, twice (3)")
+    parser.add_argument("--rounds", type=int, default=3, help="restores of each kind in each of two turns (3)")
     options = parser.parse_args()
     took_s: dict[str, list[float]] = {"peers": [], "host copy": [], "checkpoint": []}
     with tempfile.TemporaryDirectory() as folder:
         model, memory_bytes = _make(Path(folder), options.mib), options.mib << 21
-        for _ in range(2):
+        for turn in (1, 2):
+            print(f"turn {turn} of 2: peers, host copy, checkpoint ...", file=sys.stderr, flush=True)
             took_s["peers"] += asyncio.run(_restores(model, memory_bytes, "off", options.rounds))
             took_s["host copy"] += asyncio.run(_restores(model, memory_bytes, "auto", options.rounds))
             took_s["checkpoint"] += _from_checkpoint(model, memory_bytes, options.rounds)

@@ -135,7 +135,7 @@ async def test_a_standby_planner_takes_over_where_the_other_stopped(plane: Contr
 
 
 async def test_a_lease_that_was_given_back_is_taken_at_once(plane: ControlPlane) -> None:
-    p1 = await plane.planner("p1", "--dev", "leadership_ttl_s=90")  # without it nobody would lead for so long
+    p1 = await plane.planner("p1", "--dev", "leadership_ttl_s=90")  # the default lease would expire meanwhile
     await plane.until(lambda: "leading=True" in p1.log(), "p1 leads")
     p2 = await plane.planner("p2")
     p1.send_signal(signal.SIGTERM)

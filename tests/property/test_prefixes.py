@@ -133,8 +133,8 @@ def test_a_herd_with_one_prompt_is_no_overload(caches: bool) -> None:
 
 
 def test_a_drop_sends_shared_blocks_once_and_keeps_them_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of prompts of 1,088 to 1,408 tokens 1,024 are those of two prefixes; with each block as its own, sequences of the
-    new group would need twice what there is.
+    """Prompts of 1,088 to 1,408 tokens begin with one of two prefixes of 1,024 tokens; without sharing, the sequences
+    of the new group would need twice the memory there is.
     """
     sent: list[tuple[object, ...]] = []
     blocks_of = Mover._blocks  # pyright: ignore[reportPrivateUsage]

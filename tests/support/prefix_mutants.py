@@ -306,7 +306,7 @@ def _without_donors(led: Any) -> Any:
 
 
 def _by_block_alone(_: Any) -> Any:
-    """Equal ids stand for one block, whatever is before it and whoever led it."""
+    """Treat blocks of equal ids as shared, even with different prefixes or of different leaders."""
     return lambda victims, _epoch: {v.sequence_id: tuple(-1 - b for b in v.shared_blocks) for v in victims}
 
 

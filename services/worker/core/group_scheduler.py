@@ -149,7 +149,7 @@ class GroupScheduler:
         return self.book.shared({s.sequence_id: s.computed_tokens for s in sequences if s.computed_tokens})
 
     def victims(self, sequences: Iterable[Sequence], me: WorkerId) -> tuple[Victim, ...]:
-        """Those of these sequences that have KV, by id. `me`: their leader."""
+        """The sequences that have KV, as victims of a change of the group, sorted by id. `me`: their leader."""
         shared, counts = self.shared_blocks(sequences), {s.sequence_id: s.computed_tokens for s in sequences}
         return tuple(Victim(i, counts[i], me, blocks) for i, blocks in sorted(shared.items()))
 

@@ -413,8 +413,9 @@ class PrefixIndex:
     def donors(
         self, coming: Collection[SequenceId], waiting: Container[SequenceId]
     ) -> dict[SequenceId, tuple[SequenceId, int]]:
-        """For each of the sequences that stages are told of next, in this order: a donor, and how many of its first
-        blocks both share. A donor has its blocks on all stages, or comes before; sequences in `waiting` have not.
+        """Donors of the sequences that a roster announces to the stages: sequence -> (donor, number of shared first
+        blocks). `coming`: those sequences, in the roster's order. A donor has its blocks on all stages, or is announced
+        earlier; sequences in `waiting` have no blocks there yet.
         """
         known: dict[BlockNumber, SequenceId] = {}
         found: dict[SequenceId, tuple[SequenceId, int]] = {}

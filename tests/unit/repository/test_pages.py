@@ -50,7 +50,7 @@ def test_every_setting_is_on_the_page() -> None:
             else:
                 assert flag in section or flag in shared, flag
             assert field.description, flag
-    assert len(re.findall(r"^\| `--", page, re.MULTILINE)) <= 113, "what nobody who runs a cluster chooses: `developer`"
+    assert len(re.findall(r"^\| `--", page, re.MULTILINE)) <= 113, "list what no operator chooses in `developer`"
 
 
 def test_what_the_page_on_gpus_says_of_workers_may_be_said_to_up() -> None:

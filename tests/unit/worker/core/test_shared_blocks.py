@@ -26,7 +26,7 @@ def test_numbers_stand_for_blocks_with_all_before_them() -> None:
         [victim(1, 5, 6), victim(2, 5, 6, 7), victim(3, 9, 6), victim(4, 5, leader=B), victim(5)], EPOCH
     )
     assert len(found[1]) == 2
-    assert found[2] == found[1], "nobody else has block 7"
+    assert found[2] == found[1], "block 7 is not shared"
     assert found[3] == found[4] == found[5] == (), "the same id after another block, or in another book"
     later = shared_numbers([victim(1, 5), victim(2, 5)], Epoch(4))
     assert {*found[1], *later[1]} == {*found[1]} | {*later[1]}
@@ -195,4 +195,4 @@ def test_a_sequence_that_waits_keeps_what_it_shares_with_one_that_ends() -> None
     driver.core.check()
     assert group.scheduler.reserved_block_count == 2
     driver.core.handle(KvAdmitted(driver.at_s, frozenset({second})))
-    assert group.with_donors(victims[1:]) == (victims[1],), "nobody has these blocks on the new stages"
+    assert group.with_donors(victims[1:]) == (victims[1],), "no new stage has these blocks"
