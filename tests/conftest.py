@@ -5,11 +5,14 @@ a GPU's driver: see `tests.support.group`.
 """
 
 import asyncio
+import faulthandler
 import inspect
 import os
+from collections.abc import Generator
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 
 import pytest
+from _pytest.faulthandler import fault_handler_stderr_fd_key
 from hypothesis import HealthCheck, settings
 
 from tests.support import rotation
@@ -27,6 +30,7 @@ pytest_plugins = ["tests.support.canaries"]
 DEVICE = "BALLAST_TEST_DEVICE"  # in the environment, so that nobody imports torch to ask
 
 _TEST_TAKES_AT_MOST_S = 250
+_TIMEOUT_ENDS_IT_WITHIN_S = 120.0
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -36,6 +40,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     os.environ[DEVICE] = str(config.getoption("--device"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """A test that its timeout cannot end prints where each thread is, and ends its process, so that it has failed: one
+    that hangs within a library's call, or a property, whose timeout hypothesis takes for one more failing example.
+    """
+    mark = item.get_closest_marker("timeout")
+    takes_at_most_s = float(mark.args[0] if mark is not None else item.config.getini("timeout"))
+    stderr = item.config.stash[fault_handler_stderr_fd_key]
+    faulthandler.dump_traceback_later(takes_at_most_s + _TIMEOUT_ENDS_IT_WITHIN_S, exit=True, file=stderr)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(tryfirst=True)

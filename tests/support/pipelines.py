@@ -443,6 +443,7 @@ class Cluster:
         leader = group.leader
         had = leader.core.group_scheduler.kv_tokens
         self.feed(leader, RoleChanged(0.0, leads=True, stage_count=len(group.members)))
+        self.tell_capacity(group)  # of the new roles: each sequence is about to hold blocks of its own
         own = {s for s in leader.core.group_scheduler.kv_tokens if s in self.where}
         for preempted in sorted(had.keys() - own):
             self._stop_travelling(group, preempted)

@@ -90,7 +90,9 @@ async def test_a_caller_with_many_large_ones_holds_up_himself(tokenizer_file: Pa
             await made.check(regex(f"a{i}"), (), "few")
         took_s = time.monotonic() - began_s
         still = sum(not task.done() for task in flood)
-        await asyncio.gather(*flood)
+        for task in flood:
+            task.cancel()
+        await asyncio.gather(*flood, return_exceptions=True)
         assert still >= 4, f"five small grammars of another caller took {took_s:.1f} s"
 
 

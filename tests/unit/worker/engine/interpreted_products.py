@@ -3,6 +3,7 @@
 import itertools
 import os
 
+import numpy as np
 import torch
 
 from services.worker.engine import products
@@ -10,6 +11,13 @@ from services.worker.engine import products
 TYPES = (torch.float32, torch.float16)  # the interpreter multiplies the bits of bfloat16 as if they were integers
 SHAPES = ((70, 130), (33, 96))  # outputs, inputs: some that fill no whole tile, the first with the wider one
 ROWS, ALONE = (3, 64, 65), (0, 1, 2, 17, 63, 64)
+
+
+def multiply_rows(a: np.ndarray, b: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
+    """In place of `numpy.matmul`, whose BLAS rounds a row by its place in the matrix on some processors. A tensor core
+    does not.
+    """
+    return np.stack([np.einsum("k,kn->n", row, b, dtype=dtype) for row in a])
 
 
 def compare(outputs: int, size: int, dtype: torch.dtype) -> None:
@@ -35,6 +43,7 @@ def compare(outputs: int, size: int, dtype: torch.dtype) -> None:
 if __name__ == "__main__":
     assert os.environ.get("TRITON_INTERPRET") == "1"
     torch.set_num_threads(1)
+    np.matmul = multiply_rows
     products._MANY_OUTPUTS = SHAPES[0][0]
     for (outputs, size), dtype in itertools.product(SHAPES, TYPES):
         compare(outputs, size, dtype)
