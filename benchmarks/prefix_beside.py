@@ -150,9 +150,15 @@ class ServedByBallast:
         return told
 
     @property
-    def hit_fraction(self) -> float:
+    def counts(self) -> tuple[int, int]:
+        """(prompt tokens found in the cache, all prompt tokens) of started requests."""
         index = self._core.group_scheduler.scheduler.prefixes
-        return index.hit_tokens_total / max(1, index.queried_tokens_total)
+        return index.hit_tokens_total, index.queried_tokens_total
+
+    @property
+    def hit_fraction(self) -> float:
+        found, asked = self.counts
+        return found / max(1, asked)
 
 
 class ServedByVllm:
