@@ -30,8 +30,7 @@ from pathlib import Path
 from statistics import quantiles
 
 from ballast.common.units import parse_bytes
-from benchmarks.offline import code_commit
-from benchmarks.quoting import quote, quoted
+from benchmarks.quoting import code_commit, quote, quoted
 from benchmarks.regret_cells import CELLS, figures_of, job_of
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
