@@ -150,15 +150,9 @@ class ServedByBallast:
         return told
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """(prompt tokens found in the cache, all prompt tokens) of started requests."""
-        index = self._core.group_scheduler.scheduler.prefixes
-        return index.hit_tokens_total, index.queried_tokens_total
-
-    @property
     def hit_fraction(self) -> float:
-        found, asked = self.counts
-        return found / max(1, asked)
+        index = self._core.group_scheduler.scheduler.prefixes
+        return index.hit_tokens_total / max(1, index.queried_tokens_total)
 
 
 class ServedByVllm:
