@@ -25,7 +25,7 @@ from typing import Any
 
 from ballast.client import AsyncClient, SamplingParams
 from ballast.common.cost import CostModel
-from benchmarks.offline import CLUSTER, MODEL, code_commit, quantile
+from benchmarks.offline import CLUSTER, MODEL, quantile
 from benchmarks.prefix_beside import (
     BLOCK_TOKENS,
     LONGEST,
@@ -38,7 +38,7 @@ from benchmarks.prefix_beside import (
     ServedByBallast,
     sessions_of,
 )
-from benchmarks.quoting import quote
+from benchmarks.quoting import code_commit, quote
 from sim.jobs.machines import catalogue_machine, stand_in
 from tools.local.cluster import LocalCluster, Service
 
