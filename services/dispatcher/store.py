@@ -58,6 +58,7 @@ _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # how much longer `dispatchers:lately:` keys live than a registration
 BACKLOG_INTERVAL_S = 0.05  # short, as no other process knows of a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # how long a first token waits for an unresponsive state server
+_CLAIM_PAUSE_S = 0.01  # between two round trips with claims; first tokens take longer
 _BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
 _MAX_RELEASES = 1 << 16  # beyond that claims expire by themselves
@@ -285,7 +286,9 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def run_claims(self) -> None:
-        """Send claims to the state server, endlessly: those that arrive during a round trip share the next one."""
+        """Send claims to the state server, endlessly: the first at once, then what has come every `_CLAIM_PAUSE_S`. In
+        a burst round trips would otherwise cost as much as everything else that is done for a request.
+        """
         while True:
             await self._asking.wait()
             self._asking.clear()
@@ -293,6 +296,7 @@ class DispatcherStore:
                 batch = [self._asked.popleft() for _ in range(min(_BATCH, len(self._asked)))]
                 if batch := [asked for asked in batch if not asked.given.done()]:
                     await self._send(batch)
+                    await asyncio.sleep(_CLAIM_PAUSE_S)
 
     async def _send(self, batch: Sequence["_Asked"]) -> None:
         keys = [_DISPATCHERS, _LATELY, _TAKEN, *(f"{_REQUEST}{asked.claim.request_id}" for asked in batch)]
