@@ -51,6 +51,7 @@ _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
 _READ_S = 0.1  # how long a message of a streaming answer is awaited: watchers of a layout that stays hear nothing
 _HTTP_S = 10.0
+_HONEST_EACH_S = 1.0  # pause of the real client between two requests: each computes tokens
 _RAW_SHARE = 0.02  # fraction of messages that are raw bytes for a port
 _HTTP_SHARE = 0.33  # fraction of messages that are requests to a gateway
 _SPOILT_EACH = 1_000  # messages per corrupted key of the state server
@@ -253,7 +254,7 @@ class Fuzz:
                 answer = await client.generate(token_ids=_PROMPT, sampling=_SAMPLING, deadline_s=30.0)
                 self.report.different_count += answer.token_ids != expected
                 self.report.waits_s.append(time.monotonic() - began_s)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(_HONEST_EACH_S)
 
     async def _tell_progress(self, messages: int) -> None:
         began_s = time.monotonic()
