@@ -22,7 +22,7 @@ QUANTIZATIONS = {  # bytes of a parameter in a layer
     "mxfp4": 0.5 + 1 / 32,
 }
 Quantization = Literal["fp8", "int8", "w8a16", "w4a16", "mxfp4"]
-KvCacheDtype = Literal["auto", "fp8_e4m3"]
+KvCacheDtype = Literal["auto", "fp8", "fp8_e4m3"]  # the last two are the same
 
 
 class _CatalogueEntry(BaseModel):

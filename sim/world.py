@@ -583,7 +583,7 @@ def _model_info(options: WorldOptions, geometry: Geometry) -> ModelInfo:
         vocab_size=model.vocab_size,
         max_model_len=model.max_model_len,
         dtype="bfloat16",
-        kv_cache_dtype="" if model.kv_cache_dtype == "auto" else model.kv_cache_dtype,
+        kv_cache_dtype="" if model.kv_cache_dtype == "auto" else "fp8_e4m3",
         parameter_count=model.parameter_count,
         kv_bytes_per_token=model.kv_bytes_per_token,
         eos_token_ids=(),

@@ -59,9 +59,10 @@ class WorkerSettings(ServiceSettings):
     """Name of the model for clients. Default: the folder's, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
     """Number format of parameters and, unless --kv-cache-dtype says otherwise, of KV; auto: the checkpoint's own."""
-    kv_cache_dtype: Literal["auto", "fp8_e4m3"] = "auto"
-    """Number format of KV: fp8_e4m3 takes half the memory of bfloat16, with a scale of 1 and a precision of 3 bits;
-    auto: that of --dtype. The same for all workers of a cluster. Not with FlashInfer."""
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
+    """Number format of KV: fp8 (the same as fp8_e4m3) takes half the memory of bfloat16, with a precision of 3 bits and
+    the scales of the checkpoint, if any; auto: that of --dtype. The same for all workers of a cluster. Not with
+    FlashInfer."""
     model_impl: Literal["auto", "ballast", "transformers"] = "auto"
     """What computes the model: Ballast's own classes (ballast), or the modelling code of transformers over Ballast's
     memory; auto: Ballast's for the models that they know, else transformers'."""

@@ -43,7 +43,7 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
         metavar="FORMAT",
         help="of the layers' parameters: fp8, int8, w8a16, w4a16 or mxfp4 (bfloat16, or as the config.json says)",
     )
-    parser.add_argument("--kv-cache-dtype", metavar="FORMAT", help="of KV: fp8_e4m3 (bfloat16)")
+    parser.add_argument("--kv-cache-dtype", metavar="FORMAT", help="of KV: fp8 (bfloat16)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:

@@ -48,6 +48,8 @@ _FIELDS = (
     "microbatching",
 )
 
+_LINE_INTERVAL_S = 10.0
+
 
 def add_parser(subparsers: Commands) -> None:
     parser = subparsers.add_parser(
@@ -161,11 +163,12 @@ def _numbers(text: str) -> dict[str, float]:
 class _SimTask:
     name: str
     id: TaskID
+    next_line_s: float
 
 
 class RunDisplay:
-    """Shows the progress of simulations within a `with` block: bars on a terminal, otherwise a line on standard error
-    when a run begins.
+    """Shows the progress of simulations within a `with` block: bars on a terminal, otherwise lines on standard error,
+    when a run begins and every ten seconds.
     """
 
     def __init__(self, console: Console, request_count: int | None) -> None:
@@ -200,7 +203,15 @@ class RunDisplay:
         if task is None or task.name != policy:
             if task is not None:
                 self._bar.remove_task(task.id)
-            task = self._tasks[key] = _SimTask(policy, self._bar.add_task(policy, total=self._request_count))
-            if not self._console.is_terminal:
-                print(f"simulating {policy} ...", file=sys.stderr, flush=True)
+            id_ = self._bar.add_task(policy, total=self._request_count)
+            task = self._tasks[key] = _SimTask(policy, id_, time.monotonic() + _LINE_INTERVAL_S)
+            self._print(f"simulating {policy} ...")
+        elif time.monotonic() >= task.next_line_s:
+            task.next_line_s = time.monotonic() + _LINE_INTERVAL_S
+            count = f"{ended_count}" if self._request_count is None else f"{ended_count}/{self._request_count}"
+            self._print(f"simulating {policy}: {count} requests at {at_s:.0f} s")
         self._bar.update(task.id, completed=ended_count, description=f"{policy} at {at_s:.0f} s")
+
+    def _print(self, line: str) -> None:
+        if not self._console.is_terminal:
+            print(line, file=sys.stderr, flush=True)

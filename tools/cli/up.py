@@ -47,7 +47,7 @@ TOKENS, OPERATOR_TOKEN = "tokens", "operator.token"
 # Flags that are passed on unchanged to the services: flag -> help.
 _WORKER_FLAGS = {
     "--dtype": "auto, float32, bfloat16, float16 or float64",
-    "--kv-cache-dtype": "auto (that of --dtype) or fp8_e4m3: number format of KV",
+    "--kv-cache-dtype": "auto (that of --dtype) or fp8: number format of KV",
     "--model-impl": "what computes the model: auto (default), ballast or transformers",
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--tensor-parallel-size": "ranks of each worker, on as many devices",

@@ -109,7 +109,7 @@ def emulate(
         block_tokens=block_tokens,
         kv_heads=1,
         head_dim=model.kv_elements_per_token_layer // 2,
-        dtype=dtype("float8_e4m3fn") if kv_cache_dtype == "fp8_e4m3" else element,
+        dtype=element if kv_cache_dtype == "auto" else dtype("float8_e4m3fn"),
     )
     backend = PhantomBackend(shape.block_bytes, machine.remap_s_per_byte)
     memory = DeviceMemory.open(
@@ -125,7 +125,7 @@ def emulate(
     backend.takes_time = True
     info = _info(model, memory, longest, name or model.name, kind)
     if kv_cache_dtype != "auto":
-        info = replace(info, kv_cache_dtype=kv_cache_dtype)
+        info = replace(info, kv_cache_dtype="fp8_e4m3")
     return EmulatedEngine(info, machine, memory, runner)
 
 

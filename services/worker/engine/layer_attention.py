@@ -16,7 +16,6 @@ import torch.nn.functional as F
 
 from ballast.service.logs import get_logger
 from services.worker.engine.attention import AttentionStep
-from services.worker.engine.attention_cuda import CudaAttention
 from services.worker.engine.kv_dtype import converted
 from services.worker.engine.packed_attention import PagedAttention
 from services.worker.engine.packing import Ints, PackedChunk, PackedStep
@@ -34,11 +33,13 @@ class LayerKind:
     kv_heads: int
     key_dim: int
     value_dim: int
-    scale: float
+    scale: float  # of the product of a query and a stored key
     window: int | None = None  # number of tokens visible to a token, itself included
     chunk: int | None = None  # chunked attention: tokens from the last multiple of this on are visible
     soft_cap: float | None = None
     has_sinks: bool = False
+    key_scale: float = 1.0  # keys are divided by it when they are stored
+    value_scale: float = 1.0  # likewise; outputs are multiplied by it
 
     @property
     def token_elements(self) -> int:
@@ -102,15 +103,6 @@ class LayerAttention:
             because=", ".join(others) or None,
         )
 
-    @property
-    def is_plain(self) -> bool:
-        """True if the fast backend computes every layer for any context length."""
-        return all(self._suits) and all(kind.window is None and kind.chunk is None for kind in self.kinds)
-
-    @property
-    def fast(self) -> WholeSteps | None:
-        return self._fast
-
     def prepare(self, step: PackedStep) -> "LayerAttentionStep":
         return LayerAttentionStep(self.kinds, self._suits, self._fast, step)
 
@@ -139,6 +131,23 @@ class LayerAttentionStep:
         sinks_N: torch.Tensor | None = None,
     ) -> None:
         """Like `AttentionStep.run`, for a given layer."""
+        kind = self._kinds[layer]
+        if (kind.key_scale, kind.value_scale) != (1.0, 1.0):
+            k_TKH, v_TKL = k_TKH / kind.key_scale, v_TKL / kind.value_scale
+        self._attend(layer, kv_B2TKH, q_TNH, k_TKH, v_TKL, out_TNL, sinks_N)
+        if kind.value_scale != 1.0:
+            out_TNL.mul_(kind.value_scale)
+
+    def _attend(
+        self,
+        layer: int,
+        kv_B2TKH: torch.Tensor,
+        q_TNH: torch.Tensor,
+        k_TKH: torch.Tensor,
+        v_TKL: torch.Tensor,
+        out_TNL: torch.Tensor,
+        sinks_N: torch.Tensor | None,
+    ) -> None:
         kind = self._kinds[layer]
         fast = self._fast_step(kind) if self._suits[layer] else None
         if fast is None:
@@ -290,8 +299,3 @@ class _TorchStep:
             weights = torch.softmax(scores, -1, dtype=wide).to(values_SKCL.dtype)
             attended = torch.matmul(weights[..., : values_SKCL.shape[2]], values_SKCL)
         out_SRNL.unflatten(2, (heads, groups)).copy_(attended.unflatten(2, (groups, rows)).permute(0, 3, 1, 2, 4))
-
-
-def fast_backend(backend: object) -> WholeSteps | None:
-    """The backend that computes plain layers; None: torch computes every layer."""
-    return backend if isinstance(backend, (PagedAttention, CudaAttention)) else None

@@ -1,8 +1,8 @@
 """Quantised matrices: how checkpoints store them, their layout in memory, and dequantisation.
 
 In memory, a matrix of any format is `values` (float8, int8, or two 4-bit values per byte along the inputs), a scale per
-block of rows and columns, and zero points if the format has them. Only parameters are quantised: activations and KV are
-computed in the model's dtype, so their scales in a checkpoint are ignored.
+block of rows and columns, and zero points if the format has them. Activations are computed in the model's dtype, and
+their scales in a checkpoint are ignored. For those of KV see `kv_dtype`.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
@@ -32,7 +32,7 @@ _SCALE_DTYPES = {
     "U8": torch.uint8,
     "F8_E8M0": torch.uint8,
 }
-# Tensors not read: scales of activations and KV, and redundant shapes.
+# Tensors that belong to no matrix: scales of activations and KV, and redundant shapes.
 _UNREAD = (
     "input_scale",
     "input_zero_point",
@@ -42,6 +42,7 @@ _UNREAD = (
     "q_scale",
     "k_scale",
     "v_scale",
+    "kv_scale",
     "weight_shape",
 )
 

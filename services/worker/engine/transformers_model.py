@@ -26,8 +26,8 @@ from services.worker.engine.checkpoint import fill_layers
 from services.worker.engine.decoder import Decoder, LayerRun
 from services.worker.engine.division import WHOLE, Division, RankCut, cuts_of
 from services.worker.engine.implementation import MemoryNeeds, StageModel
-from services.worker.engine.kv_dtype import FP8
-from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep
+from services.worker.engine.kv_dtype import FP8, checkpoint_scales
+from services.worker.engine.layer_attention import LayerAttention, LayerAttentionStep, LayerKind
 from services.worker.engine.lora import Lora, linears_of
 from services.worker.engine.model_config import ModelFacts, longest_of, read_eos_token_ids, read_json
 from services.worker.engine.native.library import Kernels
@@ -216,10 +216,27 @@ class TransformersModel:
         self._skeleton = self._whole
         if division.count > 1:
             self._skeleton = self._divided(cuts)
+        if kv_dtype == FP8 and any(model_dir.glob("*.safetensors")):
+            self.kinds = self._with_kv_scales(self.kinds)
         self._parts, self._whole_parts = (
             parts_of(one.model, one.layers_name, facts.layer_count, dtype) for one in (self._skeleton, self._whole)
         )
         self._lock = threading.Lock()
+
+    def _with_kv_scales(self, kinds: Sequence[LayerKind]) -> list[LayerKind]:
+        """The layers' attention with the checkpoint's scales of KV."""
+        scales = checkpoint_scales(self._model_dir)
+        if any(kind.key_dim != kind.value_dim for kind in kinds):  # latent attention, whose scales are the latent's
+            if scales:
+                get_logger().warning("the checkpoint's scales of KV are ignored: they are those of a latent")
+            return [*kinds]
+        if scales:
+            get_logger().info("KV is stored with the checkpoint's scales", layers=len(scales))
+        both = [scales.get(layer, (1.0, 1.0)) for layer in range(len(kinds))]
+        return [
+            replace(kind, scale=kind.scale * key, key_scale=key, value_scale=value)
+            for kind, (key, value) in zip(kinds, both, strict=True)
+        ]
 
     def _divided(self, cuts: Mapping[str, RankCut]) -> Decoder:
         """The model with this rank's share of the parameters. Updates `kinds` to those of the share."""

@@ -9,6 +9,7 @@ from sim.jobs.machines import catalogue_machine, emulated_model
 from tests.support.simulated import burst
 from tools.bench.records import RequestOutcome
 from tools.bench.results import BenchResult, read_result
+from tools.cli import sim
 from tools.cli.main import main
 
 MODEL = ("--model", "llama-2-13b", "--cluster", "2xA100-40G")
@@ -43,13 +44,26 @@ def test_a_burst_that_fits_in_fewer_bits_needs_no_drop(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The same one that needs a drop in bfloat16."""
-    out, narrow = tmp_path / "out.json", ("--quantization", "fp8", "--kv-cache-dtype", "fp8_e4m3")
+    out, narrow = tmp_path / "out.json", ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
     assert main(["sim", "--trace", str(trace), *MODEL, "--policy", "drop", *narrow, "--json", str(out)]) == 0
     result = read_result(out)
     assert (result.model.dtype, result.model.kv_bytes_per_token) == ("fp8", 2 * 40 * 5120)
     assert not result.policies["drop"].transitions
     assert main(["sim", "--trace", str(trace), *MODEL, "--quantization", "int3"]) == 2
     assert "--quantization" in capsys.readouterr().err
+
+
+def test_a_pipe_is_told_how_far_a_long_run_has_come(
+    trace: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sim, "_LINE_INTERVAL_S", 0.0)
+    assert main(["sim", "--trace", str(trace), *MODEL, "--policy", "drop"]) == 0
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "simulating drop ..."
+    counts = [int(line.removeprefix("simulating drop: ").partition("/")[0]) for line in lines]
+    assert counts == sorted(counts)
+    assert len(counts) > 2
+    assert lines[-1].endswith(" s")
 
 
 @pytest.mark.parametrize("kind", ["batch", "default"])

@@ -1,12 +1,15 @@
 """KV in float8: as accurate as its 3 bits allow, in half the memory of bfloat16, and never taken for other KV."""
 
-from collections.abc import Sequence
+import json
+import shutil
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ballast.common.errors import ConfigError
 from ballast.service.settings import load_settings
@@ -101,7 +104,7 @@ def test_ranks_together_say_what_one_alone_says(tiny: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"kv_cache_dtype": "fp8_e5m2"}, "'fp8_e5m2' is not supported; use one of auto, fp8_e4m3"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "'fp8_e5m2' is not supported; use one of auto, fp8, fp8_e4m3"),
         ({"device": "cuda", "attention_backend": "flashinfer"}, "FlashInfer has not been tried with it"),
     ],
 )
@@ -118,3 +121,59 @@ def test_settings_that_cannot_be_are_refused_before_a_process_starts() -> None:
     with pytest.raises(ConfigError, match="FlashInfer has not been tried with it"):
         load_settings(WorkerSettings, given, {})
     assert load_settings(WorkerSettings, given[:4], {}).kv_cache_dtype == FP8
+
+
+def test_vllms_short_name_means_the_same(tiny: Path) -> None:
+    with load(tiny, "fp8") as short, load(tiny) as long:
+        assert short.info == long.info
+        assert torch.equal(logits(short), logits(long))
+    assert load_settings(WorkerSettings, ["--model", "m", "--kv-cache-dtype", "fp8"], {}).kv_cache_dtype == "fp8"
+
+
+def with_scales(folder: Path, out: Path, scales: Mapping[str, float | Sequence[float]]) -> Path:
+    """A copy of a checkpoint with these scales in every layer."""
+    shutil.copytree(folder, out)
+    layers: int = json.loads((out / "config.json").read_text())["num_hidden_layers"]
+    tensors = {f"model.layers.{i}.self_attn.{n}": torch.tensor(s) for i in range(layers) for n, s in scales.items()}
+    save_file(tensors, out / "scales.safetensors", {"format": "pt"})
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    index["weight_map"] |= dict.fromkeys(tensors, "scales.safetensors")
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    return out
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+def test_scales_of_the_checkpoint_are_used_whatever_their_names(kernels: str, tmp_path: Path) -> None:
+    folder = write_family("llama:fp8 channels", tmp_path)
+
+    def scaled(name: str, **scales: float | Sequence[float]) -> Path:
+        return with_scales(folder, tmp_path / name, {key.replace("__", "."): scale for key, scale in scales.items()})
+
+    def found(folder: Path, kv_cache_dtype: str = FP8) -> torch.Tensor:
+        with load(folder, kv_cache_dtype, dtype="float32", kernels=kernels) as engine:
+            return logits(engine)
+
+    exact, plain, small = found(folder, "auto"), found(folder), scaled("vllm", k_scale=2.0**-5, v_scale=2.0**-6)
+    ours = found(small)
+    assert not torch.equal(ours, plain)  # other numbers are below those that have 3 bits
+    assert (ours - exact).std() < 0.25 * exact.std()
+    for number, folders in enumerate(
+        [
+            scaled("autofp8", k_proj__k_scale=[2.0**-5], v_proj__v_scale=[2.0**-6]),
+            scaled("compressed", k_proj__output_scale=[2.0**-5, 2.0**-7], v_proj__output_scale=2.0**-6),
+        ]
+    ):
+        assert torch.equal(found(folders), ours), number
+    assert torch.equal(found(scaled("both", kv_scale=2.0**-5)), found(scaled("each", k_scale=2.0**-5, v_scale=2.0**-5)))
+    assert torch.equal(found(scaled("none", k_scale=0.0, v_scale=-1.0)), plain)
+    assert torch.equal(found(small, "auto"), exact)
+    with pytest.raises(ConfigError, match="on packed rows gives other logits"):  # all values round to zero
+        found(scaled("wrong", v_scale=2.0**14))
+
+
+def test_scales_of_a_latent_are_not_those_of_its_keys_and_values(tmp_path: Path) -> None:
+    folder = write_family("deepseek_v3:fp8", tmp_path)
+    with load(folder, dtype="float32") as engine:
+        plain = logits(engine)
+    with load(with_scales(folder, tmp_path / "scaled", {"k_scale": 0.5, "v_scale": 0.5}), dtype="float32") as engine:
+        assert torch.equal(logits(engine), plain)
