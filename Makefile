@@ -4,6 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PY := $(BIN)/python
 TRACE ?=
+PIP_FLAGS ?=
 WORKERS ?= 2
 CLUSTERS ?= 2000
 HISTORIES ?= 400
@@ -28,8 +29,8 @@ kernels:  ## compile the engine's kernels, unless they are newer than their sour
 
 $(VENV)/.ready: pyproject.toml cluster/pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[dev]' -e cluster
+	$(BIN)/pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt torch
+	$(BIN)/pip install --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt -e '.[dev]' -e cluster
 	touch $@
 
 demo: setup  ## replay a bursty trace on a local cluster and re-compute answers with transformers

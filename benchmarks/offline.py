@@ -18,7 +18,6 @@ import argparse
 import itertools
 import json
 import random
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +26,7 @@ from pathlib import Path
 
 from ballast.common.errors import BallastError, ConfigError
 from ballast.common.sampling import PriorityClass
-from benchmarks.quoting import quote
+from benchmarks.quoting import code_commit, quote_run
 from benchmarks.regret_cells import CELLS, figures_of, job_of
 from sim.clients import Arrival
 from sim.hardware import find_cluster, find_model, timings
@@ -289,14 +288,6 @@ def _range(values: Sequence[str]) -> str:
     return values[0] if values[0] == values[-1] else f"{values[0]} to {values[-1]}"
 
 
-def code_commit() -> str:
-    """Last commit that changed the code of a simulation, and whether there are uncommitted changes to it."""
-    parts = ["ballast", "services", "sim", "benchmarks/offline.py"]
-    last = subprocess.run(["git", "log", "-1", "--format=%h", "--", *parts], capture_output=True, text=True, check=True)
-    changed = subprocess.run(["git", "status", "--porcelain", "--", *parts], capture_output=True, text=True, check=True)
-    return last.stdout.strip() + (" with changes" if changed.stdout else "")
-
-
 class KeptRuns:
     """Results of a commit's runs, kept in a file, so that a stopped benchmark resumes."""
 
@@ -394,9 +385,7 @@ def main() -> int:
         page = beside(args.traces, args.cells) if args.figure == "regret" else figure(args.figure, args)
         print(page)
         if args.write:
-            given = [word for word in sys.argv[1:] if word not in (str(args.traces), str(args.out), "--out")]
-            command = f"python -m benchmarks.offline {' '.join(given)}".replace("--traces", "--traces DIR")
-            quote(PAGE, f"offline-{args.figure}", f"`{command}`, commit {code_commit()}:\n\n{page}")
+            quote_run(PAGE, f"offline-{args.figure}", page, paths=(args.traces, args.out))
     except BallastError as error:
         print(f"offline: {error}", file=sys.stderr)
         return 2

@@ -24,8 +24,8 @@ from pathlib import Path
 
 from ballast.client import AsyncClient, SamplingParams
 from ballast.common.sampling import PriorityClass
-from benchmarks.offline import CLUSTER, MODEL, PAGE, code_commit, gamma, quantile, summaries
-from benchmarks.quoting import quote
+from benchmarks.offline import CLUSTER, MODEL, PAGE, gamma, quantile, summaries
+from benchmarks.quoting import quote_run
 from services.worker.emulation.tokens import answer
 from sim.jobs.machines import catalogue_machine, stand_in
 from tools.local.cluster import LocalCluster, Service
@@ -189,13 +189,8 @@ def main() -> int:
         table = asyncio.run(run(args, Path(folder)))
     print(table)
     if args.write:
-        command = f"python -m benchmarks.offline_real {' '.join(sys.argv[1:])}"
         load = f"load average {before:.1f} at its begin, {os.getloadavg()[0]:.1f} at its end"
-        quote(
-            PAGE,
-            "offline-cpu" if args.cpu else "offline-real",
-            f"`{command}`, commit {code_commit()}, {load}:\n\n{table}",
-        )
+        quote_run(PAGE, "offline-cpu" if args.cpu else "offline-real", table, note=load)
     return 0
 
 

@@ -27,8 +27,8 @@ import torch
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
 from ballast.common.targets import for_all
-from benchmarks.offline import CLUSTER, MODEL, PAGE, code_commit, quantile, summaries
-from benchmarks.quoting import quote
+from benchmarks.offline import CLUSTER, MODEL, PAGE, quantile, summaries
+from benchmarks.quoting import quote_run
 from services.worker.core.batch import Batch, NewSequence, Preempted, Slice
 from services.worker.core.events import Event, SequenceKey, StepDone, StepPreempted, Submitted
 from services.worker.core.limits import WorkerLimits
@@ -260,14 +260,8 @@ def main() -> int:
     cost = f"{args.steps} steps in {SLICES} slices: {median} of processor time (quartiles {low}, {high})"
     print(cost)
     if args.write:
-        command = f"python -m benchmarks.preemption {' '.join(sys.argv[1:])}"
-        load = f"load average {os.getloadavg()[0]:.0f}"
-        quote(
-            PAGE,
-            "offline-preemption",
-            f"`{command}`, commit {code_commit()}, {load}:\n\n"
-            + "\n".join(f"- {line}" for line in (reaction, *engines, cost)),
-        )
+        lines = "\n".join(f"- {line}" for line in (reaction, *engines, cost))
+        quote_run(PAGE, "offline-preemption", lines, note=f"load average {os.getloadavg()[0]:.0f}")
     return 0
 
 

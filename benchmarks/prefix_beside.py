@@ -24,8 +24,8 @@ from typing import Any, Protocol, cast
 from ballast.common.cost import Chunk, CostModel
 from ballast.common.ids import RequestId
 from ballast.common.sampling import SamplingParams
-from benchmarks.offline import CLUSTER, MODEL, code_commit, quantile
-from benchmarks.quoting import quote
+from benchmarks.offline import CLUSTER, MODEL, quantile
+from benchmarks.quoting import quote_run
 from services.worker.core.batch import StepResult
 from services.worker.core.events import BatchWanted, Execute, SequenceKey, StepDone, StreamOpened, Submitted
 from services.worker.core.limits import WorkerLimits
@@ -150,15 +150,9 @@ class ServedByBallast:
         return told
 
     @property
-    def counts(self) -> tuple[int, int]:
-        """(prompt tokens found in the cache, all prompt tokens) of started requests."""
-        index = self._core.group_scheduler.scheduler.prefixes
-        return index.hit_tokens_total, index.queried_tokens_total
-
-    @property
     def hit_fraction(self) -> float:
-        found, asked = self.counts
-        return found / max(1, asked)
+        index = self._core.group_scheduler.scheduler.prefixes
+        return index.hit_tokens_total / max(1, index.queried_tokens_total)
 
 
 class ServedByVllm:
@@ -336,9 +330,8 @@ def main() -> int:
                 rows.append(row(name, block_count, serve(server, sessions, cost)))
                 print(rows[-1], flush=True)
     if args.write:
-        command = f"python -m benchmarks.prefix_beside {' '.join(sys.argv[1:])}"
         shared = "" if args.new_tokens[1] < 500 else "-long"
-        quote(PAGE, f"prefix-beside{shared}", f"`{command}`, commit {code_commit()}:\n\n" + "\n".join(rows))
+        quote_run(PAGE, f"prefix-beside{shared}", "\n".join(rows))
     return 0
 
 

@@ -11,17 +11,8 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.load import LoadReport
 from ballast.rpc.fencing import Fence
+from services.worker.core import events as w
 from services.worker.core.batch import PREEMPTED, Batch
-from services.worker.core.events import (
-    Emit,
-    Event,
-    Execute,
-    Removed,
-    StreamClosed,
-    StreamOpened,
-    StreamsLost,
-    Submitted,
-)
 from services.worker.core.turns import LaunchedBatch, MemberEvent, StepOutcome, Turns
 from services.worker.core.worker import WorkerCore
 from services.worker.pipeline.member import GroupMember
@@ -118,7 +109,7 @@ class SimInstance(Turns):
         self._acts: list[Callable[[], None]] = []  # executed at the end of the current activity
         self._sliced: tuple[float, float, int] | None = None  # arguments of `_run_slices` for the next batch
         self._preempted = False  # that batch was preempted
-        self._inbox: deque[Event | MemberEvent] = deque()
+        self._inbox: deque[w.Event | MemberEvent] = deque()
         self._streams: dict[int, SimStream] = {}
         self._next_stream_id = 1
         self._requests_came: Callable[[LoadReport], None] | None = None
@@ -151,7 +142,7 @@ class SimInstance(Turns):
 
     # ------------------------------------------------------------ called from outside
 
-    def post(self, what: Event | MemberEvent) -> None:
+    def post(self, what: w.Event | MemberEvent) -> None:
         """Queue an event for the engine; an idle engine handles it at once."""
         if self.crashed:
             return
@@ -166,13 +157,13 @@ class SimInstance(Turns):
         stream_id = self._next_stream_id
         self._next_stream_id += 1
         self._streams[stream_id] = SimStream(listener)
-        self.post(StreamOpened(self._clock.now_s, stream_id))
+        self.post(w.StreamOpened(self._clock.now_s, stream_id))
         return stream_id
 
     def close_stream(self, stream_id: int) -> None:
         if (stream := self._streams.pop(stream_id, None)) is not None:
             stream.open = False
-            self.post(StreamClosed(self._clock.now_s, stream_id))
+            self.post(w.StreamClosed(self._clock.now_s, stream_id))
 
     def crash(self) -> None:
         """End the process."""
@@ -299,7 +290,7 @@ class SimInstance(Turns):
         """Run a batch in slices, with its copies. Returns True if online work preempted it."""
         for done in range(1, count):
             yield seconds / count
-            if any(isinstance(event, Submitted) and not event.priority.offline for event in self._inbox):
+            if any(isinstance(event, w.Submitted) and not event.priority.offline for event in self._inbox):
                 left_s = seconds * (1.0 - done / count)
                 self.busy_s -= left_s
                 yield max(0.0, copy_s - (seconds - left_s))
@@ -315,11 +306,11 @@ class SimInstance(Turns):
         for act in acts:
             act()
 
-    def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
-        if isinstance(command, Execute) and self.core.in_flight_count == 1:
+    def run(self, command: w.Execute | w.Removed) -> StepOutcome | LaunchedBatch | None:
+        if isinstance(command, w.Execute) and self.core.in_flight_count == 1:
             self._flying_since_s = self._clock.now_s
         member = self.member
-        if isinstance(command, Removed) or member.role.stages or command.leaving or self._through_member:
+        if isinstance(command, w.Removed) or member.role.stages or command.leaving or self._through_member:
             return member.run(command)
         batch, layers = command.batch, member.role.layers
         copy_s = self._copier.copy(command.copies, layers) if command.copies else 0.0
@@ -426,22 +417,22 @@ class SimInstance(Turns):
 
     # ------------------------------------------------------------ output for dispatchers
 
-    def _tell(self, events: list[Event | MemberEvent]) -> None:
+    def _tell(self, events: list[w.Event | MemberEvent]) -> None:
         now_s = self._clock.now_s
         told, self.commands = self.commands, []
         self._report = report = self._load()
         for event in events:
-            if isinstance(event, Submitted) and (stream := self._streams.get(event.key.stream_id)):
+            if isinstance(event, w.Submitted) and (stream := self._streams.get(event.key.stream_id)):
                 stream.seen_handle = event.key.handle
-        if self._requests_came is not None and any(isinstance(event, Submitted) for event in events):
+        if self._requests_came is not None and any(isinstance(event, w.Submitted) for event in events):
             self._requests_came(report)
         for command in told:
-            if isinstance(command, Emit):
+            if isinstance(command, w.Emit):
                 stream = self._streams.get(command.stream_id)
                 if stream is not None:
                     stream.seen_handle = max(stream.seen_handle, command.seen_handle)
                     stream.tell(command, report, now_s)
-            elif isinstance(command, StreamsLost):
+            elif isinstance(command, w.StreamsLost):
                 self._lose_streams("a member of its group is gone")
         stream_count = len(self._streams)
         for stream in self._streams.values():

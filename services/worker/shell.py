@@ -19,21 +19,8 @@ from typing import Protocol
 from ballast.common.errors import InvariantViolation, Unavailable
 from ballast.common.load import LoadReport, MemoryReport
 from ballast.service.logs import get_logger
+from services.worker.core import events as w
 from services.worker.core.batch import PREEMPTED, Batch, NewSequence, SequenceId, StepResult
-from services.worker.core.events import (
-    Command,
-    DrainRequested,
-    Emit,
-    Event,
-    Execute,
-    HandedOver,
-    Removed,
-    StepsLost,
-    StreamClosed,
-    StreamOpened,
-    StreamsLost,
-    Submitted,
-)
 from services.worker.core.turns import LaunchedBatch, MemberEvent, StepOutcome, TurnMember, Turns
 from services.worker.core.worker import WorkerCore
 from services.worker.output_stream import OutputStream
@@ -42,7 +29,7 @@ from services.worker.policy.telling import is_due
 
 INBOX_EVENTS = 1024
 _IDLE_WAIT_S = 1.0
-_SLOTLESS = (StreamClosed, DrainRequested)  # events without a slot in the inbox
+_SLOTLESS = (w.StreamClosed, w.DrainRequested)  # events without a slot in the inbox
 _LAST_STEP_S = 30.0  # maximum for the running step at a stop
 _FAILED_STEPS = 3  # consecutive failures after which the engine counts as broken
 
@@ -90,9 +77,9 @@ class EngineTurns(Turns):
     def join_group(self, member: TurnMember) -> None:
         self._member = member
 
-    def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
+    def run(self, command: w.Execute | w.Removed) -> StepOutcome | LaunchedBatch | None:
         tables: Sequence[Sequence[int]] = ()
-        if isinstance(command, Execute):
+        if isinstance(command, w.Execute):
             tables = command.block_tables
             self._drop_texts(command.batch.removed)
             for new, wanted in zip(command.batch.added, command.text_wanted, strict=True):
@@ -105,18 +92,18 @@ class EngineTurns(Turns):
             result = self._engine.step(command.batch, tables)
         except (RuntimeError, ValueError, IndexError) as error:
             return StepOutcome(command.batch.step_id, None, f"{type(error).__name__}: {error}")
-        return StepOutcome(command.batch.step_id, result) if isinstance(command, Execute) else None
+        return StepOutcome(command.batch.step_id, result) if isinstance(command, w.Execute) else None
 
-    def note(self, command: Command) -> None:
+    def note(self, command: w.Command) -> None:
         super().note(command)
-        if isinstance(command, Removed):
+        if isinstance(command, w.Removed):
             self._drop_texts(command.batch.removed)
-        elif isinstance(command, HandedOver):
+        elif isinstance(command, w.HandedOver):
             self._drop_texts(s.sequence_id for _, snapshots in command.snapshots for s in snapshots)
-        elif isinstance(command, StreamsLost):
+        elif isinstance(command, w.StreamsLost):
             self.texts.clear()
             self._in_flight.clear()
-        elif isinstance(command, StepsLost):
+        elif isinstance(command, w.StepsLost):
             for step_id in command.step_ids:
                 self._in_flight.pop(step_id, None)
 
@@ -165,7 +152,7 @@ class _Turn:
 
     slots: int  # freed slots of the inbox
     seen_handles: dict[int, int]  # stream id -> highest handle counted by the report, if it has grown
-    emits: list[Emit]
+    emits: list[w.Emit]
     report: LoadReport
     drained: bool
     lost: bool  # the group is lost: all streams end
@@ -187,7 +174,7 @@ class WorkerShell:
         self._turns = EngineTurns(core, engine, detokenizer, check_every_steps)
         self._member: TurnMember | None = None
         self._requests_came: Callable[[LoadReport], None] | None = None
-        self._inbox: queue.SimpleQueue[Event | MemberEvent | None] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[w.Event | MemberEvent | None] = queue.SimpleQueue()
         self._preempting = threading.Event()  # the inbox has online work
         self._slots = asyncio.Semaphore(INBOX_EVENTS)
         self._streams: dict[int, OutputStream] = {}  # stream id -> its outputs
@@ -240,7 +227,7 @@ class WorkerShell:
         """Refuse new requests; `drained` is set when no request or pipeline needs this worker."""
         if not self._draining:
             self._draining = True
-            self._inbox.put(DrainRequested(time.monotonic()))
+            self._inbox.put(w.DrainRequested(time.monotonic()))
 
     def join_group(self, member: TurnMember) -> None:
         """Before `run`: set the group member."""
@@ -257,13 +244,13 @@ class WorkerShell:
         if event.preempts:
             self._preempting.set()
 
-    async def post(self, event: Event) -> None:
+    async def post(self, event: w.Event) -> None:
         """Queue an event for the engine thread. Waits while the inbox is full, which applies backpressure to the
         caller.
         """
         await self._slots.acquire()
         self._inbox.put(event)
-        if isinstance(event, Submitted) and not event.priority.offline:
+        if isinstance(event, w.Submitted) and not event.priority.offline:
             self._preempting.set()
 
     @property
@@ -274,14 +261,14 @@ class WorkerShell:
     async def open_stream(self) -> OutputStream:
         stream = OutputStream(self._next_stream_id)
         self._next_stream_id += 1
-        await self.post(StreamOpened(time.monotonic(), stream.stream_id))
+        await self.post(w.StreamOpened(time.monotonic(), stream.stream_id))
         self._streams[stream.stream_id] = stream  # not before: the caller may be cancelled while the inbox is full
         return stream
 
     def close_stream(self, stream: OutputStream) -> None:
         """Close the stream of a dispatcher that has disconnected. Needs no slot: one such event comes per stream."""
         if self._streams.pop(stream.stream_id, None) is not None:
-            self._inbox.put(StreamClosed(time.monotonic(), stream.stream_id))
+            self._inbox.put(w.StreamClosed(time.monotonic(), stream.stream_id))
 
     def load(self) -> LoadReport:
         """Load report after the last step, with the time since the engine thread's last sign of life."""
@@ -355,7 +342,7 @@ class WorkerShell:
         for _ in turns.take_in(events):
             pass
         stepping = turns.steps
-        if stepping and any(isinstance(command, Emit) for command in turns.commands):
+        if stepping and any(isinstance(command, w.Emit) for command in turns.commands):
             self._tell(events)  # output of a pipeline need not wait for the next batch
             events = []
         if stepping:
@@ -367,16 +354,16 @@ class WorkerShell:
         if events or stepping or turns.commands or self._is_drained():
             self._tell(events)
 
-    def _tell(self, events: Sequence[Event | MemberEvent]) -> None:
+    def _tell(self, events: Sequence[w.Event | MemberEvent]) -> None:
         assert self._loop is not None
         commands, self._turns.commands = self._turns.commands, []
         turn = _Turn(
             slots=sum(not isinstance(event, (*_SLOTLESS, MemberEvent)) for event in events),
-            seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, Submitted)},
-            emits=[command for command in commands if isinstance(command, Emit)],
+            seen_handles={event.key.stream_id: event.key.handle for event in events if isinstance(event, w.Submitted)},
+            emits=[command for command in commands if isinstance(command, w.Emit)],
             report=self._load(),
             drained=self._is_drained(),
-            lost=any(isinstance(command, StreamsLost) for command in commands),
+            lost=any(isinstance(command, w.StreamsLost) for command in commands),
         )
         self._loop.call_soon_threadsafe(self._on_turn, turn)
 
@@ -395,9 +382,9 @@ class WorkerShell:
             return self._core.load(now_s, memory)
         return self._core.load(now_s, memory, member.newest_epoch, member.parks)
 
-    def _wait_for_events(self) -> list[Event | MemberEvent]:
+    def _wait_for_events(self) -> list[w.Event | MemberEvent]:
         """Take the pending events; wait for one if there is nothing to do."""
-        events: list[Event | MemberEvent] = []
+        events: list[w.Event | MemberEvent] = []
         wait_s = 0.0
         if self._turns.rests:
             wakes_at_s = None if self._member is None else self._member.wakes_at_s

@@ -225,6 +225,7 @@ async def test_what_still_runs_after_a_while_goes_to_the_members_with_its_kv(
         await cluster.quiet()
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("by_tokens", [False, True])
 async def test_a_move_changes_no_draw_and_no_word(
     by_tokens: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
@@ -270,6 +271,7 @@ async def test_a_move_changes_no_draw_and_no_word(
         await cluster.quiet()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("lost", ["w0", "w1", "w2"])
 async def test_a_member_lost_while_the_pipeline_dissolves_takes_nobody_with_it(
     lost: str, model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
@@ -338,6 +340,7 @@ async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
         await cluster.quiet()
 
 
+@pytest.mark.rotating
 async def test_the_next_drop_finds_whole_members(model_dir: Path, expected: list[Expected]) -> None:
     """What has begun in the pipeline, beside it and after it ends as it would have without any of that."""
     async with running_group(model_dir, NAMES, ROOMY) as cluster:

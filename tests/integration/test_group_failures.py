@@ -196,6 +196,7 @@ def test_victims_without_room_are_recomputed(model_dir: Path, expected: Callable
     assert recomputed > 0
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize("survivor", ["w0", "w1"])
 def test_a_survivor_becomes_whole_again(
     survivor: str, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
@@ -384,6 +385,7 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
     assert asyncio.run(run()) == expected(100)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("stage", ["w0", "w1", "w2"])
 def test_a_stage_that_cannot_run_a_batch_ends_the_requests_in_it_and_nothing_else(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]], stage: str

@@ -1,8 +1,8 @@
 """Short words for stories about the dispatcher's core. `Story` checks all invariants after every event."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 from ballast.common.ids import DispatcherId, Epoch, GroupId, Incarnation, RequestId, WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -45,6 +45,7 @@ MODEL = ModelInfo(
 )
 
 C = TypeVar("C", bound=Command)
+_P = ParamSpec("_P")
 
 
 def key(name: str, incarnation: int = 1) -> WorkerKey:
@@ -154,6 +155,15 @@ class Answer:
         return {command.request_id: type(command.error).__name__ for command in ended}
 
 
+def _submission_of(make: Callable[_P, Request]) -> Callable[Concatenate["Story", _P], Answer]:
+    """A method that submits the request that `make` returns for its arguments."""
+
+    def submit(story: "Story", *args: _P.args, **named: _P.kwargs) -> Answer:
+        return story.handle(RequestSubmitted(story.now_s, make(*args, **named)))
+
+    return submit
+
+
 class Story:
     """A core with a clock. Workers are idle and wait for requests unless told otherwise."""
 
@@ -207,33 +217,7 @@ class Story:
     def lose(self, worker: str, *, incarnation: int = 1) -> Answer:
         return self.handle(WorkerLost(self.now_s, key(worker, incarnation), "connection reset"))
 
-    def submit(
-        self,
-        name: str,
-        *,
-        prompt: int = 16,
-        max_tokens: int = 16,
-        priority: PriorityClass = PriorityClass.DEFAULT,
-        deadline_at_s: float = 1000.0,
-        logprobs: int | None = None,
-        answer: Sequence[int] = (),
-        taken_over: bool = False,
-        begins: int = 1,
-        caller: str = "",
-    ) -> Answer:
-        wanted = request(
-            name,
-            prompt=prompt,
-            max_tokens=max_tokens,
-            priority=priority,
-            deadline_at_s=deadline_at_s,
-            logprobs=logprobs,
-            answer=answer,
-            taken_over=taken_over,
-            begins=begins,
-            caller=caller,
-        )
-        return self.handle(RequestSubmitted(self.now_s, wanted))
+    submit = _submission_of(request)
 
     def handle_of(self, name: str) -> int:
         return self.core.requests[RequestId(name)].handle

@@ -12,22 +12,8 @@ from tokenizers import Tokenizer
 from ballast.common.ids import RequestId
 from ballast.common.load import LoadReport
 from ballast.common.sampling import PriorityClass, SamplingParams
+from services.worker.core import events as w
 from services.worker.core.batch import Batch, NewSequence, SequenceId, StepResult, TokenLogprobs
-from services.worker.core.events import (
-    Aborted,
-    BatchWanted,
-    Command,
-    Emit,
-    Ending,
-    Event,
-    Execute,
-    Removed,
-    SequenceKey,
-    StepDone,
-    StreamOpened,
-    Submitted,
-    Tick,
-)
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.engine.load import Engine
@@ -48,7 +34,7 @@ class Answer:
     text: str = ""
     text_chars: list[int] = field(default_factory=list[int])  # of the text so far, after each token
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
-    ending: Ending | None = None
+    ending: w.Ending | None = None
 
 
 class EngineLoop:
@@ -68,10 +54,10 @@ class EngineLoop:
         prefix_caching: bool = False,
     ) -> None:
         self.engine = engine
-        self.answers: dict[SequenceKey, Answer] = {}
+        self.answers: dict[w.SequenceKey, Answer] = {}
         self._tokenizer = tokenizer
         self._texts: dict[SequenceId, Detokenizer] = {}
-        self._events: list[Event] = []
+        self._events: list[w.Event] = []
         self._handles: Iterator[int] = count(1)
         self._at_s = 0.0
         self.core = WorkerCore(
@@ -92,7 +78,7 @@ class EngineLoop:
             ),
             block_count or engine.block_count,
         )
-        self.core.handle(StreamOpened(0.0, _STREAM_ID))
+        self.core.handle(w.StreamOpened(0.0, _STREAM_ID))
         self._host = HostBlocks(engine.memory.kv, swap_block_count) if swap_block_count else None
         self.copied_blocks = 0
 
@@ -108,7 +94,7 @@ class EngineLoop:
         wants_text: bool = True,
         priority: PriorityClass = PriorityClass.DEFAULT,
     ) -> Answer:
-        key = SequenceKey(_STREAM_ID, next(self._handles))
+        key = w.SequenceKey(_STREAM_ID, next(self._handles))
         prompt, output = tuple(prompt), tuple(output)
         self.answers[key] = answer = Answer(prompt, sampling)
         output_text = ""
@@ -116,7 +102,7 @@ class EngineLoop:
             detokenizer = self._detokenizer(NewSequence(0, prompt, (), sampling))
             output_text = "".join(map(detokenizer.push, output))
         self._events.append(
-            Submitted(
+            w.Submitted(
                 at_s=self._at_s,
                 key=key,
                 request_id=RequestId(f"r{key.handle}"),
@@ -134,7 +120,7 @@ class EngineLoop:
 
     def abort(self, answer: Answer) -> None:
         key = next(key for key, other in self.answers.items() if other is answer)
-        self._events.append(Aborted(self._at_s, key))
+        self._events.append(w.Aborted(self._at_s, key))
 
     # ---------------------------------------------------------------- what the engine thread does
 
@@ -142,11 +128,11 @@ class EngineLoop:
         """Takes in what has come and runs one step. Whether there was one to run."""
         self._at_s += _STEP_S
         events, self._events = self._events, []
-        for event in (*events, Tick(self._at_s)):
+        for event in (*events, w.Tick(self._at_s)):
             self._obey(self.core.handle(event))
         stepping = self.core.has_work
         if stepping:
-            self._obey(self.core.handle(BatchWanted(self._at_s)))
+            self._obey(self.core.handle(w.BatchWanted(self._at_s)))
         self.core.check()
         self.engine.check()
         return stepping
@@ -176,20 +162,20 @@ class EngineLoop:
     def _detokenizer(self, new: NewSequence) -> Detokenizer:
         return primed_detokenizer(self._tokenizer, new)
 
-    def _obey(self, commands: Sequence[Command]) -> None:
+    def _obey(self, commands: Sequence[w.Command]) -> None:
         for command in commands:
             match command:
-                case Execute():
+                case w.Execute():
                     self._execute(command)
-                case Emit():
+                case w.Emit():
                     self._receive(command)
-                case Removed():
+                case w.Removed():
                     self._drop_texts(command.batch)
                     self._step(command, ())
                 case _:
                     raise AssertionError(f"unexpected: {command}")
 
-    def _execute(self, execute: Execute) -> None:
+    def _execute(self, execute: w.Execute) -> None:
         batch = execute.batch
         self._drop_texts(batch)
         for new, wanted in zip(batch.added, execute.text_wanted, strict=True):
@@ -201,9 +187,9 @@ class EngineLoop:
             self._texts[sequence_id].push(token_id) if sequence_id in self._texts else ""
             for sequence_id, token_id in zip(sampling, result.token_ids, strict=True)
         )
-        self._obey(self.core.handle(StepDone(self._at_s, result, texts)))
+        self._obey(self.core.handle(w.StepDone(self._at_s, result, texts)))
 
-    def _step(self, command: Execute | Removed, tables: Sequence[Sequence[int]]) -> StepResult:
+    def _step(self, command: w.Execute | w.Removed, tables: Sequence[Sequence[int]]) -> StepResult:
         if not command.copies:
             return self.engine.step(command.batch, tables)
         assert self._host is not None
@@ -216,10 +202,10 @@ class EngineLoop:
         for sequence_id in batch.removed:
             self._texts.pop(sequence_id, None)
 
-    def _receive(self, emit: Emit) -> None:
+    def _receive(self, emit: w.Emit) -> None:
         tokens, logprobs = iter(emit.token_ids), iter(emit.logprobs)
         for index, handle in enumerate(emit.handles):
-            answer = self.answers[SequenceKey(emit.stream_id, handle)]
+            answer = self.answers[w.SequenceKey(emit.stream_id, handle)]
             assert answer.ending is None, f"request {handle} goes on after its end"
             for _ in range(emit.token_counts[index]):
                 answer.token_ids.append(next(tokens))
@@ -231,6 +217,6 @@ class EngineLoop:
         assert next(tokens, None) is None
         assert next(logprobs, None) is None
         for ending in emit.endings:
-            answer = self.answers[SequenceKey(emit.stream_id, ending.handle)]
+            answer = self.answers[w.SequenceKey(emit.stream_id, ending.handle)]
             assert answer.ending is None, f"request {ending.handle} ends twice"
             answer.ending = ending

@@ -21,37 +21,17 @@ from ballast.common.layout import Group, Layout
 from ballast.common.sampling import FinishReason, PriorityClass
 from ballast.common.targets import for_all
 from ballast.common.transition import Phase, TransitionKind
+from services.worker.core import transition_messages as t
 from services.worker.core.batch import Batch, TokenLogprobs
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
 from services.worker.core.spans import KvRange, Piece
-from services.worker.core.transition_messages import (
-    AbortRequested,
-    CommitRequested,
-    EpochEnded,
-    HandoverReceived,
-    KvCompleteReceived,
-    KvReceived,
-    RosterReceived,
-    WaveDone,
-)
 from services.worker.core.turns import MemberEvent
 from services.worker.links.config import TransportConfig
 from services.worker.links.connection import Link
 from services.worker.links.ports import Message
-from services.worker.pipeline.events import (
-    BatchArrived,
-    CapacityTold,
-    HandoverArrived,
-    KvAsked,
-    KvLanded,
-    ResultArrived,
-    RoomGranted,
-    RoomWithdrawn,
-    RosterArrived,
-    Told,
-)
+from services.worker.pipeline import events as e
 from services.worker.policy.harvest import Harvest
 from tests.support.group import HERE, Answer, Cluster, Place, Sizes, Unprepared, layout, running_group
 from tests.support.shells import until
@@ -554,22 +534,22 @@ def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]
         if epoch == own or (leaving is not None and epoch == leaving.role.epoch):
             continue
         found += [
-            BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
-            ResultArrived(epoch, (1, "from another time")),
-            CapacityTold(epoch, peer, 1, RoomSizes(1, 1), epoch),
-            HandoverArrived(epoch, peer, (), 1, 1),
-            RosterArrived(epoch, RosterReceived(0.0, epoch, peer, ()), (some_id,)),
-            RosterArrived(epoch, RosterReceived(0.0, epoch, peer, (), 1, rng.random() < 0.5), (some_id,)),
-            Told(epoch, WaveDone(0.0, epoch, peer, 0)),
-            KvAsked(epoch, peer, (some_id,)),
-            RoomGranted(epoch, 1),
-            RoomWithdrawn(epoch),
-            Told(epoch, CommitRequested(0.0, epoch)),
-            Told(epoch, AbortRequested(0.0, epoch, "late")),
-            Told(epoch, EpochEnded(0.0, epoch, peer)),
-            Told(epoch, HandoverReceived(0.0, epoch, peer, ())),
-            Told(epoch, KvReceived(0.0, epoch, some_id, peer)),
-            KvLanded(peer, Piece(epoch, some_id, 0, 1, KvRange(0, 1, 16, last=True)), delivered=True),
-            Told(epoch, KvCompleteReceived(0.0, epoch, some_id, peer)),
+            e.BatchArrived(epoch, Batch(1 << 30, (some_id,), (), ()), hidden),
+            e.ResultArrived(epoch, (1, "from another time")),
+            e.CapacityTold(epoch, peer, 1, RoomSizes(1, 1), epoch),
+            e.HandoverArrived(epoch, peer, (), 1, 1),
+            e.RosterArrived(epoch, t.RosterReceived(0.0, epoch, peer, ()), (some_id,)),
+            e.RosterArrived(epoch, t.RosterReceived(0.0, epoch, peer, (), 1, rng.random() < 0.5), (some_id,)),
+            e.Told(epoch, t.WaveDone(0.0, epoch, peer, 0)),
+            e.KvAsked(epoch, peer, (some_id,)),
+            e.RoomGranted(epoch, 1),
+            e.RoomWithdrawn(epoch),
+            e.Told(epoch, t.CommitRequested(0.0, epoch)),
+            e.Told(epoch, t.AbortRequested(0.0, epoch, "late")),
+            e.Told(epoch, t.EpochEnded(0.0, epoch, peer)),
+            e.Told(epoch, t.HandoverReceived(0.0, epoch, peer, ())),
+            e.Told(epoch, t.KvReceived(0.0, epoch, some_id, peer)),
+            e.KvLanded(peer, Piece(epoch, some_id, 0, 1, KvRange(0, 1, 16, last=True)), delivered=True),
+            e.Told(epoch, t.KvCompleteReceived(0.0, epoch, some_id, peer)),
         ]
     return [event for event in found if rng.random() < 0.5]

@@ -5,24 +5,9 @@ from itertools import count
 
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import PriorityClass, SamplingParams
+from services.worker.core import events as w
 from services.worker.core.batch import SequenceId, StepResult, TokenLogprobs
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import (
-    Adopted,
-    BatchWanted,
-    Command,
-    Emit,
-    Ending,
-    Event,
-    Execute,
-    HandedOver,
-    HandOver,
-    RoleChanged,
-    SequenceKey,
-    StepDone,
-    StreamOpened,
-    Submitted,
-)
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.harvest import Harvest
@@ -60,16 +45,16 @@ class Leader:
             harvest=harvest,
         )
         self.at_s = 100.0 * ordinal
-        self.emits: list[Emit] = []
+        self.emits: list[w.Emit] = []
         self._handles = count(1)
-        self.feed(StreamOpened(self.at_s, 1))
+        self.feed(w.StreamOpened(self.at_s, 1))
         if stages > 1:
-            self.feed(RoleChanged(self.at_s, leads=True, stage_count=stages))
+            self.feed(w.RoleChanged(self.at_s, leads=True, stage_count=stages))
 
-    def feed(self, event: Event) -> list[Command]:
+    def feed(self, event: w.Event) -> list[w.Command]:
         commands = self.core.handle(event)
         self.core.check()
-        self.emits += [c for c in commands if isinstance(c, Emit)]
+        self.emits += [c for c in commands if isinstance(c, w.Emit)]
         return commands
 
     def submit(
@@ -83,10 +68,10 @@ class Leader:
         priority: PriorityClass = PriorityClass.DEFAULT,
         deadline_at_s: float | None = None,
         delivered_chars: int | None = None,
-    ) -> SequenceKey:
-        key = SequenceKey(1, next(self._handles))
+    ) -> w.SequenceKey:
+        key = w.SequenceKey(1, next(self._handles))
         self.feed(
-            Submitted(
+            w.Submitted(
                 at_s=self.at_s,
                 key=key,
                 request_id=RequestId(name),
@@ -103,15 +88,15 @@ class Leader:
         )
         return key
 
-    def batch(self) -> Execute | None:
-        return next((c for c in self.feed(BatchWanted(self.at_s)) if isinstance(c, Execute)), None)
+    def batch(self) -> w.Execute | None:
+        return next((c for c in self.feed(w.BatchWanted(self.at_s)) if isinstance(c, w.Execute)), None)
 
-    def done(self, execute: Execute | None, token: int = 5) -> list[Command]:
+    def done(self, execute: w.Execute | None, token: int = 5) -> list[w.Command]:
         assert execute is not None
         sampled = sum(s.samples for s in execute.batch.slices)
         logprobs = tuple(TokenLogprobs(token, -1.0, ()) for _ in range(sampled))
         result = StepResult(execute.batch.step_id, (token,) * sampled, logprobs, 0.0)
-        return self.feed(StepDone(self.at_s, result, (TEXT,) * sampled))
+        return self.feed(w.StepDone(self.at_s, result, (TEXT,) * sampled))
 
     def step(self, token: int = 5) -> list[SequenceId]:
         """One step; who took part in it."""
@@ -122,7 +107,7 @@ class Leader:
         return [s.sequence_id for s in execute.batch.slices]
 
     def hand_over(self, to: WorkerId | Mapping[SequenceId, WorkerId] = W2) -> tuple[SequenceSnapshot, ...]:
-        (handed_over,) = [c for c in self.feed(HandOver(self.at_s, to)) if isinstance(c, HandedOver)]
+        (handed_over,) = [c for c in self.feed(w.HandOver(self.at_s, to)) if isinstance(c, w.HandedOver)]
         return tuple(s for _, snapshots in handed_over.snapshots for s in snapshots)
 
     def adopt(self, snapshots: tuple[SequenceSnapshot, ...], *, travels: bool = False, last: bool = False) -> None:
@@ -130,9 +115,9 @@ class Leader:
         for snapshot in snapshots:
             self.book.hold(snapshot.sequence_id, snapshot.computed_tokens)
         ids = frozenset(s.sequence_id for s in snapshots)
-        self.feed(Adopted(self.at_s, snapshots, suspended_ids=ids if travels else frozenset(), last=last))
+        self.feed(w.Adopted(self.at_s, snapshots, suspended_ids=ids if travels else frozenset(), last=last))
 
-    def heard(self, key: SequenceKey) -> tuple[list[int], str, Ending | None]:
+    def heard(self, key: w.SequenceKey) -> tuple[list[int], str, w.Ending | None]:
         """What the dispatcher got for one handle."""
         tokens: list[int] = []
         text, ending = "", None

@@ -11,7 +11,7 @@ Each is a patch in a process of its own.
 import argparse
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from ballast.common.ids import Epoch
@@ -39,7 +39,7 @@ _TIMEOUT_S = 3600.0
 Patch = Callable[[], None]
 
 
-def _instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
+def instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
     """`made` gets what was there."""
     return lambda: setattr(owner, name, made(getattr(owner, name)))
 
@@ -48,7 +48,7 @@ def _never(_: Any) -> Any:
     return lambda *_args, **_named: False
 
 
-def _nothing(_: Any) -> Any:
+def nothing(_: Any) -> Any:
     return lambda *_args, **_named: None
 
 
@@ -147,28 +147,28 @@ def _at_once(bind: Any) -> Any:
 
 
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
-    "wrong-block": (_instead(Mover, "_blocks", _wrong_block),),
-    "B1-outside-not-told": (_instead(TransitionDriver, "is_outside", _never),),
-    "B2-back-counts-as-whole": (_instead(Membership, "disagrees", _never),),
-    "B2b-no-deadline": (_instead(Coordinator, "_overdue", lambda _: lambda *_: {}),),
+    "wrong-block": (instead(Mover, "_blocks", _wrong_block),),
+    "B1-outside-not-told": (instead(TransitionDriver, "is_outside", _never),),
+    "B2-back-counts-as-whole": (instead(Membership, "disagrees", _never),),
+    "B2b-no-deadline": (instead(Coordinator, "_overdue", lambda _: lambda *_: {}),),
     "B3-abort-unanswered": (
-        _instead(Coordinator, "_on_member_status", _without_answer),
-        _instead(Coordinator, "_overdue", _waits_for_aborts),
+        instead(Coordinator, "_on_member_status", _without_answer),
+        instead(Coordinator, "_overdue", _waits_for_aborts),
     ),
-    "B9-refused-transfer": (_instead(Mover, "refused", _nothing),),  # what the link has no room for is never sent
-    "migrated-without-copy": (_instead(Phantom, "clone", lambda _: lambda self: self),),
-    "migrated-before-all-stages-have-it": (_instead(KvArrivals, "landed", _leader_only),),
-    "resumed-before-its-KV": (_instead(Suspended, "bind", _at_once),),
-    "swapped-out-for-good": (_instead(stage_runner, "block_copies", _only_out),),
-    "two-owners": (_instead(Handover, "_hand_over", _kept_too),),
-    "withdrawal-untold": (_instead(TransitionDriver, "_pass_on_withdrawal", _untold),),
-    "prepared-for-ever": (_instead(Transitions, "_watch", _nothing),),
-    "peer-loss-ignored": (_instead(Transition, "handle", _deaf_to_losses),),
-    "early-roster-lost": (_instead(TransitionDriver, "_dissolve", _forgets_early),),
-    "silence-is-death": (_instead(Suspects, "gone", _silence_is_death),),
-    "minority-rule-gone": (_instead(Suspects, "gone", _without_minority_rule),),
-    "stream-not-made-anew": (_instead(DispatcherNode, "_connect_again", _nothing),),  # R11
-    "unfenced": (_instead(Fence, "take", _nothing),),
+    "B9-refused-transfer": (instead(Mover, "refused", nothing),),  # what the link has no room for is never sent
+    "migrated-without-copy": (instead(Phantom, "clone", lambda _: lambda self: self),),
+    "migrated-before-all-stages-have-it": (instead(KvArrivals, "landed", _leader_only),),
+    "resumed-before-its-KV": (instead(Suspended, "bind", _at_once),),
+    "swapped-out-for-good": (instead(stage_runner, "block_copies", _only_out),),
+    "two-owners": (instead(Handover, "_hand_over", _kept_too),),
+    "withdrawal-untold": (instead(TransitionDriver, "_pass_on_withdrawal", _untold),),
+    "prepared-for-ever": (instead(Transitions, "_watch", nothing),),
+    "peer-loss-ignored": (instead(Transition, "handle", _deaf_to_losses),),
+    "early-roster-lost": (instead(TransitionDriver, "_dissolve", _forgets_early),),
+    "silence-is-death": (instead(Suspects, "gone", _silence_is_death),),
+    "minority-rule-gone": (instead(Suspects, "gone", _without_minority_rule),),
+    "stream-not-made-anew": (instead(DispatcherNode, "_connect_again", nothing),),  # R11
+    "unfenced": (instead(Fence, "take", nothing),),
 }
 
 
@@ -184,20 +184,21 @@ def look_for(name: str, seeds: int) -> str:
     return f"not seen in {seeds} seeds"
 
 
-def main() -> None:
+def run_each(module: str, names: Iterable[str], look: Callable[[str, int], str], seeds: int) -> None:
+    """Print what `look(name, seeds)` says of each mutant, or of those of the command line: a process for each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="all if none is given")
-    parser.add_argument("--seeds", type=int, default=10_000)
+    parser.add_argument("--seeds", type=int, default=seeds)
     parser.add_argument("--here", action="store_true", help="in this process: one mutant")
     args = parser.parse_args()
-    for name in args.names or MUTANTS:
+    for name in args.names or names:
         if args.here:
-            print(look_for(name, args.seeds), flush=True)
+            print(look(name, args.seeds), flush=True)
             continue
-        command = [sys.executable, "-m", "tests.support.mutants", "--here", "--seeds", str(args.seeds), name]
+        command = [sys.executable, "-m", module, "--here", "--seeds", str(args.seeds), name]
         done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_S)
-        print(f"{name:26} {done.stdout.strip()}", flush=True)
+        print(f"{name:34} {done.stdout.strip()}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    run_each("tests.support.mutants", MUTANTS, look_for, 10_000)

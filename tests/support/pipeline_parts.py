@@ -5,14 +5,9 @@ from dataclasses import dataclass, field
 
 from ballast.common.ids import RequestId, WorkerId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.worker.core import events as w
 from services.worker.core.batch import Batch, NewSequence, StepResult
 from services.worker.core.blocks import BlockBook, Table
-from services.worker.core.events import (
-    BlockCopy,
-    Emit,
-    Ending,
-    SequenceKey,
-)
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.worker import WorkerCore
@@ -38,9 +33,9 @@ class Request:
     logprobs: list[int] = field(default_factory=list)
     past: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])  # (tokens, characters) after each message
     attempt: int = 0
-    at: tuple["Worker", SequenceKey] | None = None
+    at: tuple["Worker", w.SequenceKey] | None = None
     claim_at: "Worker | None" = None  # it has moved there, and the dispatcher has yet to follow
-    ending: Ending | None = None
+    ending: w.Ending | None = None
     abandoned: bool = False  # its dispatcher has forgotten it
     want: Undisturbed | None = None
 
@@ -101,13 +96,13 @@ class Worker:
         self.known: dict[int, NewSequence] = {}
         self.queue: deque[tuple[Batch, tuple[Table, ...] | None, dict[int, list[int]]]] = deque()
         self.host: dict[tuple[int, int], dict[int, int]] = {}  # (layer, host block) -> place in it -> token id
-        self.copies: dict[int, tuple[BlockCopy, ...]] = {}  # step id -> of the batches in the queue
+        self.copies: dict[int, tuple[w.BlockCopy, ...]] = {}  # step id -> of the batches in the queue
         self.copied_blocks = 0
         self.stream_id = 0
-        self.letters: deque[Emit] = deque()  # written and not read yet
+        self.letters: deque[w.Emit] = deque()  # written and not read yet
         self.detokenizers: dict[int, list[int]] = {}
 
-    def copy(self, copies: tuple[BlockCopy, ...], block_tokens: int) -> None:
+    def copy(self, copies: tuple[w.BlockCopy, ...], block_tokens: int) -> None:
         for copy in copies:
             self.copied_blocks += len(copy.device_blocks)
             for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):

@@ -1,7 +1,7 @@
 """Faults put into prefix caching, one at a time: which history of `tests.support.prefix_history` sees each, or which
 unit test.
 
-    python -m tests.support.prefix_mutants [--histories N] [NAME ...]
+    python -m tests.support.prefix_mutants [--seeds N] [NAME ...]
 
 Each is a patch of production code in a process of its own.
 """
@@ -9,12 +9,8 @@ Each is a patch of production code in a process of its own.
 # Patches replace methods of any signature.
 # pyright: reportUnknownLambdaType=false, reportPrivateUsage=false, reportAttributeAccessIssue=false
 
-import argparse
 import io
-import os
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
@@ -29,15 +25,9 @@ from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.scheduler import Scheduler
 from services.worker.core.swapping import SwapSpace
 from services.worker.core.transition_state import TransitionState
+from tests.support.mutants import Patch, instead, nothing, run_each
 from tests.support.pipeline_history import History
 from tests.support.prefix_history import PrefixHistory
-
-Patch = Callable[[], None]
-
-
-def _instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
-    """`made` gets what was there."""
-    return lambda: setattr(owner, name, made(getattr(owner, name)))
 
 
 def _one_claim_less(take: Any) -> Any:
@@ -130,7 +120,7 @@ def _names_at_departure(dispatch: Any) -> Any:
     return formed
 
 
-def _shared_for_nothing(take: Any) -> Any:
+def _shared_fornothing(take: Any) -> Any:
     return lambda self, sequence, from_host=0: take(self, sequence, from_host) and 0
 
 
@@ -320,45 +310,41 @@ def _computed_at_once(bring: Any) -> Any:
     return brought
 
 
-def _nothing(_: Any) -> Any:
-    return lambda *_args, **_named: None
-
-
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
-    "claim-too-few": (_instead(BlockBook, "_take", _one_claim_less),),
-    "claim-too-many": (_instead(BlockBook, "_name", _one_claim_more),),
-    "found-while-given-up": (_instead(PrefixIndex, "_forget", _keeps_key),),
-    "key-without-what-is-before": (_instead(PrefixIndex, "_chain", _alone),),
-    "key-without-salt": (_instead(PrefixIndex, "_chain", _without_salt),),
-    "whole-prompt-taken": (_instead(PrefixIndex, "match", _whole_prompt),),
-    "named-without-kv": (_instead(PrefixIndex, "name", _names_ahead),),
-    "named-at-departure": (_instead(group_scheduler.InFlightBatches, "dispatch", _names_at_departure),),
-    "shared-reserved-twice": (_instead(PrefixIndex, "take", _shared_for_nothing),),
-    "nothing-given-up": (_instead(PrefixIndex, "fit", _nothing),),
-    "head-before-tail": (_instead(PrefixIndex, "leave", _head_first),),
-    "removed-before-named": (_instead(BlockBook, "apply", _removed_first),),
-    "compaction-forgets-numbers": (_instead(BlockBook, "compacted", _numbers_stay),),
-    "stage-gives-up-too-early": (_instead(BlockBook, "apply", _gives_up_too_early),),
-    "taken-and-not-told": (_instead(PrefixIndex, "drain_changes", _not_told),),
-    "computed-before-any-batch-says-so": (_instead(PrefixIndex, "take", _begins_late),),
-    "role-change-keeps-numbers": (_instead(BlockBook, "forget_numbers", _nothing),),
-    "key-without-seed": (_instead(PrefixIndex, "_chain", _without_seed),),
-    "key-without-adapter": (_instead(PrefixIndex, "_chain", _without_adapter),),
-    "holder-too-few": (_instead(PrefixIndex, "take", _holds_once),),
-    "given-up-while-held": (_instead(PrefixIndex, "leave", _gives_up_held),),
-    "kept-though-lost": (_instead(Scheduler, "_unreserve", _kept_though_lost),),
-    "taken-though-gone": (_instead(PrefixIndex, "leave", _taken_though_gone),),
-    "compaction-moves-twice": (_instead(BlockBook, "compaction_plan", _moved_twice),),
-    "host-copy-used-before-it-lands": (_instead(HostPrefixes, "copy", _landed_at_once),),
-    "host-copy-of-a-failed-step": (_instead(HostPrefixes, "landed", _good_though_failed),),
-    "host-copy-of-what-is-gone": (_instead(HostPrefixes, "gone", _good_though_gone),),
-    "host-copies-outlive-a-group": (_instead(HostPrefixes, "clear", _nothing),),
-    "host-blocks-go-while-read": (_instead(HostPrefixes, "read", _nothing),),
-    "computed-before-it-is-back": (_instead(SwapSpace, "bring", _computed_at_once),),
-    "displaced-are-named": (_instead(Scheduler, "forget_prefixes", lambda _: _forget_none_displaced),),
-    "donor-waits-itself": (_instead(PrefixIndex, "donors", _from_anybody),),
-    "resumes-before-its-donor": (_instead(TransitionState, "led", _without_donors),),
-    "shared-by-chance": (_instead(plan, "shared_numbers", _by_block_alone),),
+    "claim-too-few": (instead(BlockBook, "_take", _one_claim_less),),
+    "claim-too-many": (instead(BlockBook, "_name", _one_claim_more),),
+    "found-while-given-up": (instead(PrefixIndex, "_forget", _keeps_key),),
+    "key-without-what-is-before": (instead(PrefixIndex, "_chain", _alone),),
+    "key-without-salt": (instead(PrefixIndex, "_chain", _without_salt),),
+    "whole-prompt-taken": (instead(PrefixIndex, "match", _whole_prompt),),
+    "named-without-kv": (instead(PrefixIndex, "name", _names_ahead),),
+    "named-at-departure": (instead(group_scheduler.InFlightBatches, "dispatch", _names_at_departure),),
+    "shared-reserved-twice": (instead(PrefixIndex, "take", _shared_fornothing),),
+    "nothing-given-up": (instead(PrefixIndex, "fit", nothing),),
+    "head-before-tail": (instead(PrefixIndex, "leave", _head_first),),
+    "removed-before-named": (instead(BlockBook, "apply", _removed_first),),
+    "compaction-forgets-numbers": (instead(BlockBook, "compacted", _numbers_stay),),
+    "stage-gives-up-too-early": (instead(BlockBook, "apply", _gives_up_too_early),),
+    "taken-and-not-told": (instead(PrefixIndex, "drain_changes", _not_told),),
+    "computed-before-any-batch-says-so": (instead(PrefixIndex, "take", _begins_late),),
+    "role-change-keeps-numbers": (instead(BlockBook, "forget_numbers", nothing),),
+    "key-without-seed": (instead(PrefixIndex, "_chain", _without_seed),),
+    "key-without-adapter": (instead(PrefixIndex, "_chain", _without_adapter),),
+    "holder-too-few": (instead(PrefixIndex, "take", _holds_once),),
+    "given-up-while-held": (instead(PrefixIndex, "leave", _gives_up_held),),
+    "kept-though-lost": (instead(Scheduler, "_unreserve", _kept_though_lost),),
+    "taken-though-gone": (instead(PrefixIndex, "leave", _taken_though_gone),),
+    "compaction-moves-twice": (instead(BlockBook, "compaction_plan", _moved_twice),),
+    "host-copy-used-before-it-lands": (instead(HostPrefixes, "copy", _landed_at_once),),
+    "host-copy-of-a-failed-step": (instead(HostPrefixes, "landed", _good_though_failed),),
+    "host-copy-of-what-is-gone": (instead(HostPrefixes, "gone", _good_though_gone),),
+    "host-copies-outlive-a-group": (instead(HostPrefixes, "clear", nothing),),
+    "host-blocks-go-while-read": (instead(HostPrefixes, "read", nothing),),
+    "computed-before-it-is-back": (instead(SwapSpace, "bring", _computed_at_once),),
+    "displaced-are-named": (instead(Scheduler, "forget_prefixes", lambda _: _forget_none_displaced),),
+    "donor-waits-itself": (instead(PrefixIndex, "donors", _from_anybody),),
+    "resumes-before-its-donor": (instead(TransitionState, "led", _without_donors),),
+    "shared-by-chance": (instead(plan, "shared_numbers", _by_block_alone),),
 }
 
 
@@ -402,28 +388,5 @@ class _Failed:
             self.test = f"unit test {report.nodeid.rpartition('::')[2]}"
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", help="all if none is given")
-    parser.add_argument("--histories", type=int, default=40)
-    parser.add_argument("--here", action="store_true", help="in this process: one mutant")
-    args = parser.parse_args()
-    for name in args.names or MUTANTS:
-        if args.here:
-            print(look_for(name, args.histories), flush=True)
-            continue
-        command = [
-            sys.executable,
-            "-m",
-            "tests.support.prefix_mutants",
-            "--here",
-            "--histories",
-            str(args.histories),
-            name,
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ, timeout=600)
-        print(f"{name:34} {done.stdout.strip() or done.stderr.strip().splitlines()[-1]}", flush=True)
-
-
 if __name__ == "__main__":
-    main()
+    run_each("tests.support.prefix_mutants", MUTANTS, look_for, 40)

@@ -10,19 +10,9 @@ from ballast.common.cost import Chunk, CostModel
 from ballast.common.ids import RequestId
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import SamplingParams
+from services.worker.core import events as w
 from services.worker.core.batch import Batch, StepResult
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import (
-    BatchWanted,
-    Command,
-    Emit,
-    Execute,
-    RoleChanged,
-    SequenceKey,
-    StepDone,
-    StreamOpened,
-    Submitted,
-)
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.microbatching import Microbatching
@@ -68,14 +58,14 @@ class Pipeline:
         self._busy_s = [0.0] * stages
         self._flying: deque[tuple[float, Batch]] = deque()
         self._first_s: dict[int, float] = {}
-        self._core.handle(StreamOpened(0.0, 1))
-        self._core.handle(RoleChanged(0.0, leads=True, stage_count=stages))
+        self._core.handle(w.StreamOpened(0.0, 1))
+        self._core.handle(w.RoleChanged(0.0, leads=True, stage_count=stages))
         for handle, (prompt_tokens, output_tokens) in enumerate(requests, 1):
             sampling = SamplingParams(temperature=0.0, max_tokens=output_tokens, ignore_eos=True)
             self._core.handle(
-                Submitted(
+                w.Submitted(
                     at_s=0.0,
-                    key=SequenceKey(1, handle),
+                    key=w.SequenceKey(1, handle),
                     request_id=RequestId(str(handle)),
                     attempt=1,
                     prompt_token_ids=(7,) * prompt_tokens,
@@ -115,16 +105,16 @@ class Pipeline:
             _, batch = self._flying.popleft()
             count = sum(part.samples for part in batch.slices)
             result = StepResult(batch.step_id, (1,) * count, (None,) * count, 0.0)
-            self._hear(self._core.handle(StepDone(self._at_s, result, ("",) * count)))
+            self._hear(self._core.handle(w.StepDone(self._at_s, result, ("",) * count)))
 
     def _form(self) -> Batch | None:
-        commands = self._core.handle(BatchWanted(self._at_s)) if self._core.has_work else []
+        commands = self._core.handle(w.BatchWanted(self._at_s)) if self._core.has_work else []
         self._hear(commands)
-        return next((c.batch for c in commands if isinstance(c, Execute)), None)
+        return next((c.batch for c in commands if isinstance(c, w.Execute)), None)
 
-    def _hear(self, commands: Iterable[Command]) -> None:
+    def _hear(self, commands: Iterable[w.Command]) -> None:
         for command in commands:
-            if isinstance(command, Emit):
+            if isinstance(command, w.Emit):
                 for handle in command.handles:
                     self._first_s.setdefault(handle, self._at_s)
 

@@ -14,24 +14,8 @@ from ballast.common.ids import RequestId
 from ballast.common.load import MemoryReport
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
 from ballast.common.targets import NO_TARGETS, Targets
+from services.worker.core import events as w
 from services.worker.core.batch import IN_FLIGHT, NewSequence, Slice, StepResult, TokenLogprobs
-from services.worker.core.events import (
-    BatchWanted,
-    BlockCopy,
-    CapacityChanged,
-    Command,
-    Emit,
-    Ending,
-    Event,
-    Execute,
-    Removed,
-    SequenceKey,
-    StepDone,
-    StepFailed,
-    StepPreempted,
-    StreamOpened,
-    Submitted,
-)
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.harvest import Harvest
@@ -116,7 +100,7 @@ class FakeEngine:
         """Forget the sequences as the group changes, not their KV."""
         self._known.clear()
 
-    def run(self, execute: Execute) -> tuple[StepResult, tuple[str, ...]]:
+    def run(self, execute: w.Execute) -> tuple[StepResult, tuple[str, ...]]:
         batch = execute.batch
         for sequence_id in batch.removed:
             for known in (self._known, self._computed, self._text_wanted):
@@ -159,7 +143,7 @@ class FakeEngine:
         assert part.token_ids == (IN_FLIGHT,)
         return part._replace(token_ids=(self._sampled[part.sequence_id],))
 
-    def _copy(self, copies: tuple[BlockCopy, ...]) -> None:
+    def _copy(self, copies: tuple[w.BlockCopy, ...]) -> None:
         for copy in copies:
             for device, host in zip(copy.device_blocks, copy.host_blocks, strict=True):
                 self.copied_blocks += 1
@@ -203,7 +187,7 @@ class Received:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs_count: int = 0
-    ending: Ending | None = None
+    ending: w.Ending | None = None
 
 
 class Driver:
@@ -220,16 +204,16 @@ class Driver:
         self.core = WorkerCore(limits, block_count, target=target, harvest=harvest)
         self.engine = FakeEngine(limits.block_tokens)
         self.at_s = 0.0
-        self._launched: deque[tuple[Execute, tuple[StepResult, tuple[str, ...]] | None]] = deque()
-        self.received: dict[SequenceKey, Received] = {}
-        self.sampling: dict[SequenceKey, SamplingParams] = {}
-        self.executed: list[Execute] = []
+        self._launched: deque[tuple[w.Execute, tuple[StepResult, tuple[str, ...]] | None]] = deque()
+        self.received: dict[w.SequenceKey, Received] = {}
+        self.sampling: dict[w.SequenceKey, SamplingParams] = {}
+        self.executed: list[w.Execute] = []
         self.copied_alone = False  # the last batch computed nothing
-        self.preempted: set[SequenceKey] = set()  # what is known to wait after it had been let in
+        self.preempted: set[w.SequenceKey] = set()  # what is known to wait after it had been let in
         self._handles: Iterator[int] = count(1)
 
     @property
-    def pending(self) -> Execute | None:
+    def pending(self) -> w.Execute | None:
         """The oldest batch in flight."""
         return self._launched[0][0] if self._launched else None
 
@@ -238,42 +222,42 @@ class Driver:
         """Whether a batch may be in flight besides those that are."""
         return not self._launched or (self.core.has_work and len(self._launched) < 1 + self.limits.async_scheduling)
 
-    def feed(self, event: Event) -> list[Command]:
+    def feed(self, event: w.Event) -> list[w.Command]:
         commands = self.core.handle(event)
         self.core.check()
-        assert sum(isinstance(c, Execute) for c in commands) <= 1
+        assert sum(isinstance(c, w.Execute) for c in commands) <= 1
         for command in commands:
             match command:
-                case Execute():
+                case w.Execute():
                     assert len(self._launched) < 1 + self.limits.async_scheduling
                     assert sum(len(s.token_ids) for s in command.batch.slices) <= self.limits.max_batch_tokens
                     self._launch(command)
                     self.executed.append(command)
-                case Emit():
+                case w.Emit():
                     self._receive(command)
-                case Removed():
+                case w.Removed():
                     assert not command.batch.slices
-                    self.engine.run(Execute(command.batch, (), (), command.copies))
+                    self.engine.run(w.Execute(command.batch, (), (), command.copies))
                     self.copied_alone = bool(command.copies)
                 case _:
                     raise AssertionError(f"unexpected: {command}")
         return commands
 
-    def _launch(self, execute: Execute) -> None:
+    def _launch(self, execute: w.Execute) -> None:
         """A device takes batches in order, and a batch is over when its result is taken; one with safepoints may not
         run at all.
         """
         ahead = self.limits.async_scheduling and not execute.batch.safepoint_layers
         self._launched.append((execute, self.engine.run(execute) if ahead else None))
 
-    def _receive(self, emit: Emit) -> None:
+    def _receive(self, emit: w.Emit) -> None:
         assert len(emit.handles) == len(emit.token_counts)
         assert sum(emit.token_counts) == len(emit.token_ids)
         assert emit.texts == () or len(emit.texts) == len(emit.handles)
         tokens, logprobs = iter(emit.token_ids), iter(emit.logprobs)
         for index, handle in enumerate(emit.handles):
             assert handle <= emit.seen_handle
-            key = SequenceKey(emit.stream_id, handle)
+            key = w.SequenceKey(emit.stream_id, handle)
             received = self.received[key]
             assert received.ending is None, f"{key} goes on after its end"
             for _ in range(emit.token_counts[index]):
@@ -285,14 +269,16 @@ class Driver:
         assert next(logprobs, None) is None
         self._hear_who_waits(emit)
         for ending in emit.endings:
-            self.preempted.discard(SequenceKey(emit.stream_id, ending.handle))
-            received = self.received[SequenceKey(emit.stream_id, ending.handle)]
+            self.preempted.discard(w.SequenceKey(emit.stream_id, ending.handle))
+            received = self.received[w.SequenceKey(emit.stream_id, ending.handle)]
             assert received.ending is None, f"{emit.stream_id}/{ending.handle} ends twice"
             assert not (ending.refused and received.token_ids)
             received.ending = ending
 
-    def _hear_who_waits(self, emit: Emit) -> None:
-        waits, runs = ({SequenceKey(emit.stream_id, h) for h in handles} for handles in (emit.preempted, emit.resumed))
+    def _hear_who_waits(self, emit: w.Emit) -> None:
+        waits, runs = (
+            {w.SequenceKey(emit.stream_id, h) for h in handles} for handles in (emit.preempted, emit.resumed)
+        )
         assert len(waits) + len(runs) == len(emit.preempted) + len(emit.resumed), "said twice"
         assert not waits & self.preempted, "said again"
         assert runs <= self.preempted, "they were not said to wait"
@@ -302,7 +288,7 @@ class Driver:
     # ---------------------------------------------------------------- short forms of events
 
     def open(self, stream_id: int) -> None:
-        self.feed(StreamOpened(self.at_s, stream_id))
+        self.feed(w.StreamOpened(self.at_s, stream_id))
 
     def submit(
         self,
@@ -318,12 +304,12 @@ class Driver:
         cache_salt: bytes = b"",
         targets: Targets = NO_TARGETS,
         caller: int = 0,
-    ) -> SequenceKey:
-        key = SequenceKey(stream_id, next(self._handles))
+    ) -> w.SequenceKey:
+        key = w.SequenceKey(stream_id, next(self._handles))
         self.received[key] = Received()
         self.sampling[key] = sampling or greedy()
         self.feed(
-            Submitted(
+            w.Submitted(
                 at_s=self.at_s,
                 key=key,
                 request_id=RequestId(f"r{key.handle}"),
@@ -343,30 +329,30 @@ class Driver:
         )
         return key
 
-    def want_batch(self) -> Execute | None:
+    def want_batch(self) -> w.Execute | None:
         had_work = self.core.has_work
         self.copied_alone, before = True, len(self._launched)
         while self.copied_alone and len(self._launched) == before:
             self.copied_alone = False
-            self.feed(BatchWanted(self.at_s))
+            self.feed(w.BatchWanted(self.at_s))
         assert self.pending is not None or not had_work or not self.core.has_work, "work to do, and no batch"
         return self._launched[-1][0] if len(self._launched) > before else None
 
-    def finish_step(self) -> list[Command]:
+    def finish_step(self) -> list[w.Command]:
         execute, ran = self._launched.popleft()
         result, texts = ran or self.engine.run(execute)
         self.at_s += 0.001
-        return self.feed(StepDone(self.at_s, result, texts))
+        return self.feed(w.StepDone(self.at_s, result, texts))
 
     def fail_step(self) -> None:
         """Nothing of it is written, unless it was launched."""
-        self.feed(StepFailed(self.at_s, self._run_without_slices(), "out of luck"))
+        self.feed(w.StepFailed(self.at_s, self._run_without_slices(), "out of luck"))
 
     def preempt_step(self) -> None:
         """At its first safepoint. Nothing of it is written."""
         assert self.pending is not None
         assert self.pending.batch.safepoint_layers
-        self.feed(StepPreempted(self.at_s, self._run_without_slices()))
+        self.feed(w.StepPreempted(self.at_s, self._run_without_slices()))
 
     def _run_without_slices(self) -> int:
         execute, ran = self._launched.popleft()
@@ -374,7 +360,7 @@ class Driver:
             self.engine.run(replace(execute, batch=replace(execute.batch, slices=()), block_tables=()))
         return execute.batch.step_id
 
-    def step(self) -> Execute | None:
+    def step(self) -> w.Execute | None:
         execute = self.want_batch()
         if execute is not None:
             self.finish_step()
@@ -382,7 +368,7 @@ class Driver:
 
     def add_blocks(self, block_count: int) -> None:
         self.core.group_scheduler.book.grow(block_count)
-        self.feed(CapacityChanged(self.at_s, self.core.group_scheduler.book.block_count))
+        self.feed(w.CapacityChanged(self.at_s, self.core.group_scheduler.book.block_count))
 
     def run_to_end(self, max_steps: int = 5_000) -> int:
         """Step until nothing is left. Returns the number of steps."""
@@ -397,7 +383,7 @@ class Driver:
                 return steps
         raise AssertionError(f"still at work after {max_steps} steps")
 
-    def expected(self, key: SequenceKey, prompt: tuple[int, ...]) -> Undisturbed:
+    def expected(self, key: w.SequenceKey, prompt: tuple[int, ...]) -> Undisturbed:
         return undisturbed(prompt, self.sampling[key], self.limits.max_model_len)
 
     def assert_empty(self) -> None:

@@ -22,20 +22,9 @@ from services.worker.core.phases import BEFORE_COMMIT
 from services.worker.core.plan import Victim
 from services.worker.core.transition import AFTER_COMMIT, Transition
 from services.worker.links.traffic import TrafficClass
+from services.worker.pipeline import events as e
 from services.worker.pipeline.activations import Refill
 from services.worker.pipeline.context import MemberContext
-from services.worker.pipeline.events import (
-    ActivationsArrived,
-    HandoverArrived,
-    KvAsked,
-    KvLeft,
-    LayerArrived,
-    LayerAsked,
-    LayerChecked,
-    LinkMade,
-    PlanReceived,
-    RosterArrived,
-)
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.layers import LayerLoading
 from services.worker.pipeline.leaving import Leaving
@@ -81,14 +70,14 @@ class TransitionDriver:
         self._refill = refill
         self._now = context.now
         self.transition: Transition | None = None  # current or last one
-        self._received: PlanReceived | None = None
+        self._received: e.PlanReceived | None = None
         self.leaving: Leaving | None = None  # the draining group
-        self._early: list[RosterArrived] = []  # rosters that arrived before this worker's Commit
+        self._early: list[e.RosterArrived] = []  # rosters that arrived before this worker's Commit
         self._offline_paused = False
 
     # ------------------------------------------------------------ notifications
 
-    def receive(self, event: PlanReceived) -> None:
+    def receive(self, event: e.PlanReceived) -> None:
         """Accept a plan that `core.transition.reception` has approved."""
         plan, current = event.plan, self.transition
         if current is not None and current.phase in BEFORE_COMMIT:  # its planner has dropped that one
@@ -122,7 +111,7 @@ class TransitionDriver:
                 pass
         self.drive(event)
 
-    def drive(self, *events: t.Event | RosterArrived) -> None:
+    def drive(self, *events: t.Event | e.RosterArrived) -> None:
         """Handle events, execute the resulting commands, handle their results, until none is left; then send KV and
         publish, once. If the group is lost, its transition and the remaining commands are dropped.
         """
@@ -144,8 +133,8 @@ class TransitionDriver:
             self._offline_paused = paused
             self._answers.tell(OfflinePaused(self._now(), paused))
 
-    def _handle(self, transition: Transition, event: t.Event | RosterArrived) -> list[t.Command]:
-        if isinstance(event, RosterArrived):
+    def _handle(self, transition: Transition, event: t.Event | e.RosterArrived) -> list[t.Command]:
+        if isinstance(event, e.RosterArrived):
             self._make_room_for(event)
             event = replace(event.event, source=self._role.leader) if event.event.wave else event.event
         self._published.note(event)
@@ -189,14 +178,14 @@ class TransitionDriver:
             self._context.grow_book(block_count)
             self.drive(t.LayersGivenUp(self._now(), epoch))
 
-    def link_made(self, event: LinkMade) -> None:
+    def link_made(self, event: e.LinkMade) -> None:
         if not self.is_current(event.epoch):  # the link of a cancelled plan: those of this one may be missing
             return
         news = self._links.made(event)
         if news is not None:
             self.drive(news)
 
-    def handover_arrived(self, event: HandoverArrived) -> None:
+    def handover_arrived(self, event: e.HandoverArrived) -> None:
         transition = self.transition
         if transition is None or transition.epoch != event.epoch or self._handover.is_complete_from(event.source):
             self._published.stale_total += 1
@@ -209,7 +198,7 @@ class TransitionDriver:
         victims = self._handover.came(event)
         self.drive(t.HandoverReceived(self._now(), event.epoch, event.source, victims))
 
-    def roster_arrived(self, event: RosterArrived) -> None:
+    def roster_arrived(self, event: e.RosterArrived) -> None:
         if not self.is_current(event.epoch):
             return
         if self._current().phase in BEFORE_COMMIT:
@@ -217,7 +206,7 @@ class TransitionDriver:
             return
         self.drive(event)
 
-    def _make_room_for(self, event: RosterArrived) -> None:
+    def _make_room_for(self, event: e.RosterArrived) -> None:
         """Free the blocks of recomputed sequences for those that keep their KV."""
         if event.event.wave:
             roster = replace(event.event, source=self._role.leader)
@@ -230,15 +219,15 @@ class TransitionDriver:
                 self._context.book.release(sequence_id)
         self._mover.core.forget(event.recomputed)
 
-    def kv_asked(self, event: KvAsked) -> None:
+    def kv_asked(self, event: e.KvAsked) -> None:
         if self.is_current(event.epoch):
             self._mover.asked(event)
 
-    def activations_arrived(self, event: ActivationsArrived) -> None:
+    def activations_arrived(self, event: e.ActivationsArrived) -> None:
         if self.is_current(event.epoch) and (news := self._refill.arrived(event)) is not None:
             self.drive(news)
 
-    def kv_left(self, event: KvLeft) -> None:
+    def kv_left(self, event: e.KvLeft) -> None:
         if self.is_current(event.send.epoch):
             self.drive(*self._mover.left(event))
 
@@ -268,14 +257,14 @@ class TransitionDriver:
         self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
         self._context.room.withdraw(epoch)
 
-    def layer_asked(self, event: LayerAsked) -> None:
+    def layer_asked(self, event: e.LayerAsked) -> None:
         transition = self.transition
         if transition is not None and transition.epoch == event.epoch and transition.phase in BEFORE_COMMIT:
             self._layer_loading.server.serve(event, self._role.layers)
         else:
             self._layer_loading.server.refuse(event.link, event.layer)
 
-    def on_layer(self, event: LayerArrived | LayerChecked) -> None:
+    def on_layer(self, event: e.LayerArrived | e.LayerChecked) -> None:
         transition = self.transition
         if not self._layer_loading.handle(event) or transition is None or transition.phase is not Phase.PREPARING:
             return
@@ -338,7 +327,7 @@ class TransitionDriver:
 
     # ------------------------------------------------------------ commands
 
-    def _execute(self, command: t.Command) -> Sequence[t.Event | RosterArrived]:
+    def _execute(self, command: t.Command) -> Sequence[t.Event | e.RosterArrived]:
         """Execute a command. Returns its result as an event, if known at once."""
         match command:
             case t.ConnectLinks(epoch=epoch, peers=peers):
@@ -483,7 +472,7 @@ class TransitionDriver:
         get_logger().info("layout taken up", epoch=transition.epoch, **progress.before_takeover())
         return t.TakenUp(self._now(), transition.epoch, own)
 
-    def _dissolve(self) -> Sequence[t.Event | RosterArrived]:
+    def _dissolve(self) -> Sequence[t.Event | e.RosterArrived]:
         """Between two batches: serve alone from now on, with the old group draining beside. Then handle rosters of
         peers that were faster.
         """
@@ -594,7 +583,7 @@ class TransitionDriver:
             raise InvariantViolation("no group is dissolving here")
         return self.leaving
 
-    def _plan_received(self) -> PlanReceived:
+    def _plan_received(self) -> e.PlanReceived:
         if self._received is None:
             raise InvariantViolation("no plan has been received")
         return self._received

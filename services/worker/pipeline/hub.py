@@ -13,35 +13,12 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core import transition_messages as t
 from services.worker.core.spans import Key, Piece, key_of
-from services.worker.core.transition_messages import (
-    EpochEnded,
-    KvCompleteReceived,
-    PeerLost,
-    RosterReceived,
-    WaveDone,
-)
 from services.worker.core.turns import MemberEvent
 from services.worker.links.transfer import Refusal, TransferOutcome
 from services.worker.memory.backend import Algorithm
-from services.worker.pipeline.events import (
-    ActivationsArrived,
-    ActivationsAsked,
-    BatchArrived,
-    CapacityTold,
-    GrammarAnnounced,
-    HandoverArrived,
-    KvAsked,
-    KvLanded,
-    LayerArrived,
-    LayerAsked,
-    MigrationTold,
-    ResultArrived,
-    RoomGranted,
-    RoomWithdrawn,
-    RosterArrived,
-    Told,
-)
+from services.worker.pipeline import events as e
 from services.worker.pipeline.wire import (
     SNAPSHOT,
     Topic,
@@ -145,55 +122,57 @@ class Hub:
         match Topic(message.topic):
             case Topic.BATCH:
                 head = message.meta or self._heads.pop(link)
-                self.post(BatchArrived(epoch, batch_from_bytes(head), message.tensor, now_s, message.receive_s))
+                self.post(e.BatchArrived(epoch, batch_from_bytes(head), message.tensor, now_s, message.receive_s))
             case Topic.BATCH_HEAD:
                 self._heads[link] = _whole(message)
             case Topic.RESULT:
-                self.post(ResultArrived(epoch, result_from_bytes(_whole(message))))
+                self.post(e.ResultArrived(epoch, result_from_bytes(_whole(message))))
             case Topic.GRAMMAR:
-                self.post(GrammarAnnounced(grammar_from_bytes(_whole(message))))
+                self.post(e.GrammarAnnounced(grammar_from_bytes(_whole(message))))
             case Topic.EPOCH_ENDED:
                 ending = Epoch(message.stream)
                 kept = pb.Roster.FromString(_whole(message)).victims
                 victims = tuple(victim_from_proto(v) for v in kept)
-                self.post(Told(ending, EpochEnded(now_s, ending, peer, victims)))
+                self.post(e.Told(ending, t.EpochEnded(now_s, ending, peer, victims)))
             case Topic.HANDOVER:
                 handover = pb.Handover.FromString(_whole(message))
                 snapshots = tuple(SNAPSHOT.record(s) for s in handover.sequences)
                 counts = handover.block_count, handover.final_block_count
-                self.post(HandoverArrived(epoch, peer, snapshots, *counts, handover.more, tuple(handover.lacking)))
+                self.post(e.HandoverArrived(epoch, peer, snapshots, *counts, handover.more, tuple(handover.lacking)))
             case Topic.ACTIVATIONS_WANTED:
                 asked = pb.Activations.FromString(message.meta)
-                self.post(ActivationsAsked(epoch, peer, asked.sequence_id, asked.first, asked.count))
+                self.post(e.ActivationsAsked(epoch, peer, asked.sequence_id, asked.first, asked.count))
             case Topic.ACTIVATIONS:
                 given = pb.Activations.FromString(message.meta or self._heads.pop(link))
                 token_ids = tuple(given.token_ids)
-                self.post(ActivationsArrived(epoch, given.sequence_id, given.first, token_ids, message.tensor))
+                self.post(e.ActivationsArrived(epoch, given.sequence_id, given.first, token_ids, message.tensor))
             case Topic.ROSTER | Topic.WAVE:
                 roster = pb.Roster.FromString(_whole(message))
                 victims = tuple(victim_from_proto(v) for v in roster.victims)
-                event = RosterReceived(now_s, epoch, peer, victims, roster.wave, roster.last)
-                self.post(RosterArrived(epoch, event, tuple(roster.recomputed)))
+                event = t.RosterReceived(now_s, epoch, peer, victims, roster.wave, roster.last)
+                self.post(e.RosterArrived(epoch, event, tuple(roster.recomputed)))
             case Topic.WAVE_DONE:
-                self.post(Told(epoch, WaveDone(now_s, epoch, peer, message.stream)))
+                self.post(e.Told(epoch, t.WaveDone(now_s, epoch, peer, message.stream)))
             case Topic.KV_WANTED:
                 asked = pb.KvWantedAll.FromString(_whole(message))
-                self.post(KvAsked(epoch, peer, tuple(asked.sequence_ids)))
+                self.post(e.KvAsked(epoch, peer, tuple(asked.sequence_ids)))
             case Topic.KV_COMPLETE:
-                self.post(Told(epoch, KvCompleteReceived(now_s, epoch, message.stream, peer)))
+                self.post(e.Told(epoch, t.KvCompleteReceived(now_s, epoch, message.stream, peer)))
             case Topic.CAPACITY:
                 withdrawn, block_count, sizes = capacity_from_bytes(message.meta)
-                self.post(CapacityTold(epoch, peer, block_count, sizes, withdrawn))
+                self.post(e.CapacityTold(epoch, peer, block_count, sizes, withdrawn))
             case Topic.LAYER_WANTED:
-                self.post(LayerAsked(epoch, message.stream, link, bytes(message.meta)))
+                self.post(e.LayerAsked(epoch, message.stream, link, bytes(message.meta)))
             case Topic.LAYER_REFUSED:
-                self.post(LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it{_reason(message)}"))
+                self.post(
+                    e.LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it{_reason(message)}")
+                )
             case Topic.ROOM:
-                self.post(RoomGranted(*room_from_bytes(message.meta)))
+                self.post(e.RoomGranted(*room_from_bytes(message.meta)))
             case Topic.ROOM_WITHDRAWN:
-                self.post(RoomWithdrawn(Epoch(message.stream)))
+                self.post(e.RoomWithdrawn(Epoch(message.stream)))
             case Topic.MIGRATION:
-                self.post(MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
+                self.post(e.MigrationTold(peer, migration_from_bytes(_whole(message)), link, now_s))
             case Topic.KV:
                 self._kv(link, peer, message)
             case Topic.LAYER:
@@ -207,11 +186,11 @@ class Hub:
         size, expected = 0 if packed is None else packed.numel(), sum(tensor.nbytes for tensor in place)
         if size != expected:
             self.post(
-                KvLanded(peer, piece, delivered=False)
+                e.KvLanded(peer, piece, delivered=False)
             )  # `_place` removed the destination: no other event reports it
             raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
         unpack = None if packed is None else partial(link.unpack, packed, place)
-        self.post(KvLanded(peer, piece, delivered=True, unpack=unpack))
+        self.post(e.KvLanded(peer, piece, delivered=True, unpack=unpack))
 
     def _place(self, piece: Piece, giver: WorkerId) -> list[torch.Tensor] | None:
         """Take the memory that a piece is written into; None if the piece is not expected."""
@@ -240,20 +219,20 @@ class Hub:
             self._receiving.discard((link, opening.transfer))
         if opening.topic == Topic.KV:
             for piece in pieces_from_bytes(opening.meta):
-                self.post(KvLanded(peer, piece, delivered))
+                self.post(e.KvLanded(peer, piece, delivered))
             return
         wanted = pb.LayerWanted.FromString(opening.meta)
         failure = "" if delivered else f"{peer}: {outcome.value}"
         by = next((known for known in Algorithm if known.value == wanted.algorithm), None)
         if by is None:
             failure = failure or f"{peer} has a checksum by {wanted.algorithm!r}, which is not known here"
-        self.post(LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure, by))
+        self.post(e.LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure, by))
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
         if not link.retired:  # broken, or the peer has left that epoch
             epoch = Epoch(link.epoch)
-            self.post(Told(epoch, PeerLost(self._now(), WorkerId(link.peer_id), ending.why)))
+            self.post(e.Told(epoch, t.PeerLost(self._now(), WorkerId(link.peer_id), ending.why)))
 
 
 def _reason(message: Message) -> str:

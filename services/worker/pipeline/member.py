@@ -27,35 +27,10 @@ from services.worker.core.transition_messages import KvReceived, PeerLost
 from services.worker.core.turns import LaunchedBatch, MemberEvent, StepOutcome
 from services.worker.core.worker import WorkerCore
 from services.worker.memory.device import DeviceMemory
+from services.worker.pipeline import events as e
 from services.worker.pipeline.activations import ActivationLog, Refill
 from services.worker.pipeline.context import Answer, MemberAnswers, MemberContext, MemberEnvironment
 from services.worker.pipeline.driver import TransitionDriver
-from services.worker.pipeline.events import (
-    ActivationsArrived,
-    ActivationsAsked,
-    BatchArrived,
-    CapacityTold,
-    GrammarAnnounced,
-    HandoverArrived,
-    KvAsked,
-    KvLanded,
-    KvLeft,
-    LayerArrived,
-    LayerAsked,
-    LayerChecked,
-    LinkMade,
-    MigrationOrdered,
-    MigrationTold,
-    ParkOrdered,
-    PartnersNamed,
-    PlanReceived,
-    ResultArrived,
-    RoomGranted,
-    RoomWithdrawn,
-    RosterArrived,
-    Told,
-    Woken,
-)
 from services.worker.pipeline.grammars import GrammarsAhead
 from services.worker.pipeline.layers import LayerLoading, Rescue
 from services.worker.pipeline.links import LAYERS, Links
@@ -219,64 +194,64 @@ class GroupMember:
         return self._links
 
     def handle(self, event: MemberEvent) -> list[Answer]:
-        self._is_awake = self._is_awake or not isinstance(event, BatchArrived | ResultArrived)
+        self._is_awake = self._is_awake or not isinstance(event, e.BatchArrived | e.ResultArrived)
         driver = self._driver
         match event:
-            case PlanReceived():
+            case e.PlanReceived():
                 self._plan_received(event)
-            case Told(epoch=epoch, event=PeerLost() as lost):
+            case e.Told(epoch=epoch, event=PeerLost() as lost):
                 self._peer_lost(epoch, lost)
-            case Told(epoch=epoch, event=told):
+            case e.Told(epoch=epoch, event=told):
                 driver.told(epoch, told)
-            case BatchArrived():
+            case e.BatchArrived():
                 self._stage_of(event.epoch).arrived(event)
-            case ResultArrived() if driver.has_lost_batches:
+            case e.ResultArrived() if driver.has_lost_batches:
                 self.published.stale_total += 1
-            case ResultArrived():
+            case e.ResultArrived():
                 if (outcome := self._stage_of(event.epoch).outcome(event)) is not None:
                     self._answers.add(outcome)
-            case GrammarAnnounced(grammar=grammar):
+            case e.GrammarAnnounced(grammar=grammar):
                 if self._grammars is not None:
                     self._grammars.comes(grammar)
-            case HandoverArrived():
+            case e.HandoverArrived():
                 driver.handover_arrived(event)
-            case RosterArrived():
+            case e.RosterArrived():
                 driver.roster_arrived(event)
-            case KvAsked():
+            case e.KvAsked():
                 driver.kv_asked(event)
-            case ActivationsAsked():
+            case e.ActivationsAsked():
                 self._refill.asked(event)
-            case ActivationsArrived():
+            case e.ActivationsArrived():
                 driver.activations_arrived(event)
-            case KvLeft(send=send) if send.mode is Mode.EXCHANGE:
+            case e.KvLeft(send=send) if send.mode is Mode.EXCHANGE:
                 driver.kv_left(event)
-            case KvLanded():
+            case e.KvLanded():
                 for news in self._mover.landed(event):
                     if isinstance(news, KvReceived):
                         driver.drive(news)
                     else:
                         self._migrations.answer((news,))
-            case LinkMade():
+            case e.LinkMade():
                 driver.link_made(event)
-            case CapacityTold():
+            case e.CapacityTold():
                 self._on_capacity(event)
-            case RoomGranted(epoch=epoch, block_count=block_count):
+            case e.RoomGranted(epoch=epoch, block_count=block_count):
                 driver.room_granted(epoch, block_count)
-            case RoomWithdrawn(epoch=epoch):
+            case e.RoomWithdrawn(epoch=epoch):
                 driver.room_withdrawn(epoch)
-            case LayerAsked() if event.epoch == LAYERS:
+            case e.LayerAsked() if event.epoch == LAYERS:
                 self._layer_asked(event)
-            case LayerAsked():
+            case e.LayerAsked():
                 driver.layer_asked(event)
-            case LayerArrived() | LayerChecked():
+            case e.LayerArrived() | e.LayerChecked():
                 driver.on_layer(event)
-            case ParkOrdered():
+            case e.ParkOrdered():
                 self._parking.ordered(event)
-            case PartnersNamed(partners=partners):
+            case e.PartnersNamed(partners=partners):
                 self._links.keep(partners)
-            case MigrationOrdered() | MigrationTold() | KvLeft():
+            case e.MigrationOrdered() | e.MigrationTold() | e.KvLeft():
                 self._migrations.handle(event)
-            case Woken():
+            case e.Woken():
                 pass  # see `poll`
             case _:
                 raise InvariantViolation(f"{type(event).__name__} is not known here")
@@ -335,7 +310,7 @@ class GroupMember:
         if self._copier is not None:
             self._copier.close()
 
-    def _plan_received(self, event: PlanReceived) -> None:
+    def _plan_received(self, event: e.PlanReceived) -> None:
         """A plan in which this worker has no group also means that its group has ended: a member was counted as lost,
         perhaps without a broken link. The planner repeats it until this worker holds all layers.
         """
@@ -361,14 +336,14 @@ class GroupMember:
             progress.block_count_after = self._context.book.block_count
             self.published.publish_as(epoch, Phase.DONE)
 
-    def _layer_asked(self, event: LayerAsked) -> None:
+    def _layer_asked(self, event: e.LayerAsked) -> None:
         """Handle a worker's request outside of any transition. Layers about to be given up are not read any more."""
         if self._parking.under_way or not self._driver.at_rest:
             self._layer_loading.server.refuse(event.link, event.layer)
         else:
             self._layer_loading.server.serve(event, self._role.layers)
 
-    def _on_capacity(self, event: CapacityTold) -> None:
+    def _on_capacity(self, event: e.CapacityTold) -> None:
         if self._rescue is None:
             self._context.on_capacity(event)
         else:

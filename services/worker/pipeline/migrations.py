@@ -13,38 +13,11 @@ from typing import TYPE_CHECKING
 
 from ballast.common.ids import Epoch, WorkerId
 from ballast.service.logs import get_logger
+from services.worker.core import events as w
+from services.worker.core import migration_messages as m
 from services.worker.core.arrivals import KvArrivals
 from services.worker.core.batch import SequenceId
 from services.worker.core.departures import Departures
-from services.worker.core.events import (
-    Adopted,
-    HandedOver,
-    HandOver,
-    PrefillLimited,
-    RoomExpected,
-    RoomWanted,
-)
-from services.worker.core.migration_messages import (
-    Adopt,
-    ForStages,
-    Give,
-    Handed,
-    HandOverNow,
-    Keep,
-    Landed,
-    MigrationId,
-    Off,
-    Offer,
-    Ready,
-    Report,
-    Say,
-    SourceCommand,
-    Stop,
-    Take,
-    Taken,
-    TargetCommand,
-    Want,
-)
 from services.worker.core.spans import StageLayers, stages_of
 from services.worker.links.traffic import TrafficClass
 from services.worker.pipeline.context import MemberContext
@@ -151,7 +124,7 @@ class Migrations:
 
     def _why_no_room(self, block_count: int, new: bool) -> str:
         """Why there is no room. Evicts retained prefixes first, which the stages learn before blocks are reserved."""
-        self._tell(RoomWanted(self._now(), block_count))
+        self._tell(w.RoomWanted(self._now(), block_count))
         return self._core.why_no_room(block_count, new=new)
 
     # ------------------------------------------------------------ orders
@@ -209,53 +182,53 @@ class Migrations:
     def _told(self, event: MigrationTold) -> None:
         peer, message, link, now_s = event.peer, event.message, event.link, event.at_s
         match message:
-            case Give() | Take() | Stop() | Keep() | Ready() | Landed():
+            case m.Give() | m.Take() | m.Stop() | m.Keep() | m.Ready() | m.Landed():
                 if link.epoch == self._role.epoch and self._role.has_stage(peer):
                     self._on_group_message(peer, message, now_s)
                 else:
                     self._published.stale_total += 1
-            case Off() if self._role.has_stage(peer):
+            case m.Off() if self._role.has_stage(peer):
                 self._sent(message.migration_id, message.why)
-            case Offer():
+            case m.Offer():
                 self._link[peer] = link
                 why = self._why_not() or ("" if self._role.leads else f"{self._role.leader} leads here")
                 if self._context.book.table(message.sequence_id):  # its blocks of an earlier stay are not freed
                     why = why or "its KV has not left yet"
                 epoch = Epoch(link.epoch)
                 self._carry_out(self._arrivals.offered(now_s, peer, epoch, message, self._stages, why))
-            case Handed():
+            case m.Handed():
                 self._carry_out(self._arrivals.heard(now_s, peer, message))
-            case Want() | Taken():
+            case m.Want() | m.Taken():
                 self._carry_out(self._departures.heard(now_s, peer, message))
-            case Off():
+            case m.Off():
                 self._carry_out(self._arrivals.heard(now_s, peer, message))
                 self._carry_out(self._departures.heard(now_s, peer, message))
 
-    def _on_group_message(self, peer: WorkerId, message: ForStages | Ready | Landed, now_s: float) -> None:
+    def _on_group_message(self, peer: WorkerId, message: m.ForStages | m.Ready | m.Landed, now_s: float) -> None:
         match message:
-            case Ready(migration_id=migration_id):
+            case m.Ready(migration_id=migration_id):
                 self._carry_out(self._arrivals.ready(now_s, migration_id, peer))
-            case Landed(migration_id=migration_id, span=span):
+            case m.Landed(migration_id=migration_id, span=span):
                 self._carry_out(self._arrivals.landed(now_s, migration_id, peer, span))
             case _:
                 self._order(message)
 
     # ------------------------------------------------------------ within the group
 
-    def _order(self, message: ForStages) -> str:
+    def _order(self, message: m.ForStages) -> str:
         """Send an order to the following stages, in order with batches, and execute it here. Returns why a span cannot
         be sent.
         """
         self._links.pass_down(Topic.MIGRATION, migration_to_bytes(message))
         why, said = "", self._mover.order(message, self._why_not())
         for each in said:
-            why = each.why if isinstance(each, Off) else why
-        self.answer([each for each in said if not isinstance(each, Off)])
+            why = each.why if isinstance(each, m.Off) else why
+        self.answer([each for each in said if not isinstance(each, m.Off)])
         if why and not self._role.leads:
             self._sent(message.migration_id, why)
         return why
 
-    def answer(self, messages: Iterable[Ready | Landed]) -> None:
+    def answer(self, messages: Iterable[m.Ready | m.Landed]) -> None:
         """Send messages to this group's leader, or handle them if that is this worker."""
         for message in messages:
             if self._role.leads:
@@ -263,33 +236,33 @@ class Migrations:
             else:
                 self._send_to_leader(message)
 
-    def _send_to_leader(self, message: Ready | Landed | Off) -> None:
+    def _send_to_leader(self, message: m.Ready | m.Landed | m.Off) -> None:
         self._links.send(self._role.leader, TrafficClass.CONTROL, Topic.MIGRATION, migration_to_bytes(message))
 
-    def _sent(self, migration_id: MigrationId, why_not: str) -> None:
+    def _sent(self, migration_id: m.MigrationId, why_not: str) -> None:
         """Note that a stage has sent a span, or (`why_not`) has failed to."""
         if self._role.leads:
             self._carry_out(self._departures.sent(self._now(), migration_id, why_not))
         elif why_not:
-            self._send_to_leader(Off(migration_id, why_not))
+            self._send_to_leader(m.Off(migration_id, why_not))
 
     # ------------------------------------------------------------ commands
 
-    def _carry_out(self, commands: Sequence[SourceCommand | TargetCommand]) -> None:
+    def _carry_out(self, commands: Sequence[m.SourceCommand | m.TargetCommand]) -> None:
         for command in commands:
             match command:
-                case Say(to=to, message=message):
+                case m.Say(to=to, message=message):
                     self._say(to, message_bytes=migration_to_bytes(message))
-                case Give(migration_id=migration_id):
+                case m.Give(migration_id=migration_id):
                     if why := self._order(command):
                         self._carry_out(self._departures.give_up(self._now(), migration_id, why))
-                case Take() | Stop() | Keep():
+                case m.Take() | m.Stop() | m.Keep():
                     self._order(command)
-                case HandOverNow():
+                case m.HandOverNow():
                     self._hand_over_now(command)
-                case Report():
+                case m.Report():
                     self._report(command)
-                case Adopt():
+                case m.Adopt():
                     self._adopt(command)
         self._report_capacity()
 
@@ -297,31 +270,31 @@ class Migrations:
         room = (self._arrivals.block_count, self._arrivals.running_count)
         if room != self._told_room:
             self._told_room = room
-            self._tell(RoomExpected(self._now(), *room))
+            self._tell(w.RoomExpected(self._now(), *room))
         now_s = self._now()
         limit_blocks = self._arrivals.prompt_limit_blocks(now_s)
         if limit_blocks != self._told_limit_blocks:
             self._told_limit_blocks = limit_blocks
             limit = None if limit_blocks is None else limit_blocks * self._block_tokens
-            self._tell(PrefillLimited(now_s, limit))
+            self._tell(w.PrefillLimited(now_s, limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
         """Send a message to another group's leader. If the link refuses it, it ends, which `peer_lost` reports."""
         self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
-    def _hand_over_now(self, command: HandOverNow) -> None:
+    def _hand_over_now(self, command: m.HandOverNow) -> None:
         give, now_s = command.give, self._now()
         link = self._link[command.to]
         why = "its link has ended" if link.retired or not link.is_up else self._order(give)
         if why:  # the sequence is still here
             self._carry_out(self._departures.give_up(now_s, give.migration_id, why))
             return
-        told = self._tell(HandOver(now_s, {give.sequence_id: command.to}, frees=True))
-        for handed_over in (c for c in told if isinstance(c, HandedOver)):
+        told = self._tell(w.HandOver(now_s, {give.sequence_id: command.to}, frees=True))
+        for handed_over in (c for c in told if isinstance(c, w.HandedOver)):
             for _, (snapshot,) in handed_over.snapshots:
-                self._say(command.to, migration_to_bytes(Handed(give.migration_id, snapshot)))
+                self._say(command.to, migration_to_bytes(m.Handed(give.migration_id, snapshot)))
 
-    def _report(self, report: Report) -> None:
+    def _report(self, report: m.Report) -> None:
         self._totals.count(report)
         log = get_logger().bind(sequence_id=report.sequence_id, to=report.to, rounds=report.rounds)
         if not report.moved:
@@ -337,10 +310,10 @@ class Migrations:
             why=report.why,
         )
 
-    def _adopt(self, command: Adopt) -> None:
+    def _adopt(self, command: m.Adopt) -> None:
         snapshot, now_s = command.snapshot, self._now()
         if not self._context.group_scheduler.leads:
             return  # it has cancelled, or its group is lost: the dispatcher replays the request
         self._report_capacity()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})
-        self._tell(Adopted(now_s, (snapshot,), lost_ids=lost, in_order=True))
+        self._tell(w.Adopted(now_s, (snapshot,), lost_ids=lost, in_order=True))

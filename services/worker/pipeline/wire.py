@@ -10,6 +10,7 @@ from ballast.rpc.codec import SAMPLING
 from ballast.rpc.mapping import Mapper
 from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.worker.v1 import stage_pb2 as pb
+from services.worker.core import migration_messages as m
 from services.worker.core.batch import (
     Batch,
     NamedBlocks,
@@ -20,20 +21,6 @@ from services.worker.core.batch import (
     SwapCopy,
     TakenBlocks,
     TokenLogprobs,
-)
-from services.worker.core.migration_messages import (
-    Give,
-    Handed,
-    Keep,
-    Landed,
-    Message,
-    Off,
-    Offer,
-    Ready,
-    Stop,
-    Take,
-    Taken,
-    Want,
 )
 from services.worker.core.plan import Victim
 from services.worker.core.room import RoomSizes
@@ -231,30 +218,30 @@ def logprobs_from_proto(message: cluster_pb2.Logprobs) -> TokenLogprobs:
 
 # Messages of migrations, by field name. Any: each has its own record and message type.
 _SAID: dict[str, Mapper[Any, Any]] = {
-    "offer": Mapper(Offer, pb.MigrationOffer),
-    "want": Mapper(Want, pb.MigrationWant),
-    "handed": Mapper(Handed, pb.MigrationHanded),
-    "taken": Mapper(Taken, pb.MigrationTaken),
-    "off": Mapper(Off, pb.MigrationOff),
-    "give": Mapper(Give, pb.MigrationGive),
-    "take": Mapper(Take, pb.MigrationTake),
-    "stop": Mapper(Stop, pb.MigrationStop),
-    "keep": Mapper(Keep, pb.MigrationKeep),
-    "ready": Mapper(Ready, pb.MigrationReady),
-    "landed": Mapper(Landed, pb.MigrationLanded),
+    "offer": Mapper(m.Offer, pb.MigrationOffer),
+    "want": Mapper(m.Want, pb.MigrationWant),
+    "handed": Mapper(m.Handed, pb.MigrationHanded),
+    "taken": Mapper(m.Taken, pb.MigrationTaken),
+    "off": Mapper(m.Off, pb.MigrationOff),
+    "give": Mapper(m.Give, pb.MigrationGive),
+    "take": Mapper(m.Take, pb.MigrationTake),
+    "stop": Mapper(m.Stop, pb.MigrationStop),
+    "keep": Mapper(m.Keep, pb.MigrationKeep),
+    "ready": Mapper(m.Ready, pb.MigrationReady),
+    "landed": Mapper(m.Landed, pb.MigrationLanded),
 }
 _SAID_AS = {mapper.record_type: name for name, mapper in _SAID.items()}
 _PIECE = Mapper(Piece, pb.KvPiece)
 
 
-def migration_to_bytes(message: Message) -> bytes:
+def migration_to_bytes(message: m.Message) -> bytes:
     name = _SAID_AS[type(message)]
     made = pb.Migration()
     getattr(made, name).CopyFrom(_SAID[name].message(message))
     return made.SerializeToString()
 
 
-def migration_from_bytes(data: bytes) -> Message:
+def migration_from_bytes(data: bytes) -> m.Message:
     """Decode a message of a migration. Raises ValueError for an unknown one."""
     made = pb.Migration.FromString(data)
     name = made.WhichOneof("said")

@@ -26,6 +26,7 @@ def steady(per_s: float, seed: int) -> World:
     return World(replace(made, rules=replace(made.rules, planner=replace(planner, transitions=transitions))), arrivals)
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(
     "per_s", [1.5, 4.5, *(pytest.param(per_s, marks=pytest.mark.slow) for per_s in (0.5, 3.0, 6.0))]
 )

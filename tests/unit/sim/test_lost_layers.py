@@ -15,6 +15,7 @@ from tests.support.simulated import options
 _CRASH_S = 10.0
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize(
     ("cluster", "degree", "within_s"),
     [

@@ -55,6 +55,7 @@ def test_the_answer_is_that_of_an_exhaustive_search(seed: int) -> None:
     assert (dropping.gpu_count or 9) < (static.gpu_count or 9)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["recompute", "drop"])
 @pytest.mark.parametrize("seed", range(4))
 def test_more_gpus_never_answer_worse(policy: str, seed: int) -> None:

@@ -98,6 +98,7 @@ def test_checking_changes_nothing_and_a_seed_does(runs: dict[str, SimRun]) -> No
     assert World(options(check_every=0, seed=7), burst()).run().trace_hash != runs["drop"].trace_hash
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["drop", "recompute", "migrate", "static-pipeline"])
 @pytest.mark.parametrize("stop_after_s", [None, 5.0])
 def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: float | None) -> None:
@@ -262,6 +263,7 @@ def p50_tpot_s(run: SimRun) -> float:
     return sorted(gaps_s)[len(gaps_s) // 2]
 
 
+@pytest.mark.rotating(2)
 @pytest.mark.parametrize(("policy", "beyond"), [("recompute", 0.1), ("static-pipeline", 0.25)])
 def test_at_overload_tokens_take_what_they_may_and_requests_wait_instead(policy: str, beyond: float) -> None:
     """More requests come than the instances compute, and all find memory."""
@@ -272,6 +274,7 @@ def test_at_overload_tokens_take_what_they_may_and_requests_wait_instead(policy:
     assert [record.outcome for record in bound.records] == [Outcome.FINISHED] * len(free.records)
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("policy", ["drop", "recompute", "static-pipeline"])
 def test_without_a_target_all_is_as_with_one_that_is_always_met(policy: str) -> None:
     assert production_rules(WorkerSize()).worker.tpot_target_s is None

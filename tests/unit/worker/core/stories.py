@@ -1,10 +1,6 @@
 """What stories of a worker's core begin with and look at."""
 
-from services.worker.core.events import (
-    Ending,
-    Execute,
-    SequenceKey,
-)
+from services.worker.core import events as w
 from services.worker.policy.harvest import Harvest
 from services.worker.policy.token_target import TokenTarget
 from tests.support.worker_core import VOCAB_SIZE, Driver, limits
@@ -25,13 +21,13 @@ def prompt(length: int, first: int = 0) -> tuple[int, ...]:
     return tuple((first + i) % (VOCAB_SIZE - 1) for i in range(length))
 
 
-def ending(made: Driver, key: SequenceKey) -> Ending:
+def ending(made: Driver, key: w.SequenceKey) -> w.Ending:
     found = made.received[key].ending
     assert found is not None
     return found
 
 
-def slices(execute: Execute | None) -> list[tuple[int, int, int, bool]]:
+def slices(execute: w.Execute | None) -> list[tuple[int, int, int, bool]]:
     """(sequence id, first position, tokens, samples) of a batch."""
     assert execute is not None
     return [(s.sequence_id, s.first_position, len(s.token_ids), s.samples) for s in execute.batch.slices]

@@ -5,25 +5,9 @@ from dataclasses import replace
 import pytest
 
 from ballast.common.errors import InvariantViolation
+from services.worker.core import events as w
 from services.worker.core.batch import SequenceId
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import (
-    Adopted,
-    BatchesLost,
-    CapacityChanged,
-    Command,
-    Ending,
-    GroupClosed,
-    GroupLost,
-    GroupOpened,
-    HandedOver,
-    HandOver,
-    MovedOver,
-    OfLeaving,
-    Removed,
-    RoleChanged,
-    StreamsLost,
-)
 from services.worker.core.snapshot import SequenceSnapshot
 from tests.support.leader import W2, Leader
 from tests.support.worker_core import MEMORY
@@ -32,7 +16,7 @@ OWN_BLOCKS, FIRST_BLOCK = 16, 100
 
 
 def open_group(leader: Leader) -> None:
-    leader.feed(GroupOpened(leader.at_s, BlockBook(OWN_BLOCKS, 4, FIRST_BLOCK)))
+    leader.feed(w.GroupOpened(leader.at_s, BlockBook(OWN_BLOCKS, 4, FIRST_BLOCK)))
 
 
 def dissolving(*names: str, steps: int = 2, block_count: int = 32, stages: int = 2) -> Leader:
@@ -46,8 +30,8 @@ def dissolving(*names: str, steps: int = 2, block_count: int = 32, stages: int =
     return leader
 
 
-def snapshots_of(commands: list[Command]) -> list[SequenceSnapshot]:
-    (handed_over,) = [c for c in commands if isinstance(c, HandedOver)]
+def snapshots_of(commands: list[w.Command]) -> list[SequenceSnapshot]:
+    (handed_over,) = [c for c in commands if isinstance(c, w.HandedOver)]
     return [s for _, snapshots in handed_over.snapshots for s in snapshots]
 
 
@@ -56,18 +40,18 @@ def from_elsewhere(snapshot: SequenceSnapshot) -> SequenceSnapshot:
     return replace(snapshot, sequence_id=(7 << 32) + snapshot.sequence_id)
 
 
-def removed_of(commands: list[Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
+def removed_of(commands: list[w.Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
     """What is told of it, and whether to the stages of the group that is leaving."""
-    return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, Removed)]
+    return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, w.Removed)]
 
 
-def ending_of(leader: Leader, prompt: tuple[int, ...]) -> Ending:
+def ending_of(leader: Leader, prompt: tuple[int, ...]) -> w.Ending:
     found = ending(leader, leader.submit("one", prompt).handle)
     assert found is not None
     return found
 
 
-def ending(leader: Leader, handle: int) -> Ending | None:
+def ending(leader: Leader, handle: int) -> w.Ending | None:
     return next((e for emit in leader.emits for e in emit.endings if e.handle == handle), None)
 
 
@@ -102,26 +86,26 @@ def test_a_result_is_of_the_lane_that_has_sent_the_batch_whichever_lands_first()
 
 def test_a_follower_has_one_lane_its_own() -> None:
     leader = Leader(stages=2)
-    leader.feed(RoleChanged(leader.at_s, leads=False))
+    leader.feed(w.RoleChanged(leader.at_s, leads=False))
     open_group(leader)
     assert leader.core.leaving is None
     key = leader.submit("new")
     assert leader.step()
     assert leader.heard(key)[0] == [5]
     with pytest.raises(InvariantViolation, match="no group_scheduler is leaving"):
-        leader.core.handle(BatchesLost(leader.at_s))
+        leader.core.handle(w.BatchesLost(leader.at_s))
 
 
 def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
     leader = Leader(stages=2)
-    leader.feed(GroupOpened(leader.at_s, BlockBook(2, 4, FIRST_BLOCK)))
+    leader.feed(w.GroupOpened(leader.at_s, BlockBook(2, 4, FIRST_BLOCK)))
     assert ending_of(leader, tuple(range(1, 20))).invalid
-    leader.feed(CapacityChanged(leader.at_s, 2, before_block_count=OWN_BLOCKS))
+    leader.feed(w.CapacityChanged(leader.at_s, 2, before_block_count=OWN_BLOCKS))
     key = leader.submit("large", tuple(range(1, 20)))
     assert leader.batch() is None
     assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1
     leader.core.group_scheduler.book.grow(OWN_BLOCKS - 2)
-    leader.feed(CapacityChanged(leader.at_s, OWN_BLOCKS))
+    leader.feed(w.CapacityChanged(leader.at_s, OWN_BLOCKS))
     while not leader.heard(key)[0]:
         assert leader.step()
 
@@ -129,7 +113,7 @@ def test_who_needs_what_the_pipeline_gives_back_soon_waits_for_it() -> None:
 def test_load_is_what_there_is_for_who_comes() -> None:
     leader = dissolving("old", "other")
     home_blocks, place_count = 2 * OWN_BLOCKS, leader.core.group_scheduler.scheduler.max_running_count
-    leader.feed(CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
+    leader.feed(w.CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
     load = leader.core.load(leader.at_s, MEMORY)
     assert (load.block_count, load.used_block_count) == (home_blocks, OWN_BLOCKS), "the pipeline has the other half"
     held_blocks = leader.core.leaving.reserved_block_count if leader.core.leaving else 0
@@ -143,9 +127,9 @@ def test_load_is_what_there_is_for_who_comes() -> None:
 
 def test_who_moves_over_is_computed_anew_and_goes_on_where_it_was() -> None:
     leader = dissolving("old")
-    commands = leader.feed(MovedOver(leader.at_s, frozenset({1})))
+    commands = leader.feed(w.MovedOver(leader.at_s, frozenset({1})))
     assert removed_of(commands) == [((1,), True)]
-    leader.feed(GroupClosed(leader.at_s))
+    leader.feed(w.GroupClosed(leader.at_s))
     execute = leader.batch()
     assert execute is not None
     assert not execute.leaving
@@ -160,14 +144,14 @@ def test_who_waited_for_the_pipeline_moves_over_whoever_waits_here_already() -> 
     leader = Leader(1, stages=2, ordinal=0, max_waiting_count=bound)
     for i in range(bound):
         leader.submit(f"old {i}", tuple(range(1, 4)))
-    leader.feed(GroupOpened(leader.at_s, BlockBook(1, 4, FIRST_BLOCK)))
+    leader.feed(w.GroupOpened(leader.at_s, BlockBook(1, 4, FIRST_BLOCK)))
     for i in range(bound):
         leader.submit(f"new {i}", tuple(range(1, 4)))
     assert leader.core.leaving is not None
     waiting = [s.sequence_id for s in leader.core.leaving.scheduler.waiting]
     assert waiting
     assert leader.core.group_scheduler.scheduler.line.count + len(waiting) > bound
-    leader.feed(MovedOver(leader.at_s, frozenset(waiting)))
+    leader.feed(w.MovedOver(leader.at_s, frozenset(waiting)))
     leader.core.check()
 
 
@@ -175,22 +159,22 @@ def test_nobody_moves_over_while_it_is_in_flight() -> None:
     leader = dissolving("old")
     leader.batch()
     with pytest.raises(InvariantViolation, match="given up while it is in flight"):
-        leader.core.handle(MovedOver(leader.at_s, frozenset({1})))
+        leader.core.handle(w.MovedOver(leader.at_s, frozenset({1})))
 
 
 def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_stay() -> None:
     leader = dissolving("old", "other")
     leader.submit("new")
-    event = HandOver(leader.at_s, {1: W2, 3: W2}, by_tokens=True)
-    commands = leader.feed(OfLeaving(leader.at_s, event))
+    event = w.HandOver(leader.at_s, {1: W2, 3: W2}, by_tokens=True)
+    commands = leader.feed(w.OfLeaving(leader.at_s, event))
     (snapshot,) = snapshots_of(commands)
     assert (snapshot.sequence_id, snapshot.computed_tokens, snapshot.token_count) == (1, 0, 6)
     assert removed_of(commands) == [((1,), True)]
-    assert ending(leader, 1) == Ending(1, None, moved_to=W2)
+    assert ending(leader, 1) == w.Ending(1, None, moved_to=W2)
     assert leader.core.sequence_ids == (2, 3)
 
     heir = dissolving("own")
-    heir.feed(Adopted(heir.at_s, (from_elsewhere(snapshot),)))
+    heir.feed(w.Adopted(heir.at_s, (from_elsewhere(snapshot),)))
     assert heir.core.sequence_ids == (1,), "its request is not there"
     heir.submit("old", output=(5, 5, 5), expects=True)
     assert heir.core.kept_count == 0
@@ -200,22 +184,22 @@ def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_sta
 
 def test_what_comes_by_its_tokens_may_come_while_batches_are_in_flight() -> None:
     leader = dissolving("old")
-    (snapshot,) = snapshots_of(leader.feed(OfLeaving(0.0, HandOver(0.0, {1: W2}, by_tokens=True))))
+    (snapshot,) = snapshots_of(leader.feed(w.OfLeaving(0.0, w.HandOver(0.0, {1: W2}, by_tokens=True))))
     heir = dissolving("own")
     heir.submit("new")
     flying = [heir.batch(), heir.batch()]
-    heir.feed(Adopted(heir.at_s, (from_elsewhere(snapshot),)))
+    heir.feed(w.Adopted(heir.at_s, (from_elsewhere(snapshot),)))
     heir.submit("old", output=(5, 5, 5), expects=True)
     for execute in flying:
         heir.done(execute)
     assert [heir.batch(), heir.batch()].count(None) == 0
     with pytest.raises(InvariantViolation, match="sequences are adopted while step"):
-        heir.core.handle(Adopted(heir.at_s, (replace(from_elsewhere(snapshot), computed_tokens=1),)))
+        heir.core.handle(w.Adopted(heir.at_s, (replace(from_elsewhere(snapshot), computed_tokens=1),)))
 
 
 def test_the_leaving_lane_has_less_room_and_who_gives_way_waits_in_it() -> None:
     leader = dissolving("old", "other")
-    leader.feed(OfLeaving(leader.at_s, CapacityChanged(leader.at_s, 2, before_block_count=32)))
+    leader.feed(w.OfLeaving(leader.at_s, w.CapacityChanged(leader.at_s, 2, before_block_count=32)))
     group_scheduler = leader.core.leaving
     assert group_scheduler is not None
     assert group_scheduler.settled
@@ -238,11 +222,11 @@ def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
     leader = dissolving("old", "other")
     leader.batch()
     assert leader.core.in_flight_count == 1
-    leader.feed(BatchesLost(leader.at_s))
+    leader.feed(w.BatchesLost(leader.at_s))
     assert leader.core.in_flight_count == 0
-    commands = leader.feed(MovedOver(leader.at_s, frozenset({1, 2})))
+    commands = leader.feed(w.MovedOver(leader.at_s, frozenset({1, 2})))
     assert removed_of(commands) == [], "no stage is left to be told"
-    leader.feed(GroupClosed(leader.at_s))
+    leader.feed(w.GroupClosed(leader.at_s))
     assert leader.core.leaving is None
     assert sorted(leader.step()) == [1, 2]
 
@@ -250,18 +234,18 @@ def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
 def test_a_lane_is_closed_when_nothing_is_in_it_and_its_counts_go_on() -> None:
     leader = dissolving("old", "other")
     with pytest.raises(InvariantViolation, match="a group_scheduler is closed with 2 sequences"):
-        leader.core.handle(GroupClosed(leader.at_s))
+        leader.core.handle(w.GroupClosed(leader.at_s))
     with pytest.raises(InvariantViolation, match="opened while another one is leaving"):
-        leader.core.handle(GroupOpened(leader.at_s, BlockBook(4, 4)))
+        leader.core.handle(w.GroupOpened(leader.at_s, BlockBook(4, 4)))
 
 
 def test_what_a_lane_has_counted_outlives_it() -> None:
     leader = dissolving("old", "other")
-    leader.feed(OfLeaving(leader.at_s, CapacityChanged(leader.at_s, 2, before_block_count=32)))
+    leader.feed(w.OfLeaving(leader.at_s, w.CapacityChanged(leader.at_s, 2, before_block_count=32)))
     before = leader.core.totals.preemptions
     assert before == 1
-    leader.feed(MovedOver(leader.at_s, frozenset({1, 2})))
-    leader.feed(GroupClosed(leader.at_s))
+    leader.feed(w.MovedOver(leader.at_s, frozenset({1, 2})))
+    leader.feed(w.GroupClosed(leader.at_s))
     assert leader.core.leaving is None
     assert leader.core.totals.preemptions >= before
     assert leader.core.load(leader.at_s, MEMORY).preemptions_total == leader.core.totals.preemptions
@@ -276,6 +260,6 @@ def test_a_group_that_is_lost_takes_both_lanes_with_it() -> None:
     leader = dissolving("old")
     leader.submit("new")
     leader.batch()
-    assert isinstance(leader.feed(GroupLost(leader.at_s))[-1], StreamsLost)
+    assert isinstance(leader.feed(w.GroupLost(leader.at_s))[-1], w.StreamsLost)
     assert leader.core.sequence_ids == ()
     assert leader.core.leaving is None

@@ -4,16 +4,7 @@ import pytest
 
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason
-from services.worker.core.events import (
-    Aborted,
-    DrainRequested,
-    Emit,
-    Ending,
-    SequenceKey,
-    StreamClosed,
-    Submitted,
-    Tick,
-)
+from services.worker.core import events as w
 from tests.support.worker_core import EOS, MEMORY, greedy, next_token, piece, undisturbed
 from tests.unit.worker.core.stories import driver, ending, prompt
 
@@ -26,8 +17,8 @@ def test_an_aborted_request_frees_its_blocks_at_once(steps: int) -> None:
     key = made.submit(prompt(16), greedy(9))  # chunks: 2 steps of prefill, then decode
     for _ in range(steps):
         made.step()
-    commands = made.feed(Aborted(made.at_s, key))
-    assert [c.endings for c in commands if isinstance(c, Emit)] == [(Ending(key.handle, FinishReason.CANCELLED),)]
+    commands = made.feed(w.Aborted(made.at_s, key))
+    assert [c.endings for c in commands if isinstance(c, w.Emit)] == [(w.Ending(key.handle, FinishReason.CANCELLED),)]
     made.assert_empty()
     assert made.want_batch() is None
 
@@ -37,7 +28,7 @@ def test_the_result_of_a_request_aborted_in_mid_step_is_dropped() -> None:
     gone = made.submit(prompt(6), greedy(9))
     stays = made.submit(prompt(6, first=30), greedy(2))
     made.want_batch()
-    made.feed(Aborted(made.at_s, gone))
+    made.feed(w.Aborted(made.at_s, gone))
     late = made.submit(prompt(6, first=60), greedy(2))  # gets the blocks, in the next step
     made.run_to_end()
     assert made.received[gone].token_ids == []
@@ -50,7 +41,7 @@ def test_a_waiting_request_can_be_aborted() -> None:
     made.submit(prompt(3), greedy(5))
     waiting = made.submit(prompt(3), greedy(5))
     made.step()
-    made.feed(Aborted(made.at_s, waiting))
+    made.feed(w.Aborted(made.at_s, waiting))
     assert ending(made, waiting).finish_reason is FinishReason.CANCELLED
     assert made.core.load(made.at_s, MEMORY).waiting_block_count == 0
 
@@ -59,8 +50,8 @@ def test_an_abort_that_comes_late_twice_or_for_nobody_changes_nothing() -> None:
     made = driver()
     key = made.submit(prompt(3), greedy(1))
     made.run_to_end()
-    for stale in (key, SequenceKey(1, 99), SequenceKey(7, 1)):
-        assert made.feed(Aborted(made.at_s, stale)) == []
+    for stale in (key, w.SequenceKey(1, 99), w.SequenceKey(7, 1)):
+        assert made.feed(w.Aborted(made.at_s, stale)) == []
     assert made.core.totals.stale_events == 3
 
 
@@ -70,7 +61,7 @@ def test_a_closed_stream_takes_its_requests_with_it_and_leaves_the_others() -> N
     mine = [made.submit(prompt(3), greedy(4), stream_id=1) for _ in range(3)]
     other = made.submit(prompt(3, first=8), greedy(4), stream_id=2)
     made.want_batch()
-    assert made.feed(StreamClosed(made.at_s, 1)) == []
+    assert made.feed(w.StreamClosed(made.at_s, 1)) == []
     made.run_to_end()
     assert all(made.received[key].ending is None and not made.received[key].token_ids for key in mine)
     assert ending(made, other).finish_reason is FinishReason.LENGTH
@@ -79,7 +70,7 @@ def test_a_closed_stream_takes_its_requests_with_it_and_leaves_the_others() -> N
 
 def test_what_comes_over_a_closed_stream_is_ignored() -> None:
     made = driver()
-    made.feed(StreamClosed(0.0, 1))
+    made.feed(w.StreamClosed(0.0, 1))
     made.submit(prompt(3))
     assert not made.core.has_work
     assert made.core.totals.stale_events == 1
@@ -88,7 +79,7 @@ def test_what_comes_over_a_closed_stream_is_ignored() -> None:
 def test_a_handle_that_comes_twice_is_taken_once() -> None:
     made = driver()
     key = made.submit(prompt(3), greedy(1))
-    again = Submitted(
+    again = w.Submitted(
         at_s=0.0, key=key, request_id=RequestId("r1"), attempt=1, prompt_token_ids=(1,), sampling=greedy(1)
     )
     assert made.feed(again) == []
@@ -104,8 +95,8 @@ def test_a_deadline_ends_a_request_whether_it_runs_or_waits(running: bool) -> No
     key = made.submit(prompt(3), greedy(30), deadline_at_s=1.0)
     made.step()
     assert made.core.next_deadline_at_s == 1.0
-    assert made.feed(Tick(0.99)) == []
-    made.feed(Tick(1.0))
+    assert made.feed(w.Tick(0.99)) == []
+    made.feed(w.Tick(1.0))
     assert ending(made, key).finish_reason is FinishReason.DEADLINE
     assert made.core.next_deadline_at_s is None
 
@@ -130,7 +121,7 @@ def test_deadlines_of_requests_that_have_ended_do_not_pile_up() -> None:
     made = driver(max_waiting_count=8)
     for _ in range(1_000):
         key = made.submit(prompt(2), deadline_at_s=1e9)
-        made.core.handle(Aborted(made.at_s, key))
+        made.core.handle(w.Aborted(made.at_s, key))
     assert len(made.core._request_table._deadlines._heap) < 100
 
 
@@ -139,7 +130,7 @@ def test_a_failed_step_ends_its_requests_and_no_others() -> None:
     failed, spared = made.submit(prompt(3), greedy(3)), made.submit(prompt(4), greedy(3))
     made.want_batch()
     made.fail_step()
-    assert ending(made, failed) == Ending(failed.handle, FinishReason.ERROR, error="step 1 failed: out of luck")
+    assert ending(made, failed) == w.Ending(failed.handle, FinishReason.ERROR, error="step 1 failed: out of luck")
     made.run_to_end()
     assert ending(made, spared).finish_reason is FinishReason.LENGTH
     made.assert_empty()
@@ -169,7 +160,7 @@ def test_text_held_back_comes_complete_at_a_deadline() -> None:
     key = made.submit(prompt(4), greedy(30, stop=stop), deadline_at_s=1.0)
     for _ in range(6):
         made.step()
-    made.feed(Tick(1.0))
+    made.feed(w.Tick(1.0))
     assert made.received[key].text == "".join(piece(t) for t in made.received[key].token_ids)
 
 
@@ -201,7 +192,7 @@ def test_a_resumed_request_with_nothing_left_to_do_ends_at_once_with_its_last_te
 def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
     made = driver(max_running_count=1)
     keys = [made.submit(prompt(3), greedy(2)) for _ in range(2)]
-    assert made.feed(DrainRequested(0.0)) == []
+    assert made.feed(w.DrainRequested(0.0)) == []
     late = made.submit(prompt(3))
     assert ending(made, late).refused
     assert made.core.load(0.0, MEMORY).draining
@@ -213,7 +204,7 @@ def test_a_draining_worker_finishes_what_it_has_and_refuses_the_rest() -> None:
 def test_an_idle_worker_is_drained_at_once() -> None:
     made = driver()
     assert not made.core.is_drained
-    made.feed(DrainRequested(0.0))
+    made.feed(w.DrainRequested(0.0))
     assert made.core.is_drained
 
 
@@ -221,8 +212,8 @@ def test_draining_waits_for_the_step_of_a_request_that_has_gone() -> None:
     made = driver()
     key = made.submit(prompt(3))
     made.want_batch()
-    made.feed(DrainRequested(0.0))
-    made.feed(Aborted(0.0, key))
+    made.feed(w.DrainRequested(0.0))
+    made.feed(w.Aborted(0.0, key))
     assert not made.core.is_drained
     made.finish_step()
     assert made.core.is_drained

@@ -4,21 +4,7 @@ import pytest
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import FinishReason
-from services.worker.core.events import (
-    Aborted,
-    AdmissionLimited,
-    BatchWanted,
-    CapacityChanged,
-    Ending,
-    Event,
-    KvAdmitted,
-    KvArrived,
-    KvLost,
-    KvTravels,
-    PrefillLimited,
-    Removed,
-    RoleChanged,
-)
+from services.worker.core import events as w
 from services.worker.policy.microbatching import Microbatching, PipelineView, Share
 from tests.support.leader import Leader, reserved
 from tests.support.worker_core import MEMORY, greedy
@@ -34,7 +20,7 @@ def test_as_many_batches_as_stages_are_in_flight_with_nobody_in_two() -> None:
     assert leader.core.in_flight_count == 3
     assert not leader.core.has_work
     with pytest.raises(InvariantViolation, match="a batch is wanted while step 1 runs"):
-        leader.core.handle(BatchWanted(0.0))
+        leader.core.handle(w.BatchWanted(0.0))
     for execute in flying:
         leader.done(execute)
     for _ in range(4):  # from now on each takes a third
@@ -61,7 +47,7 @@ def test_while_others_wait_as_many_batches_more_may_be_in_flight_as_the_policy_a
     assert [(view.in_flight_count, view.waiting_count) for view in views] == [(0, 1), (1, 1), (2, 1)]
     assert not leader.core.has_work  # with three in flight
     leader.done(flying[0])
-    leader.feed(Aborted(leader.at_s, keys[-1]))
+    leader.feed(w.Aborted(leader.at_s, keys[-1]))
     assert leader.core.in_flight_count == 2
     assert not leader.core.has_work  # nobody waits: one for each stage
 
@@ -83,7 +69,7 @@ def test_a_microbatch_is_not_kept_small_for_those_that_wait_until_prompts_before
     assert load.waiting_count
     assert load.prompt_token_count >= load.max_prompt_token_count - 8
     assert not views[-1].lacks_room
-    leader.feed(CapacityChanged(leader.at_s, leader.core.group_scheduler.reserved_block_count))
+    leader.feed(w.CapacityChanged(leader.at_s, leader.core.group_scheduler.reserved_block_count))
     leader.batch()
     assert views[-1].lacks_room
 
@@ -120,7 +106,7 @@ def test_an_aborted_sequence_is_removed_by_the_next_batch_while_others_fly() -> 
     gone = leader.submit("gone")
     leader.submit("stays")
     flying = leader.batch()
-    leader.feed(Aborted(leader.at_s, gone))
+    leader.feed(w.Aborted(leader.at_s, gone))
     assert reserved(leader) == 1
     following = leader.batch()
     assert following is not None
@@ -144,8 +130,8 @@ def test_a_smaller_group_preempts_the_latest_and_says_when_it_has_settled() -> N
     for number in range(4):
         leader.submit(f"r{number}", (1, 2, 3, 4, 5))  # two blocks each
     leader.step()
-    commands = leader.feed(CapacityChanged(leader.at_s, 5))
-    assert [c.batch.removed for c in commands if isinstance(c, Removed)] == [((1 << 32) + 4, (1 << 32) + 3)]
+    commands = leader.feed(w.CapacityChanged(leader.at_s, 5))
+    assert [c.batch.removed for c in commands if isinstance(c, w.Removed)] == [((1 << 32) + 4, (1 << 32) + 3)]
     assert reserved(leader) == 4
     assert leader.core.group_scheduler.settled
 
@@ -155,20 +141,20 @@ def test_in_flight_nobody_is_preempted() -> None:
     for number in range(4):
         leader.submit(f"r{number}", (1, 2, 3, 4))
     flying = leader.batch()
-    leader.feed(CapacityChanged(leader.at_s, 5))
+    leader.feed(w.CapacityChanged(leader.at_s, 5))
     assert not leader.core.group_scheduler.settled
     leader.done(flying)
     assert reserved(leader) == 4
-    leader.feed(CapacityChanged(leader.at_s, 5))  # tells the stages
+    leader.feed(w.CapacityChanged(leader.at_s, 5))  # tells the stages
     assert leader.core.group_scheduler.settled
 
 
 def test_lent_blocks_are_not_given_to_anybody_and_harm_nobody() -> None:
     leader = Leader(8, block_tokens=4)
-    leader.feed(CapacityChanged(leader.at_s, 8, lent_block_count=7))
+    leader.feed(w.CapacityChanged(leader.at_s, 8, lent_block_count=7))
     key = leader.submit("r", (1, 2, 3, 4, 5))
     assert not leader.core.has_work
-    leader.feed(CapacityChanged(leader.at_s, 8))
+    leader.feed(w.CapacityChanged(leader.at_s, 8))
     assert leader.step()
     assert leader.heard(key)[0] == [5]
 
@@ -176,7 +162,7 @@ def test_lent_blocks_are_not_given_to_anybody_and_harm_nobody() -> None:
 def test_who_does_not_fit_into_the_smaller_group_even_alone_ends() -> None:
     leader = Leader(8, block_tokens=4)
     key = leader.submit("r", tuple(range(1, 20)))
-    leader.feed(CapacityChanged(leader.at_s, 4))
+    leader.feed(w.CapacityChanged(leader.at_s, 4))
     ending = leader.heard(key)[2]
     assert ending is not None
     assert (ending.finish_reason, ending.invalid) == (FinishReason.ERROR, False)
@@ -186,12 +172,12 @@ def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:
     leader = Leader(8, block_tokens=4)
     key = leader.submit("r", tuple(range(1, 16)))
     leader.step()
-    leader.feed(CapacityChanged(leader.at_s, 4, before_block_count=8))
+    leader.feed(w.CapacityChanged(leader.at_s, 4, before_block_count=8))
     while leader.core.has_work:
         leader.step()
     assert leader.heard(key)[2] is None
     assert leader.core.group_scheduler.longest_token_count > 16
-    leader.feed(CapacityChanged(leader.at_s, 8))
+    leader.feed(w.CapacityChanged(leader.at_s, 8))
     assert leader.step()
     assert leader.heard(key)[2] is None
 
@@ -200,12 +186,12 @@ def test_nothing_new_is_admitted_above_the_limit_and_what_runs_goes_on_growing()
     leader = Leader(12, block_tokens=1, max_batch_tokens=16)
     leader.submit("old")
     leader.step()
-    leader.feed(AdmissionLimited(leader.at_s, 4))
+    leader.feed(w.AdmissionLimited(leader.at_s, 4))
     leader.submit("new", (1,))
     for _ in range(3):
         assert leader.step() == [(1 << 32) + 1]
     assert reserved(leader) > 4
-    leader.feed(AdmissionLimited(leader.at_s, None))
+    leader.feed(w.AdmissionLimited(leader.at_s, None))
     assert len(leader.step()) == 2
 
 
@@ -225,13 +211,13 @@ def test_prompts_take_little_of_a_batch_beside_decodes_while_that_is_wanted(stag
     leader = Leader(64, stages=stages, block_tokens=4, max_batch_tokens=32)
     leader.submit("old")
     leader.step()
-    leader.feed(PrefillLimited(leader.at_s, 3))
+    leader.feed(w.PrefillLimited(leader.at_s, 3))
     leader.submit("new", tuple(range(1, 13)))
     chunks: list[int] = []
     while sum(chunks) < 12:
         chunks.append(_step(leader).get(2, 0))
     assert max(chunks) == 3
-    leader.feed(PrefillLimited(leader.at_s, None))
+    leader.feed(w.PrefillLimited(leader.at_s, None))
     leader.submit("newer", tuple(range(1, 17)))
     assert _step(leader)[3] > 12
 
@@ -241,7 +227,7 @@ def test_many_prompts_are_not_put_off_for_long_by_a_limit(stages: int) -> None:
     leader = Leader(128, stages=stages, block_tokens=4, max_batch_tokens=64, max_running_count=8)
     leader.submit("old")
     leader.step()
-    leader.feed(PrefillLimited(leader.at_s, 3))
+    leader.feed(w.PrefillLimited(leader.at_s, 3))
     for number in range(4):
         leader.submit(f"new{number}", tuple(range(1, 41)))
     prompts, batches = 160, 0
@@ -253,21 +239,21 @@ def test_many_prompts_are_not_put_off_for_long_by_a_limit(stages: int) -> None:
 
 def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
     leader = Leader(64, block_tokens=4, max_batch_tokens=32)
-    leader.feed(PrefillLimited(leader.at_s, 0))
+    leader.feed(w.PrefillLimited(leader.at_s, 0))
     leader.submit("a", tuple(range(1, 21)))
     assert _step(leader) == {1: 20}
     leader.submit("b", tuple(range(1, 21)))
     assert _step(leader) == {1: 1}
-    leader.feed(RoleChanged(leader.at_s, leads=True))
+    leader.feed(w.RoleChanged(leader.at_s, leads=True))
     assert _step(leader) == {1: 1, 2: 20}
 
 
 def test_prompts_are_limited_in_every_batch_while_another_group_decodes_beside() -> None:
     leader = Leader(64, block_tokens=4, max_batch_tokens=32)
-    leader.feed(PrefillLimited(leader.at_s, 3, always=True))
+    leader.feed(w.PrefillLimited(leader.at_s, 3, always=True))
     leader.submit("a", tuple(range(1, 13)))
     assert [_step(leader) for _ in range(4)] == [{1: 3}] * 4
-    leader.feed(PrefillLimited(leader.at_s, None))
+    leader.feed(w.PrefillLimited(leader.at_s, None))
     leader.submit("b", tuple(range(1, 21)))
     assert _step(leader) == {1: 1, 2: 20}
 
@@ -276,7 +262,7 @@ def test_a_limit_may_be_for_so_many_batches_with_prompts() -> None:
     leader = Leader(64, block_tokens=4, max_batch_tokens=32)
     leader.submit("a")
     leader.step()
-    leader.feed(PrefillLimited(leader.at_s, 3, always=True, batch_count=2))
+    leader.feed(w.PrefillLimited(leader.at_s, 3, always=True, batch_count=2))
     assert _step(leader) == {1: 1}
     leader.submit("b", tuple(range(1, 13)))
     assert [_step(leader) for _ in range(3)] == [{1: 1, 2: 3}, {1: 1, 2: 3}, {1: 1, 2: 6}]
@@ -294,7 +280,7 @@ def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> N
     assert len(_step(leader)) == 5
     put_in = 4
     assert len(_step(leader)) == 4
-    leader.feed(PrefillLimited(leader.at_s, 3))
+    leader.feed(w.PrefillLimited(leader.at_s, 3))
     assert len(_step(leader)) == 5
     put_in = 3
     assert len(_step(leader)) == 3  # so many are worth it
@@ -310,11 +296,11 @@ def test_a_suspended_sequence_is_left_out_and_goes_on_where_it_was() -> None:
     key = leader.submit()
     leader.step()
     (sequence_id,) = leader.core.sequence_ids
-    leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
+    leader.feed(w.KvTravels(leader.at_s, frozenset({sequence_id})))
     assert not leader.core.has_work
     assert leader.core.group_scheduler.suspended_ids == (sequence_id,)
     assert leader.core.group_scheduler.kv_tokens == {sequence_id: 3}
-    leader.feed(KvArrived(leader.at_s, sequence_id))
+    leader.feed(w.KvArrived(leader.at_s, sequence_id))
     execute = leader.batch()
     assert execute is not None
     assert [(s.first_position, len(s.token_ids)) for s in execute.batch.slices] == [(3, 1)]
@@ -329,8 +315,8 @@ def test_lost_kv_is_computed_again(suspended: bool) -> None:
     leader.step()
     (sequence_id,) = leader.core.sequence_ids
     if suspended:
-        leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
-    leader.feed(KvLost(leader.at_s, sequence_id))
+        leader.feed(w.KvTravels(leader.at_s, frozenset({sequence_id})))
+    leader.feed(w.KvLost(leader.at_s, sequence_id))
     execute = leader.batch()
     assert execute is not None
     assert execute.batch.slices[0].token_ids == (1, 2, 3, 5)
@@ -342,27 +328,27 @@ def test_kv_of_a_sequence_in_flight_cannot_be_lost() -> None:
     leader.submit()
     leader.batch()
     with pytest.raises(InvariantViolation, match="loses its KV while it is in flight"):
-        leader.core.handle(KvLost(leader.at_s, leader.core.sequence_ids[0]))
+        leader.core.handle(w.KvLost(leader.at_s, leader.core.sequence_ids[0]))
 
 
-@pytest.mark.parametrize("landed", [KvArrived, KvLost])
-def test_blocks_that_kv_travels_into_stay_taken_when_the_request_ends(landed: type[KvArrived | KvLost]) -> None:
+@pytest.mark.parametrize("landed", [w.KvArrived, w.KvLost])
+def test_blocks_that_kv_travels_into_stay_taken_when_the_request_ends(landed: type[w.KvArrived | w.KvLost]) -> None:
     leader = Leader()
     key = leader.submit()
     leader.step()
     (sequence_id,) = leader.core.sequence_ids
-    leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
-    commands = leader.feed(Aborted(leader.at_s, key))
-    assert not any(isinstance(c, Removed) for c in commands)
-    assert leader.heard(key)[2] == Ending(key.handle, FinishReason.CANCELLED)
+    leader.feed(w.KvTravels(leader.at_s, frozenset({sequence_id})))
+    commands = leader.feed(w.Aborted(leader.at_s, key))
+    assert not any(isinstance(c, w.Removed) for c in commands)
+    assert leader.heard(key)[2] == w.Ending(key.handle, FinishReason.CANCELLED)
     assert reserved(leader) == 1
     commands = leader.feed(landed(leader.at_s, sequence_id))
-    assert [c.batch.removed for c in commands if isinstance(c, Removed)] == [(sequence_id,)]
+    assert [c.batch.removed for c in commands if isinstance(c, w.Removed)] == [(sequence_id,)]
     assert reserved(leader) == 0
 
 
-@pytest.mark.parametrize("event", [KvArrived(0.0, 77), KvLost(0.0, 77)])
-def test_news_of_kv_that_nobody_waits_for_is_stale(event: Event) -> None:
+@pytest.mark.parametrize("event", [w.KvArrived(0.0, 77), w.KvLost(0.0, 77)])
+def test_news_of_kv_that_nobody_waits_for_is_stale(event: w.Event) -> None:
     leader = Leader()
     assert leader.feed(event) == []
     assert leader.core.totals.stale_events == 1
@@ -379,16 +365,16 @@ def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
         leader.step()
     ids = leader.core.sequence_ids
     before = reserved(leader)
-    leader.feed(KvTravels(leader.at_s, frozenset(ids), frozenset(ids[1:])))
+    leader.feed(w.KvTravels(leader.at_s, frozenset(ids), frozenset(ids[1:])))
     assert reserved(leader) == before / 2
     with pytest.raises(InvariantViolation, match="has its KV in no block"):
-        leader.core.handle(KvArrived(leader.at_s, ids[1]))
-    leader.feed(KvArrived(leader.at_s, ids[0]))
+        leader.core.handle(w.KvArrived(leader.at_s, ids[1]))
+    leader.feed(w.KvArrived(leader.at_s, ids[0]))
     assert leader.step() == [ids[0]]
     alone = reserved(leader)
-    leader.feed(KvAdmitted(leader.at_s, frozenset(ids[1:])))
+    leader.feed(w.KvAdmitted(leader.at_s, frozenset(ids[1:])))
     assert reserved(leader) == alone + before / 2
-    leader.feed(KvArrived(leader.at_s, ids[1]))
+    leader.feed(w.KvArrived(leader.at_s, ids[1]))
     while leader.step():
         pass
     assert leader.core.sequence_ids == ()
@@ -404,7 +390,7 @@ def test_blocks_of_who_has_left_take_nobody_before_the_next_batch() -> None:
     leader.submit("stays", (1, 2, 3))
     leader.step()
     assert leader.book.free_count == 1
-    leader.feed(Aborted(leader.at_s, gone))
+    leader.feed(w.Aborted(leader.at_s, gone))
     assert reserved(leader) == 1
     assert not leader.core.why_no_room(1, new=True)
     assert "1 blocks are free before the next batch, 2 are needed" in leader.core.why_no_room(2, new=True)

@@ -7,25 +7,8 @@ import pytest
 from ballast.common.errors import InvariantViolation
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import FinishReason
+from services.worker.core import events as w
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import (
-    Aborted,
-    Adopted,
-    Emit,
-    Ending,
-    Event,
-    GroupLost,
-    GroupOpened,
-    HandedOver,
-    HandOver,
-    KvArrived,
-    KvLost,
-    KvTravels,
-    Removed,
-    RoleChanged,
-    StreamClosed,
-    Tick,
-)
 from tests.support.leader import TEXT, W2, Leader, handed_over, reserved
 from tests.support.worker_core import MEMORY, greedy
 
@@ -40,9 +23,9 @@ def test_dispatchers_hear_where_their_requests_go_and_the_rest_stays() -> None:
     snapshots = leader.hand_over({first: WorkerId("w2"), third: WorkerId("w3"), 99: WorkerId("w3")})
     assert [s.sequence_id for s in snapshots] == [first, third]
     assert [leader.heard(key)[2] for key in keys] == [
-        Ending(keys[0].handle, None, moved_to="w2"),
+        w.Ending(keys[0].handle, None, moved_to="w2"),
         None,
-        Ending(keys[2].handle, None, moved_to="w3"),
+        w.Ending(keys[2].handle, None, moved_to="w3"),
     ]
     assert leader.core.sequence_ids == (second,)
     assert leader.book.table(first)  # its KV has yet to be sent
@@ -55,10 +38,10 @@ def test_nothing_changes_hands_in_mid_step() -> None:
     leader.submit()
     leader.batch()
     for event in (
-        HandOver(0.0, W2),
-        RoleChanged(0.0, leads=False),
-        KvTravels(0.0, frozenset()),
-        Adopted(0.0, snapshots),
+        w.HandOver(0.0, W2),
+        w.RoleChanged(0.0, leads=False),
+        w.KvTravels(0.0, frozenset()),
+        w.Adopted(0.0, snapshots),
     ):
         with pytest.raises(InvariantViolation, match="while step 1 runs"):
             leader.core.handle(event)
@@ -68,9 +51,9 @@ def test_nothing_is_handed_over_while_its_kv_travels() -> None:
     leader = Leader()
     leader.submit()
     leader.step()
-    leader.feed(KvTravels(leader.at_s, frozenset(leader.core.sequence_ids)))
+    leader.feed(w.KvTravels(leader.at_s, frozenset(leader.core.sequence_ids)))
     with pytest.raises(InvariantViolation, match="handed over while its KV travels"):
-        leader.core.handle(HandOver(leader.at_s, W2))
+        leader.core.handle(w.HandOver(leader.at_s, W2))
 
 
 def test_what_was_removed_is_told_before_a_handover() -> None:
@@ -78,26 +61,26 @@ def test_what_was_removed_is_told_before_a_handover() -> None:
     gone = leader.submit("gone")
     leader.submit("stays")
     leader.step()
-    leader.feed(Aborted(leader.at_s, gone))
-    commands = leader.feed(HandOver(leader.at_s, WorkerId("w2")))
-    assert [type(c) for c in commands] == [Emit, Removed, HandedOver]
+    leader.feed(w.Aborted(leader.at_s, gone))
+    commands = leader.feed(w.HandOver(leader.at_s, WorkerId("w2")))
+    assert [type(c) for c in commands] == [w.Emit, w.Removed, w.HandedOver]
 
 
 def test_a_follower_refuses_what_is_new_and_does_not_adopt() -> None:
     leader, snapshots = handed_over()
-    leader.feed(RoleChanged(leader.at_s, leads=False))
+    leader.feed(w.RoleChanged(leader.at_s, leads=False))
     ending = leader.heard(leader.submit("new"))[2]
     assert ending is not None
     assert ending.refused
     with pytest.raises(InvariantViolation, match="a follower is handed sequences over"):
-        leader.core.handle(Adopted(leader.at_s, snapshots))
+        leader.core.handle(w.Adopted(leader.at_s, snapshots))
 
 
 def test_who_has_sequences_cannot_become_a_follower() -> None:
     leader = Leader()
     leader.submit()
     with pytest.raises(InvariantViolation, match="1 sequences that were not handed over"):
-        leader.core.handle(RoleChanged(leader.at_s, leads=False))
+        leader.core.handle(w.RoleChanged(leader.at_s, leads=False))
 
 
 # ---------------------------------------------------------------- the two halves meet
@@ -118,7 +101,7 @@ def test_whichever_half_is_first_waits_and_the_request_goes_on_with_its_kv(first
     assert leader.core.kept_count == 0
     if travels:
         assert not leader.core.has_work
-        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
+        leader.feed(w.KvArrived(leader.at_s, snapshots[0].sequence_id))
     execute = leader.batch()
     assert execute is not None
     assert [s.first_position for s in execute.batch.slices] == [5]  # with its KV
@@ -133,7 +116,7 @@ def test_kv_may_be_complete_before_its_request_comes() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots, travels=True)
-    leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
+    leader.feed(w.KvArrived(leader.at_s, snapshots[0].sequence_id))
     assert leader.core.group_scheduler.suspended_ids == ()
     assert not leader.core.has_work
     leader.submit("r", output=OUTPUT, expects=True)
@@ -208,7 +191,7 @@ def test_a_request_that_waits_in_vain_is_computed_again(how: str) -> None:
         assert due_at_s is not None
         assert due_at_s == leader.at_s + 10.0
         leader.at_s = due_at_s
-        leader.feed(Tick(leader.at_s))
+        leader.feed(w.Tick(leader.at_s))
     execute = leader.batch()
     assert execute is not None
     assert execute.batch.slices[0].token_ids == (1, 2, 3, 5, 5)
@@ -225,11 +208,11 @@ def test_kv_that_will_not_come_is_computed_again(how: str, first: str) -> None:
     if first == "request":
         leader.submit("r", output=OUTPUT, expects=True)
     if how == "lost at once":
-        told = leader.feed(Adopted(leader.at_s, snapshots, lost_ids=frozenset({sequence_id})))
+        told = leader.feed(w.Adopted(leader.at_s, snapshots, lost_ids=frozenset({sequence_id})))
     else:
         leader.adopt(snapshots, travels=True)
-        told = leader.feed(KvLost(leader.at_s, sequence_id))
-    removed = [i for command in told if isinstance(command, Removed) for i in command.batch.removed]
+        told = leader.feed(w.KvLost(leader.at_s, sequence_id))
+    removed = [i for command in told if isinstance(command, w.Removed) for i in command.batch.removed]
     if first == "KV":
         assert reserved(leader) == 0
         leader.submit("r", output=OUTPUT, expects=True)
@@ -241,10 +224,10 @@ def test_kv_that_will_not_come_is_computed_again(how: str, first: str) -> None:
 
 def test_who_waits_in_vain_at_a_follower_is_refused() -> None:
     follower = Leader()
-    follower.feed(RoleChanged(follower.at_s, leads=False))
+    follower.feed(w.RoleChanged(follower.at_s, leads=False))
     key = follower.submit("r", output=(5,), expects=True)
     assert follower.heard(key)[2] is None
-    follower.feed(Tick(follower.at_s + 10.0))
+    follower.feed(w.Tick(follower.at_s + 10.0))
     ending = follower.heard(key)[2]
     assert ending is not None
     assert ending.refused
@@ -254,11 +237,11 @@ def test_who_waits_in_vain_at_a_follower_is_refused() -> None:
 def test_a_request_that_waits_for_its_kv_can_leave(way: str) -> None:
     leader = Leader(ordinal=2)
     key = leader.submit("r", output=(5,), expects=True, deadline_at_s=leader.at_s + 1.0)
-    leaving: dict[str, Event] = {
-        "abort": Aborted(leader.at_s, key),
-        "deadline": Tick(leader.at_s + 1.0),
-        "close": StreamClosed(leader.at_s, 1),
-        "move": HandOver(leader.at_s, WorkerId("w3")),
+    leaving: dict[str, w.Event] = {
+        "abort": w.Aborted(leader.at_s, key),
+        "deadline": w.Tick(leader.at_s + 1.0),
+        "close": w.StreamClosed(leader.at_s, 1),
+        "move": w.HandOver(leader.at_s, WorkerId("w3")),
     }
     leader.feed(leaving[way])
     assert leader.core.sequence_ids == ()
@@ -278,15 +261,15 @@ def test_kv_that_nobody_asks_for_is_freed_after_a_time(aborted: bool, travels: b
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     if aborted:
-        leader.feed(Aborted(leader.at_s, leader.submit("r", output=OUTPUT, expects=True)))
+        leader.feed(w.Aborted(leader.at_s, leader.submit("r", output=OUTPUT, expects=True)))
     leader.adopt(snapshots, travels=travels)
     assert leader.core.next_deadline_at_s == leader.at_s + 10.0
     leader.at_s += 10.0
-    leader.feed(Tick(leader.at_s))
+    leader.feed(w.Tick(leader.at_s))
     assert leader.core.kept_count == 0
     if travels:
         assert reserved(leader) == 2, "its blocks are being written"
-        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
+        leader.feed(w.KvArrived(leader.at_s, snapshots[0].sequence_id))
     assert (reserved(leader), leader.book.used_count) == (0, 0)
 
 
@@ -295,9 +278,9 @@ def test_an_aborted_request_frees_its_kv(travels: bool) -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots, travels=travels)
-    leader.feed(Aborted(leader.at_s, leader.submit("r", output=OUTPUT, expects=True)))
+    leader.feed(w.Aborted(leader.at_s, leader.submit("r", output=OUTPUT, expects=True)))
     if travels:
-        leader.feed(KvArrived(leader.at_s, snapshots[0].sequence_id))
+        leader.feed(w.KvArrived(leader.at_s, snapshots[0].sequence_id))
     assert (leader.core.kept_count, reserved(leader)) == (0, 0)
 
 
@@ -306,7 +289,7 @@ def test_a_request_that_has_nothing_left_to_do_frees_its_kv() -> None:
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
     key = leader.submit("r", output=OUTPUT, sampling=greedy(3), expects=True)
-    assert leader.heard(key)[2] == Ending(key.handle, FinishReason.LENGTH)
+    assert leader.heard(key)[2] == w.Ending(key.handle, FinishReason.LENGTH)
     assert (leader.core.kept_count, reserved(leader)) == (0, 0)
 
 
@@ -334,7 +317,7 @@ def test_a_second_drop_sends_kv_without_a_request_along() -> None:
     assert moved == replace(snapshots[0], age_s=snapshots[0].age_s + 1.0)
     assert (leader.core.kept_count, reserved(leader), leader.core.totals.moved) == (0, 0, 0)
     late = leader.submit("r", output=OUTPUT, expects=True)
-    assert leader.heard(late)[2] == Ending(late.handle, None, moved_to="w3"), "its dispatcher follows"
+    assert leader.heard(late)[2] == w.Ending(late.handle, None, moved_to="w3"), "its dispatcher follows"
     third = Leader(ordinal=3)
     third.adopt((moved,))
     third.submit("r", output=OUTPUT, expects=True)
@@ -347,9 +330,9 @@ def test_kv_without_a_request_travels_to_other_stages_of_its_leader() -> None:
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
     assert leader.core.group_scheduler.kv_tokens == {sequence_id: 5}
-    leader.feed(KvTravels(leader.at_s, frozenset({sequence_id})))
+    leader.feed(w.KvTravels(leader.at_s, frozenset({sequence_id})))
     assert leader.core.group_scheduler.suspended_ids == (sequence_id,)
-    leader.feed(KvArrived(leader.at_s, sequence_id))
+    leader.feed(w.KvArrived(leader.at_s, sequence_id))
     leader.submit("r", output=OUTPUT, expects=True)
     assert leader.step() == [sequence_id]
 
@@ -358,7 +341,7 @@ def test_a_group_that_dissolves_keeps_no_kv_for_requests_to_come() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2, stages=2)
     leader.adopt(snapshots)
-    leader.feed(GroupOpened(leader.at_s, BlockBook(8, 4)))
+    leader.feed(w.GroupOpened(leader.at_s, BlockBook(8, 4)))
     assert leader.core.leaving is not None
     assert leader.core.leaving.sequences == []
     leader.submit("r", output=OUTPUT, expects=True)
@@ -372,7 +355,7 @@ def test_a_group_that_is_lost_takes_all_kv_with_it() -> None:
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
     leader.submit("other", expects=True)
-    leader.core.handle(GroupLost(leader.at_s))
+    leader.core.handle(w.GroupLost(leader.at_s))
     leader.core.check()
     assert (leader.core.kept_count, leader.core.sequence_ids, reserved(leader)) == (0, (), 0)
 
@@ -390,7 +373,7 @@ def test_a_stop_string_that_spans_the_move_is_found() -> None:
     leader.adopt(snapshots)
     key = leader.submit("r", output=(5,), sampling=greedy(20, stop=("aba",)), delivered_chars=0, expects=True)
     leader.step()
-    assert leader.heard(key) == ([5], "", Ending(key.handle, FinishReason.STOP, "aba"))
+    assert leader.heard(key) == ([5], "", w.Ending(key.handle, FinishReason.STOP, "aba"))
 
 
 def test_seniority_is_told_in_seconds_not_in_instants() -> None:

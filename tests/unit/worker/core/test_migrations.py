@@ -7,24 +7,9 @@ import pytest
 
 from ballast.common.ids import Epoch, RequestId, WorkerId
 from ballast.common.sampling import PriorityClass
+from services.worker.core import migration_messages as m
 from services.worker.core.arrivals import KvArrivals
 from services.worker.core.departures import Departures
-from services.worker.core.migration_messages import (
-    PATIENCE_S,
-    Adopt,
-    Give,
-    Handed,
-    HandOverNow,
-    Keep,
-    Off,
-    Offer,
-    Report,
-    Say,
-    Stop,
-    Take,
-    Taken,
-    Want,
-)
 from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import Hop, KvRange, StageLayers, hops
 from services.worker.policy.departure import Decoding, choose_departure
@@ -36,31 +21,31 @@ TAKERS = (StageLayers(W2, 0, 8),)
 PAIR = (StageLayers(W2, 0, 5), StageLayers(W3, 5, 8))
 
 
-def give(*span: int, last: bool = False) -> Give:
-    return Give(MIGRATION, SEQUENCE, EPOCH, KvRange(*span, last=last), TAKERS)
+def give(*span: int, last: bool = False) -> m.Give:
+    return m.Give(MIGRATION, SEQUENCE, EPOCH, KvRange(*span, last=last), TAKERS)
 
 
-def hand_away(*span: int) -> HandOverNow:
-    return HandOverNow(W2, give(*span, last=True))
+def hand_away(*span: int) -> m.HandOverNow:
+    return m.HandOverNow(W2, give(*span, last=True))
 
 
-def take(first_block: int, last_block: int) -> Take:
-    return Take(MIGRATION, SEQUENCE, EPOCH, first_block, last_block, GIVERS)
+def take(first_block: int, last_block: int) -> m.Take:
+    return m.Take(MIGRATION, SEQUENCE, EPOCH, first_block, last_block, GIVERS)
 
 
-def keep(token_count: int) -> Keep:
-    return Keep(MIGRATION, SEQUENCE, token_count)
+def keep(token_count: int) -> m.Keep:
+    return m.Keep(MIGRATION, SEQUENCE, token_count)
 
 
-def offer(token_count: int, migration_id: int = MIGRATION) -> Offer:
-    return Offer(migration_id, SEQUENCE, token_count, GIVERS)
+def offer(token_count: int, migration_id: int = MIGRATION) -> m.Offer:
+    return m.Offer(migration_id, SEQUENCE, token_count, GIVERS)
 
 
 OFFER = offer(22)
 
 
-def want(first_block: int, last_block: int, takers: tuple[StageLayers, ...] = TAKERS) -> Want:
-    return Want(MIGRATION, first_block, last_block, takers)
+def want(first_block: int, last_block: int, takers: tuple[StageLayers, ...] = TAKERS) -> m.Want:
+    return m.Want(MIGRATION, first_block, last_block, takers)
 
 
 def snapshot(sequence_id: int, computed_tokens: int) -> SequenceSnapshot:
@@ -79,7 +64,7 @@ def leaving(token_count: int = 22) -> Departures:
     departures = Departures(4, 100)
     chosen = Decoding(SEQUENCE, 1, token_count, token_count // 4 + 1)
     (said,) = departures.begin(0.0, MIGRATION, W2, EPOCH, chosen, GIVERS)
-    assert said == Say(W2, offer(token_count))
+    assert said == m.Say(W2, offer(token_count))
     return departures
 
 
@@ -89,8 +74,8 @@ def look(departures: Departures, at_s: float, token_count: int | None, *, in_fli
     return list(commands)
 
 
-def report(departures: Departures, commands: list[object]) -> Report:
-    (found,) = [c for c in commands if isinstance(c, Report)]
+def report(departures: Departures, commands: list[object]) -> m.Report:
+    (found,) = [c for c in commands if isinstance(c, m.Report)]
     assert not len(departures)
     return found
 
@@ -103,15 +88,15 @@ def copying() -> KvArrivals:
     """Five blocks have come, and there is room for four more."""
     coming = arrivals()
     assert offered(coming, 0.0) == [take(0, 8)]  # 23 tokens and two blocks to spare
-    assert coming.ready(0.0, MIGRATION, W2) == [Say(W1, want(0, 8))]
+    assert coming.ready(0.0, MIGRATION, W2) == [m.Say(W1, want(0, 8))]
     assert landed(coming, 0.1, KvRange(0, 5, 25)) == [take(5, 9)]
-    assert coming.ready(0.1, MIGRATION, W2) == [Say(W1, want(5, 9))]
+    assert coming.ready(0.1, MIGRATION, W2) == [m.Say(W1, want(5, 9))]
     coming.check()
     return coming
 
 
 def offered(
-    coming: KvArrivals, at_s: float, made: Offer = OFFER, why_not: str = "", takers: tuple[StageLayers, ...] = TAKERS
+    coming: KvArrivals, at_s: float, made: m.Offer = OFFER, why_not: str = "", takers: tuple[StageLayers, ...] = TAKERS
 ) -> list[object]:
     return list(coming.offered(at_s, W1, EPOCH, made, takers, why_not))
 
@@ -135,7 +120,7 @@ def test_whole_blocks_go_ahead_and_the_rest_with_the_sequence() -> None:
     departures.heard(0.4, W2, want(6, 9))
     assert look(departures, 0.4, 27) == [hand_away(6, 7, 27)]
     assert departures.leaving == frozenset()
-    done = report(departures, list(departures.heard(0.45, W2, Taken(MIGRATION, True))))
+    done = report(departures, list(departures.heard(0.45, W2, m.Taken(MIGRATION, True))))
     assert (done.moved, done.with_kv, done.rounds, done.copied_blocks, done.last_blocks) == (True, True, 1, 6, 1)
     assert abs(done.downtime_s - 0.05) < 1e-9
 
@@ -144,16 +129,16 @@ def test_a_sequence_that_ends_or_gives_way_ends_its_migration() -> None:
     departures = leaving()
     departures.heard(0.2, W2, want(0, 9))
     commands = look(departures, 0.3, None)
-    assert isinstance(commands[0], Say)
-    assert isinstance(commands[0].message, Off)
+    assert isinstance(commands[0], m.Say)
+    assert isinstance(commands[0].message, m.Off)
     assert not report(departures, commands).moved
     assert departures.heard(0.4, W2, want(0, 9)) == []  # too late
 
 
 def test_a_target_that_says_nothing_is_given_up() -> None:
     departures = leaving()
-    assert look(departures, PATIENCE_S, 23) == []
-    assert not report(departures, look(departures, PATIENCE_S + 0.1, 23)).moved
+    assert look(departures, m.PATIENCE_S, 23) == []
+    assert not report(departures, look(departures, m.PATIENCE_S + 0.1, 23)).moved
 
 
 def test_leave_that_was_given_before_is_no_leave() -> None:
@@ -171,10 +156,10 @@ def test_a_sequence_that_grows_as_fast_as_it_is_copied_stands_still_at_last() ->
     for at in range(40):
         departures.heard(at / 100, W2, want(first, tokens // 4 + 4))
         (command,) = look(departures, at / 100, tokens)
-        if isinstance(command, HandOverNow):
+        if isinstance(command, m.HandOverNow):
             assert command.give.span == KvRange(first, tokens // 4, tokens, last=True)
             return
-        assert isinstance(command, Give)
+        assert isinstance(command, m.Give)
         first, tokens = command.span.last_block, tokens + 8
     raise AssertionError("never")
 
@@ -184,7 +169,7 @@ def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
     departures.heard(0.2, W2, want(0, 9))
     look(departures, 0.2, 24)
     departures.heard(0.3, W2, want(6, 9))
-    assert isinstance(look(departures, 0.4, 25)[0], HandOverNow)
+    assert isinstance(look(departures, 0.4, 25)[0], m.HandOverNow)
     done = report(departures, list(departures.give_up(0.4, MIGRATION, "no link")))
     assert (done.moved, done.why) == (False, "no link")
 
@@ -195,14 +180,14 @@ def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
 def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_comes_first() -> None:
     for state_first in (True, False):
         coming = copying()
-        state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), KvRange(5, 7, 26, last=True)
+        state, last = m.Handed(MIGRATION, snapshot(SEQUENCE, 26)), KvRange(5, 7, 26, last=True)
         if state_first:
             assert coming.heard(0.2, W1, state) == []
             commands = landed(coming, 0.2, last)
         else:
             assert landed(coming, 0.2, last) == []
             commands = coming.heard(0.2, W1, state)
-        assert commands == [keep(26), Adopt(state.snapshot, 26), Say(W1, Taken(MIGRATION, True))]
+        assert commands == [keep(26), m.Adopt(state.snapshot, 26), m.Say(W1, m.Taken(MIGRATION, True))]
         assert (coming.block_count, coming.running_count) == (0, 0)
         assert coming.heard(0.3, W1, state) == []  # the same once more
 
@@ -221,7 +206,7 @@ def test_a_hand_over_is_foreseen() -> None:
     assert coming.prompt_limit_blocks(1.7) == 1  # prompts have waited for long enough
     landed(coming, 1.7, KvRange(5, 7, 26, last=True))
     assert coming.prompt_limit_blocks(1.7) == 1
-    coming.heard(1.7, W1, Handed(MIGRATION, snapshot(SEQUENCE, 26)))
+    coming.heard(1.7, W1, m.Handed(MIGRATION, snapshot(SEQUENCE, 26)))
     assert coming.prompt_limit_blocks(1.7) is None
     offered(coming, 2.0, offer(7, MIGRATION + 1))
     assert coming.prompt_limit_blocks(2.0) == 0
@@ -231,14 +216,14 @@ def test_a_hand_over_is_foreseen() -> None:
 
 def test_what_has_no_room_is_refused_before_anything_moves() -> None:
     (said,) = offered(arrivals(5), 0.0)
-    assert said == Say(W1, Off(MIGRATION, "full"))
+    assert said == m.Say(W1, m.Off(MIGRATION, "full"))
     (said,) = offered(arrivals(), 0.0, why_not="no time")
-    assert said == Say(W1, Off(MIGRATION, "no time"))
+    assert said == m.Say(W1, m.Off(MIGRATION, "no time"))
 
 
 def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
     coming = copying()
-    assert coming.heard(0.2, W1, Off(MIGRATION, "it has ended")) == [Stop(MIGRATION)]
+    assert coming.heard(0.2, W1, m.Off(MIGRATION, "it has ended")) == [m.Stop(MIGRATION)]
     assert coming.block_count == 9
     assert landed(coming, 0.3, KvRange(5, 6, 26)) == [keep(0)]
     assert not len(coming)
@@ -246,32 +231,32 @@ def test_blocks_are_free_when_nothing_is_written_into_them_any_more() -> None:
 
 def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
     coming = copying()
-    state = Handed(MIGRATION, snapshot(SEQUENCE, 26))
+    state = m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     coming.heard(0.2, W1, state)
     assert landed(coming, 0.3, None) == [
         keep(0),
-        Adopt(state.snapshot, 0),
-        Say(W1, Taken(MIGRATION, False)),
+        m.Adopt(state.snapshot, 0),
+        m.Say(W1, m.Taken(MIGRATION, False)),
     ]
 
 
 @pytest.mark.parametrize("span", [KvRange(4, 6, 26), KvRange(5, 10, 40), KvRange(5, 4, 26)])
 def test_another_span_than_was_asked_for_ends_it(span: KvRange) -> None:
     coming = copying()
-    assert landed(coming, 0.3, span) == [keep(0), Say(W1, Off(MIGRATION, "its KV has not come"))]
+    assert landed(coming, 0.3, span) == [keep(0), m.Say(W1, m.Off(MIGRATION, "its KV has not come"))]
     assert not len(coming)
 
 
 def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_up() -> None:
     coming = copying()
-    state = Handed(MIGRATION, snapshot(SEQUENCE, 26))
-    assert Stop(MIGRATION) in coming.give_up_all("the layout changes")
+    state = m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
+    assert m.Stop(MIGRATION) in coming.give_up_all("the layout changes")
     assert coming.heard(0.2, W1, state) == []  # something may yet be written into its blocks
-    assert landed(coming, 0.3, None)[:2] == [keep(0), Adopt(state.snapshot, 0)]
+    assert landed(coming, 0.3, None)[:2] == [keep(0), m.Adopt(state.snapshot, 0)]
     coming = copying()
     coming.give_up_all("the layout changes")
     assert landed(coming, 0.3, None) == [keep(0)]
-    assert coming.heard(0.2, W1, state) == [Adopt(state.snapshot, 0)]
+    assert coming.heard(0.2, W1, state) == [m.Adopt(state.snapshot, 0)]
     assert coming.heard(0.2, W1, state) == []
 
 
@@ -314,41 +299,41 @@ def to_a_pair() -> KvArrivals:
 
 def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_their_layers() -> None:
     coming = to_a_pair()
-    assert coming.ready(0.1, MIGRATION, W3) == [Say(W1, want(0, 8, PAIR))]
+    assert coming.ready(0.1, MIGRATION, W3) == [m.Say(W1, want(0, 8, PAIR))]
     assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []
     assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []  # it has said so
     assert landed(coming, 0.3, KvRange(0, 5, 25), W2) == [take(5, 9)]
     for stage in (W2, W3):
         coming.ready(0.3, MIGRATION, stage)
-    state, last = Handed(MIGRATION, snapshot(SEQUENCE, 26)), KvRange(5, 7, 26, last=True)
+    state, last = m.Handed(MIGRATION, snapshot(SEQUENCE, 26)), KvRange(5, 7, 26, last=True)
     assert landed(coming, 0.4, last, W2) == []
     assert coming.heard(0.4, W1, state) == []
-    assert landed(coming, 0.4, last, W3) == [keep(26), Adopt(state.snapshot, 26), Say(W1, Taken(MIGRATION, True))]
+    assert landed(coming, 0.4, last, W3) == [keep(26), m.Adopt(state.snapshot, 26), m.Say(W1, m.Taken(MIGRATION, True))]
 
 
 def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> None:
     """Before the hand-over the sequence stays where it is; afterwards it is computed anew."""
     coming = to_a_pair()
-    assert landed(coming, 0.1, None, W3) == [Stop(MIGRATION)]  # it has no room
+    assert landed(coming, 0.1, None, W3) == [m.Stop(MIGRATION)]  # it has no room
     assert coming.block_count == 8
     commands = landed(coming, 0.2, None, W2)
     assert commands[0] == keep(0)
-    assert isinstance(commands[1], Say)
-    assert isinstance(commands[1].message, Off)
-    coming, state = to_a_pair(), Handed(MIGRATION, snapshot(SEQUENCE, 26))
+    assert isinstance(commands[1], m.Say)
+    assert isinstance(commands[1].message, m.Off)
+    coming, state = to_a_pair(), m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     coming.ready(0.1, MIGRATION, W3)
     coming.heard(0.2, W1, state)
-    assert landed(coming, 0.2, None, W2) == [Stop(MIGRATION)]
+    assert landed(coming, 0.2, None, W2) == [m.Stop(MIGRATION)]
     assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it had come before
         keep(0),
-        Adopt(state.snapshot, 0),
-        Say(W1, Taken(MIGRATION, False)),
+        m.Adopt(state.snapshot, 0),
+        m.Say(W1, m.Taken(MIGRATION, False)),
     ]
 
 
 def test_a_group_that_is_lost_gives_back_what_has_not_been_handed_over() -> None:
-    coming, state = to_a_pair(), Handed(MIGRATION, snapshot(SEQUENCE, 26))
-    assert coming.abandon("w3 is gone") == [Say(W1, Off(MIGRATION, "w3 is gone"))]
+    coming, state = to_a_pair(), m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
+    assert coming.abandon("w3 is gone") == [m.Say(W1, m.Off(MIGRATION, "w3 is gone"))]
     assert landed(coming, 0.2, KvRange(0, 5, 25), W2) == []  # of the group before
     coming = to_a_pair()
     coming.ready(0.1, MIGRATION, W3)

@@ -8,19 +8,9 @@ import pytest
 from ballast.common.ids import WorkerId
 from ballast.common.marks import marks_of
 from ballast.common.sampling import PriorityClass
+from services.worker.core import events as w
 from services.worker.core.batch import Batch, NamedBlocks, TakenBlocks
 from services.worker.core.blocks import BlockBook
-from services.worker.core.events import (
-    Aborted,
-    Command,
-    Emit,
-    Event,
-    HandOver,
-    KvLost,
-    RoleChanged,
-    RoomWanted,
-    SequenceKey,
-)
 from services.worker.core.prefixes import PrefixIndex
 from tests.support.worker_core import MEMORY, VOCAB_SIZE, Driver, greedy, limits
 
@@ -42,7 +32,7 @@ def tokens(count: int, first: int = 0) -> tuple[int, ...]:
     return tuple((first + i * i) % VOCAB_SIZE for i in range(count))
 
 
-def cached(driver: Driver, key: SequenceKey) -> int:
+def cached(driver: Driver, key: w.SequenceKey) -> int:
     ending = driver.received[key].ending
     assert ending is not None
     return ending.cached_token_count
@@ -108,7 +98,7 @@ def test_the_tail_of_what_was_used_least_recently_goes_first() -> None:
     run(driver, new)
     run(driver, old[:9])
     assert index_of(driver).retained_count == 8
-    driver.feed(RoomWanted(driver.at_s, 20 - 3))
+    driver.feed(w.RoomWanted(driver.at_s, 20 - 3))
     assert index_of(driver).retained_count == 3
     assert run(driver, new) == 4, "its tail was used before that"
     assert run(driver, old[:13]) == 8, "its two first blocks were used last"
@@ -123,7 +113,7 @@ def test_what_only_offline_work_has_used_goes_first() -> None:
     assert run(driver, tokens(17)) == 16
     driver.submit(tokens(17), greedy(2), priority=PriorityClass.BATCH)
     driver.run_to_end()
-    driver.feed(RoomWanted(driver.at_s, 40 - 4))
+    driver.feed(w.RoomWanted(driver.at_s, 40 - 4))
     assert run(driver, tokens(17)) == 16, "that offline work has used it, too, changes nothing"
 
 
@@ -171,10 +161,10 @@ def test_a_step_that_fails_leaves_nothing_to_be_found() -> None:
 def test_a_change_of_role_forgets_all() -> None:
     driver = driver_of()
     run(driver, tokens(16))
-    told = driver.core.handle(HandOver(driver.at_s, WorkerId("other")))
+    told = driver.core.handle(w.HandOver(driver.at_s, WorkerId("other")))
     assert index_of(driver).retained_count == 0
     assert driver.core.group_scheduler.book.used_count == 0
-    driver.core.handle(RoleChanged(driver.at_s, leads=True))
+    driver.core.handle(w.RoleChanged(driver.at_s, leads=True))
     driver.core.check()
     assert told
     assert run(driver, tokens(16)) == 0
@@ -203,10 +193,10 @@ def test_dispatchers_are_told_of_marks_and_since_when_all_is_kept() -> None:
     marks: list[int] = []
     feed = driver.feed
 
-    def feed_and_note(event: Event) -> list[Command]:
+    def feed_and_note(event: w.Event) -> list[w.Command]:
         commands = feed(event)
         for command in commands:
-            marks.extend(command.marks if isinstance(command, Emit) else ())
+            marks.extend(command.marks if isinstance(command, w.Emit) else ())
         return commands
 
     driver.feed = feed_and_note
@@ -215,10 +205,10 @@ def test_dispatchers_are_told_of_marks_and_since_when_all_is_kept() -> None:
     assert tuple(marks) == marks_of(prompt)
     assert index_of(driver).marks == marks
     driver.at_s = 100.0
-    driver.feed(RoomWanted(driver.at_s, 0))
+    driver.feed(w.RoomWanted(driver.at_s, 0))
     assert driver.core.load(driver.at_s, MEMORY).prefixes_kept_s == pytest.approx(100.0)
     used_at_s = driver.at_s = 130.0
-    driver.feed(RoomWanted(driver.at_s, 79))
+    driver.feed(w.RoomWanted(driver.at_s, 79))
     assert driver.core.load(driver.at_s, MEMORY).prefixes_kept_s >= used_at_s - 1.0
     assert index_of(driver).marks == []
 
@@ -236,7 +226,7 @@ def test_one_that_ends_in_a_step_that_fails_leaves_nothing_either() -> None:
     driver = driver_of()
     aborted = driver.submit(tokens(17))
     driver.want_batch()
-    driver.feed(Aborted(driver.at_s, aborted))
+    driver.feed(w.Aborted(driver.at_s, aborted))
     driver.fail_step()
     assert run(driver, tokens(17)) == 0
 
@@ -268,7 +258,7 @@ def test_kv_that_is_lost_is_not_found() -> None:
     driver.submit(tokens(17), greedy(8))
     driver.step()
     (sequence,) = driver.core.group_scheduler.scheduler.running
-    driver.feed(KvLost(driver.at_s, sequence.sequence_id))
+    driver.feed(w.KvLost(driver.at_s, sequence.sequence_id))
     driver.run_to_end()
     assert sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices if s.first_position < 17) == 17 + 18
 

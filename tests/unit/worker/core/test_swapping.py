@@ -8,16 +8,7 @@ import pytest
 from ballast.common.errors import ConfigError
 from ballast.common.ids import WorkerId
 from ballast.common.sampling import PriorityClass
-from services.worker.core.events import (
-    Aborted,
-    CapacityChanged,
-    Emit,
-    HandedOver,
-    HandOver,
-    Removed,
-    RoleChanged,
-    SequenceKey,
-)
+from services.worker.core import events as w
 from services.worker.core.swapping import SwapSpace
 from services.worker.policy.swapping import FIRST_BLOCKS, CopyPace, copy_budget
 from tests.support.worker_core import MEMORY, Driver, greedy, limits
@@ -33,9 +24,9 @@ def space(driver: Driver) -> SwapSpace:
     return driver.core.group_scheduler.scheduler.swap
 
 
-def submit(driver: Driver, *lengths: tuple[int, int]) -> list[tuple[SequenceKey, tuple[int, ...]]]:
+def submit(driver: Driver, *lengths: tuple[int, int]) -> list[tuple[w.SequenceKey, tuple[int, ...]]]:
     """(prompt tokens, answer tokens) of each."""
-    asked: list[tuple[SequenceKey, tuple[int, ...]]] = []
+    asked: list[tuple[w.SequenceKey, tuple[int, ...]]] = []
     for number, (prompt_count, answer_count) in enumerate(lengths):
         prompt = tuple((7 * number + i) % 90 for i in range(prompt_count))
         asked.append((driver.submit(prompt, greedy(answer_count)), prompt))
@@ -43,7 +34,7 @@ def submit(driver: Driver, *lengths: tuple[int, int]) -> list[tuple[SequenceKey,
     return asked
 
 
-def judge(driver: Driver, asked: list[tuple[SequenceKey, tuple[int, ...]]]) -> None:
+def judge(driver: Driver, asked: list[tuple[w.SequenceKey, tuple[int, ...]]]) -> None:
     for key, prompt in asked:
         want = driver.expected(key, prompt)
         assert tuple(driver.received[key].token_ids) == want.token_ids
@@ -132,7 +123,7 @@ def test_an_end_in_any_phase_frees_both_sides() -> None:
             raise AssertionError(f"nobody was ever {wanted}")
         ended = entries[0].sequence.key
         driver.want_batch()
-        driver.feed(Aborted(driver.at_s, ended))  # while its copy is under way, perhaps
+        driver.feed(w.Aborted(driver.at_s, ended))  # while its copy is under way, perhaps
         driver.run_to_end()
         judge(driver, [one for one in asked if one[0] != ended])
 
@@ -142,7 +133,7 @@ def test_a_change_of_the_group_has_them_computed_anew() -> None:
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
     assert space(driver).enabled
-    assert not driver.core.handle(RoleChanged(driver.at_s, leads=True, stage_count=2)), "it has nothing on the stages"
+    assert not driver.core.handle(w.RoleChanged(driver.at_s, leads=True, stage_count=2)), "it has nothing on the stages"
     driver.core.check()
     assert len(space(driver).entries) == 0
     assert not space(driver).enabled, "what the other stages have is not known yet"
@@ -157,10 +148,10 @@ def test_stages_are_told_to_forget_what_is_being_copied_when_there_is_no_host_me
         driver.step()
     (entry,) = space(driver).entries.values()
     blocks = driver.core.group_scheduler.scheduler.block_count
-    told, removed = driver.core.handle(CapacityChanged(driver.at_s, blocks, swap_block_count=0))
-    assert isinstance(told, Emit)
+    told, removed = driver.core.handle(w.CapacityChanged(driver.at_s, blocks, swap_block_count=0))
+    assert isinstance(told, w.Emit)
     assert told.preempted == (entry.sequence.key.handle,)
-    assert isinstance(removed, Removed)
+    assert isinstance(removed, w.Removed)
     assert removed.batch.removed == (entry.sequence.sequence_id,)
     driver.core.check()
     assert space(driver).used_block_count == 0
@@ -188,8 +179,8 @@ def test_what_is_handed_over_takes_no_host_blocks_along() -> None:
     driver = swapping()
     submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
-    commands = driver.core.handle(HandOver(driver.at_s, WorkerId("other")))
-    (snapshots,) = (c.snapshots for c in commands if isinstance(c, HandedOver))
+    commands = driver.core.handle(w.HandOver(driver.at_s, WorkerId("other")))
+    (snapshots,) = (c.snapshots for c in commands if isinstance(c, w.HandedOver))
     ((_, moved),) = snapshots
     assert len(moved) == 3
     assert space(driver).used_block_count == 0
@@ -201,7 +192,7 @@ def test_a_cache_that_shrinks_gives_up_what_was_swapped() -> None:
     driver = swapping(block_count=12)
     asked = submit(driver, (8, 20), (8, 20), (8, 20))
     until_away(driver)
-    driver.feed(CapacityChanged(driver.at_s, 9))
+    driver.feed(w.CapacityChanged(driver.at_s, 9))
     assert len(space(driver).entries) == 0
     driver.run_to_end()
     judge(driver, asked)
@@ -213,7 +204,7 @@ def test_random_loads_give_the_undisturbed_tokens(seed: int) -> None:
     driver = swapping(
         block_count=rng.randint(12, 20), host=rng.choice([6, 40]), per_step=rng.choice([0, 1, 3]), max_running_count=6
     )
-    asked: list[tuple[SequenceKey, tuple[int, ...]]] = []
+    asked: list[tuple[w.SequenceKey, tuple[int, ...]]] = []
     for number in range(30):
         prompt = tuple(rng.randrange(90) for _ in range(rng.randint(1, 16)))
         priority = rng.choice(list(PriorityClass))

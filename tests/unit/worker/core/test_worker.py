@@ -7,20 +7,8 @@ import pytest
 from ballast.common.errors import ConfigError, InvariantViolation
 from ballast.common.ids import RequestId
 from ballast.common.sampling import FinishReason, PriorityClass, SamplingParams
+from services.worker.core import events as w
 from services.worker.core.batch import Batch, StepResult
-from services.worker.core.events import (
-    Aborted,
-    BatchWanted,
-    CapacityChanged,
-    Command,
-    Emit,
-    Ending,
-    Removed,
-    SequenceKey,
-    StepDone,
-    StreamOpened,
-    Submitted,
-)
 from services.worker.core.group_scheduler import GroupScheduler
 from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
@@ -43,7 +31,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     assert made.step() is None
     want = made.expected(key, prompt(18))
     assert (tuple(made.received[key].token_ids), made.received[key].text) == (want.token_ids, want.text)
-    assert ending(made, key) == Ending(key.handle, FinishReason.LENGTH)
+    assert ending(made, key) == w.Ending(key.handle, FinishReason.LENGTH)
 
 
 def test_what_a_first_batch_says_about_a_sequence_is_said_once() -> None:
@@ -68,7 +56,7 @@ def test_when_nothing_follows_the_engine_is_told_at_once_what_to_forget() -> Non
     made.submit(prompt(3), greedy(1))
     made.want_batch()
     *_, removed = made.finish_step()
-    assert removed == Removed(Batch(2, (1,), (), ()))
+    assert removed == w.Removed(Batch(2, (1,), (), ()))
     assert made.engine.known_ids == []
 
 
@@ -107,7 +95,7 @@ def test_the_most_important_class_is_admitted_first() -> None:
     batch = made.submit(prompt(2), greedy(1), priority=PriorityClass.BATCH)
     default = made.submit(prompt(2), greedy(1))
     interactive = made.submit(prompt(2), greedy(1), priority=PriorityClass.INTERACTIVE)
-    order: list[SequenceKey] = []
+    order: list[w.SequenceKey] = []
     while made.step() is not None:
         order += [k for k in made.received if made.received[k].ending and k not in order]
     assert order == [blocking, interactive, default, batch]
@@ -136,17 +124,17 @@ def test_the_first_answer_goes_out_with_the_step_that_made_it() -> None:
     made.want_batch()
     token = next_token([1, 2])
     assert made.finish_step() == [
-        Emit(
+        w.Emit(
             1,
             (key.handle,),
             (1,),
             (token,),
             (piece(token),) if piece(token) else (),
             (),
-            (Ending(key.handle, FinishReason.LENGTH),),
+            (w.Ending(key.handle, FinishReason.LENGTH),),
             key.handle,
         ),
-        Removed(Batch(2, (1,), (), ())),
+        w.Removed(Batch(2, (1,), (), ())),
     ]
 
 
@@ -156,7 +144,7 @@ def test_each_dispatcher_gets_one_message_with_its_own_tokens() -> None:
     keys = [made.submit(prompt(3, first=s), greedy(2), stream_id=s) for s in (1, 2, 1)]
     made.want_batch()
     emits = made.finish_step()
-    assert [(e.stream_id, e.handles) for e in emits if isinstance(e, Emit)] == [
+    assert [(e.stream_id, e.handles) for e in emits if isinstance(e, w.Emit)] == [
         (1, (keys[0].handle, keys[2].handle)),
         (2, (keys[1].handle,)),
     ]
@@ -179,9 +167,9 @@ def test_the_latest_of_the_lowest_class_gives_way_and_comes_back_with_the_same_t
     assert re_entered[0].output_token_ids == made.expected(young, prompt(6, 30)).token_ids[:7]
 
 
-def heard(commands: Sequence[Command]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+def heard(commands: Sequence[w.Command]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Handles that are told to wait again and to run again, of each message that says so."""
-    emits = [c for c in commands if isinstance(c, Emit)]
+    emits = [c for c in commands if isinstance(c, w.Emit)]
     return [(e.preempted, e.resumed) for e in emits if e.preempted or e.resumed]
 
 
@@ -191,7 +179,7 @@ def test_a_dispatcher_is_told_once_that_a_request_waits_again_and_once_that_it_r
     young = made.submit(prompt(6, first=30), greedy(14))
     told: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
     while made.core.has_work:
-        told += heard(made.feed(BatchWanted(made.at_s)))
+        told += heard(made.feed(w.BatchWanted(made.at_s)))
         made.finish_step()
     assert told == [((young.handle,), ()), ((), (young.handle,))]
 
@@ -202,7 +190,7 @@ def test_what_ends_while_it_waits_again_is_not_told_to_run() -> None:
     young = made.submit(prompt(6, first=30), greedy(14))
     while not made.preempted:
         made.step()
-    commands = made.feed(Aborted(made.at_s, young))
+    commands = made.feed(w.Aborted(made.at_s, young))
     assert not heard(commands)
     assert ending(made, young).finish_reason is FinishReason.CANCELLED
     made.run_to_end()
@@ -223,7 +211,7 @@ def test_what_gives_way_to_less_memory_is_told_behind_its_tokens() -> None:
     made = driver(block_count=8, block_tokens=4, max_batch_tokens=32)
     keys = [made.submit(prompt(6, first=10 * i), greedy(9)) for i in range(3)]
     made.want_batch()
-    made.feed(CapacityChanged(made.at_s, 4))
+    made.feed(w.CapacityChanged(made.at_s, 4))
     assert not made.preempted, "all of them are in flight"
     made.finish_step()
     assert [len(made.received[key].token_ids) for key in keys] == [1, 1, 1]
@@ -364,7 +352,9 @@ def test_a_token_that_its_grammar_does_not_allow_ends_its_sequence_and_no_other(
     made.want_batch()
     step_id = made.executed[-1].batch.step_id
     result = StepResult(step_id, (1, 2), (None, None), 0.0, errors=((0, "Too many items"),))
-    [emit] = [command for command in made.core.handle(StepDone(0.0, result, ("a", "b"))) if isinstance(command, Emit)]
+    [emit] = [
+        command for command in made.core.handle(w.StepDone(0.0, result, ("a", "b"))) if isinstance(command, w.Emit)
+    ]
     [ending] = emit.endings
     assert (ending.finish_reason, ending.error, ending.invalid) == (FinishReason.ERROR, "Too many items", True)
     assert emit.token_ids == (2,)
@@ -379,7 +369,7 @@ def test_a_batch_wanted_during_a_step_is_a_bug() -> None:
     made.submit(prompt(3))
     made.want_batch()
     with pytest.raises(InvariantViolation, match="a batch is wanted while step 1 runs"):
-        made.core.handle(BatchWanted(0.0))
+        made.core.handle(w.BatchWanted(0.0))
 
 
 @pytest.mark.parametrize("step_id", [0, 2])
@@ -388,7 +378,7 @@ def test_the_result_of_a_step_that_does_not_run_is_a_bug(step_id: int) -> None:
     made.submit(prompt(3))
     made.want_batch()
     with pytest.raises(InvariantViolation, match=f"step {step_id} is reported, step 1 was running"):
-        made.core.handle(StepDone(0.0, StepResult(step_id, (1,), (None,), 0.0), ("",)))
+        made.core.handle(w.StepDone(0.0, StepResult(step_id, (1,), (None,), 0.0), ("",)))
 
 
 def test_a_result_of_the_wrong_size_is_a_bug() -> None:
@@ -396,7 +386,7 @@ def test_a_result_of_the_wrong_size_is_a_bug() -> None:
     made.submit(prompt(3))
     made.want_batch()
     with pytest.raises(InvariantViolation, match="step 1 samples 1 tokens, the result has 2 tokens"):
-        made.core.handle(StepDone(0.0, StepResult(1, (1, 2), (None, None), 0.0), ("", "")))
+        made.core.handle(w.StepDone(0.0, StepResult(1, (1, 2), (None, None), 0.0), ("", "")))
 
 
 def test_check_sees_blocks_that_an_ended_sequence_holds_and_tells_the_story() -> None:
@@ -448,17 +438,17 @@ def test_limits_that_cannot_work_are_named(change: dict[str, int | float], setti
 
 def test_opening_a_stream_twice_forgets_nothing() -> None:
     core = WorkerCore(WorkerLimits(block_tokens=4, max_model_len=8, vocab_size=9), 4)
-    core.handle(StreamOpened(0.0, 1))
-    submitted = Submitted(
+    core.handle(w.StreamOpened(0.0, 1))
+    submitted = w.Submitted(
         at_s=0.0,
-        key=SequenceKey(1, 1),
+        key=w.SequenceKey(1, 1),
         request_id=RequestId("r"),
         attempt=0,
         prompt_token_ids=(1,),
         sampling=greedy(1),
     )
     core.handle(submitted)
-    core.handle(StreamOpened(0.0, 1))
+    core.handle(w.StreamOpened(0.0, 1))
     core.check()
     assert core.has_work
 

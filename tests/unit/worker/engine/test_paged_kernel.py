@@ -74,6 +74,7 @@ def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_di
                 assert "wgmma.mma_async" in kernel.ptx, which
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize(("dtype", "head_dim"), [(torch.float16, 128), (torch.float32, 128), (torch.bfloat16, 256)])
 def test_other_formats_fit_as_well(capability: int, dtype: torch.dtype, head_dim: int) -> None:
@@ -82,6 +83,7 @@ def test_other_formats_fit_as_well(capability: int, dtype: torch.dtype, head_dim
     assert kernel.spilled_bytes == 0
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("head_dim", [64, 128])
 def test_kv_in_float8_fits_as_well(capability: int, head_dim: int) -> None:

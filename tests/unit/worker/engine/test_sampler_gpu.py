@@ -46,6 +46,7 @@ def test_interpreted_it_draws_what_the_cpu_draws() -> None:
     subprocess.run(command, check=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"})
 
 
+@pytest.mark.rotating
 @pytest.mark.usefixtures("own_cache")
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
