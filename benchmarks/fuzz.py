@@ -46,9 +46,12 @@ from tools.model.tiny import make_tiny
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)
 _ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # methods that stop a service on purpose, and are not called
+_CONCURRENT = 64  # calls at a time: with fewer, both cores idle while calls wait
 _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
+_READ_S = 0.1  # how long a message of a streaming answer is awaited: watchers of a layout that stays hear nothing
 _HTTP_S = 10.0
+_HONEST_EACH_S = 1.0  # pause of the real client between two requests: each computes tokens
 _RAW_SHARE = 0.02  # fraction of messages that are raw bytes for a port
 _HTTP_SHARE = 0.33  # fraction of messages that are requests to a gateway
 _SPOILT_EACH = 1_000  # messages per corrupted key of the state server
@@ -182,7 +185,7 @@ class Fuzz:
         self._spoilt = 0
         self._processes = {process.id: psutil.Process(process.pid) for process in everyone}
 
-    async def run(self, messages: int, concurrent: int = 16) -> FuzzReport:
+    async def run(self, messages: int, concurrent: int = _CONCURRENT) -> FuzzReport:
         """Send `messages` messages, `concurrent` calls at a time. Errors of services are recorded, not raised."""
         report, before = self.report, self._memory()
         async with AsyncClient(self._cluster.address) as client:
@@ -251,7 +254,7 @@ class Fuzz:
                 answer = await client.generate(token_ids=_PROMPT, sampling=_SAMPLING, deadline_s=30.0)
                 self.report.different_count += answer.token_ids != expected
                 self.report.waits_s.append(time.monotonic() - began_s)
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(_HONEST_EACH_S)
 
     async def _tell_progress(self, messages: int) -> None:
         began_s = time.monotonic()
@@ -285,9 +288,11 @@ async def _call(channel: grpc.aio.Channel, target: FuzzTarget, data: Sequence[by
             else:
                 running = call(data[0], timeout=_CALL_S)
             if method.server_streaming:
-                for _ in range(3):
-                    if await running.read() is grpc.aio.EOF:
-                        break
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(_READ_S):
+                        for _ in range(3):
+                            if await running.read() is grpc.aio.EOF:
+                                break
                 running.cancel()
             else:
                 await running
@@ -309,7 +314,7 @@ async def link_addresses(cluster: LocalCluster) -> list[str]:
     return [row.instance.data_address for row in status.instances if row.instance.data_address]
 
 
-async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path, concurrent: int = 16) -> FuzzReport:
+async def fuzz_own_cluster(messages: int, seed: int, log_dir: Path, concurrent: int = _CONCURRENT) -> FuzzReport:
     """Fuzz a fresh cluster of two workers and one of each other service."""
     with tempfile.TemporaryDirectory() as folder:
         model, metrics = make_tiny("llama", Path(folder) / "tiny", max_len=1024), free_port()
@@ -325,7 +330,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--concurrent", type=int, default=16, help="calls at a time")
+    parser.add_argument("--concurrent", type=int, default=_CONCURRENT, help="calls at a time")
     parser.add_argument("--log-dir", type=Path, default=Path("out/fuzz"))
     args = parser.parse_args()
     began_s = time.monotonic()

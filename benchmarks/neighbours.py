@@ -4,8 +4,9 @@ python -m benchmarks.neighbours
 python -m benchmarks.neighbours --flood 2000 --rounds 5
 
 Two workers on this machine compute a small model; callers have tokens, and processes, of their own. Bob sends eight
-requests at once, a few times, alone and while thousands of Alice's wait; then four streams of his run, alone and while
-her schema is compiled. For each it prints the P99 with and without her, and what became of her request.
+requests at once, a few times, alone and while thousands of Alice's wait; before that one request every quarter of a
+second, alone and while hers arrive; then four streams of his run, alone and while her schema is compiled. For each it
+prints the P99 with and without her, and what became of her request.
 """
 
 import argparse
@@ -33,6 +34,7 @@ from tools.model.tiny import make_tiny
 
 _PROBES, _STREAMS = 8, 4
 _DEADLINE_S = 120.0
+_EACH_S = 0.25
 _FLOOD_GROWS_S = 15.0  # until all of its requests have been sent
 _SCHEMA_BYTES = 256_000  # just below the limit of 256 Ki characters
 
@@ -51,6 +53,14 @@ class Bob:
         for _ in range(self._rounds):
             waits += await asyncio.gather(*(self._first_token(i) for i in range(_PROBES)))
         return waits
+
+    async def one_by_one(self, seconds: float) -> list[float]:
+        """Seconds to the first token of a request every quarter of a second."""
+        requests = list[asyncio.Task[float]]()
+        for i in range(int(seconds / _EACH_S)):
+            requests.append(asyncio.create_task(self._first_token(i % _PROBES)))
+            await asyncio.sleep(_EACH_S)
+        return await asyncio.gather(*requests)
 
     async def _first_token(self, i: int) -> float:
         began_s = time.perf_counter()
@@ -84,8 +94,12 @@ class Bob:
         return gaps
 
 
-def _flood(addresses: list[str], token: str, ca_file: Path, count: int, leave: Event, refused: "Queue[int]") -> None:
-    """Send `count` requests at once; when `leave` is set, cancel them and put the number of refused ones."""
+def _flood(
+    addresses: list[str], token: str, ca_file: Path, count: int, begin: Event, leave: Event, refused: "Queue[int]"
+) -> None:
+    """Set `begin` and send `count` requests at once; when `leave` is set, cancel them and put the number of refused
+    ones.
+    """
     sampling = SamplingParams(max_tokens=400, ignore_eos=True)
 
     async def send() -> int:
@@ -94,6 +108,7 @@ def _flood(addresses: list[str], token: str, ca_file: Path, count: int, leave: E
             async def one(i: int) -> None:
                 await alice.generate(token_ids=[5 + i % 50] * 200, sampling=sampling, deadline_s=3600.0)
 
+            begin.set()
             requests = [asyncio.ensure_future(one(i)) for i in range(count)]
             await asyncio.to_thread(leave.wait)
             turned_away = sum(one.done() and one.exception() is not None for one in requests)
@@ -111,14 +126,25 @@ def _large_schema() -> str:
     return '{"type": "object", "properties": {' + ", ".join(each % i for i in range(count)) + "}}"
 
 
-async def _with_schema(alice: AsyncClient, schema: str) -> str:
-    began_s = time.perf_counter()
-    sampling = SamplingParams(max_tokens=8, grammar=Grammar(GrammarKind.JSON_SCHEMA, schema))
-    try:
-        await alice.generate(token_ids=[5, 6, 7], sampling=sampling, deadline_s=_DEADLINE_S)
-    except BallastError as error:
-        return f"after {time.perf_counter() - began_s:.1f} s: {str(error)[:160]}"
-    return f"answered after {time.perf_counter() - began_s:.1f} s"
+def _with_schema(
+    addresses: list[str], token: str, ca_file: Path, begin: Event, send: Event, fate: "Queue[str]"
+) -> None:
+    """Set `begin` once connected; when `send` is set, send a request with a large schema and put what became of it."""
+    sampling = SamplingParams(max_tokens=8, grammar=Grammar(GrammarKind.JSON_SCHEMA, _large_schema()))
+
+    async def ask() -> str:
+        async with AsyncClient(addresses, token=token, ca_file=ca_file) as alice:
+            await alice.generate(token_ids=[5, 6, 7], max_tokens=1)
+            begin.set()
+            await asyncio.to_thread(send.wait)
+            began_s = time.perf_counter()
+            try:
+                await alice.generate(token_ids=[5, 6, 7], sampling=sampling, deadline_s=_DEADLINE_S)
+            except BallastError as error:
+                return f"after {time.perf_counter() - began_s:.1f} s: {str(error)[:160]}"
+            return f"answered after {time.perf_counter() - began_s:.1f} s"
+
+    fate.put(asyncio.run(ask()))
 
 
 def _compared(alone: list[float], beside: list[float]) -> dict[str, float]:
@@ -155,41 +181,43 @@ async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, obj
     )
     async with cluster:
         ca_file = keys / "ca.crt"
-        clients = [AsyncClient(cluster.addresses, token=name, ca_file=ca_file) for name in names]
-        alice, bob = clients[0], Bob(clients[1], rounds)
-        _say("first tokens, alone")
-        await bob.first_tokens()
-        alone = await bob.first_tokens()
-        _say(f"first tokens beside a flood of {flood_count} requests")
         context = multiprocessing.get_context("spawn")
-        leave, refused = context.Event(), context.Queue()
-        given = (cluster.addresses, names[0], ca_file, flood_count, leave, refused)
-        flood = context.Process(target=_flood, args=given, daemon=True)
-        flood.start()
-        await asyncio.sleep(_FLOOD_GROWS_S)
-        beside = await bob.first_tokens()
-        leave.set()
-        turned_away = await asyncio.to_thread(refused.get, timeout=_DEADLINE_S)
-        await asyncio.to_thread(flood.join)
-        await bob.first_tokens()
-        _say("gaps between tokens, alone and beside a large schema")
-        quiet = await bob.gaps(lambda: asyncio.sleep(10))
-        fate: list[str] = []
-
-        async def compile_one() -> None:
-            fate.append(await _with_schema(alice, _large_schema()))
-
-        meanwhile = await bob.gaps(compile_one)
-        for client in clients:
-            await client.close()
+        alice = (cluster.addresses, names[0], ca_file)
+        async with AsyncClient(cluster.addresses, token=names[1], ca_file=ca_file) as client:
+            bob = Bob(client, rounds)
+            _say("first tokens, alone")
+            await bob.first_tokens()
+            alone = await bob.first_tokens()
+            alone_one_by_one = await bob.one_by_one(_FLOOD_GROWS_S)
+            _say(f"first tokens beside a flood of {flood_count} requests")
+            begin, leave, refused = context.Event(), context.Event(), context.Queue()
+            flood = context.Process(target=_flood, args=(*alice, flood_count, begin, leave, refused), daemon=True)
+            flood.start()
+            await asyncio.to_thread(begin.wait, _DEADLINE_S)
+            arriving = await bob.one_by_one(_FLOOD_GROWS_S)
+            beside = await bob.first_tokens()
+            leave.set()
+            turned_away = await asyncio.to_thread(refused.get, timeout=_DEADLINE_S)
+            await asyncio.to_thread(flood.join)
+            await bob.first_tokens()
+            _say("gaps between tokens, alone and beside a large schema")
+            begin, send, fate = context.Event(), context.Event(), context.Queue()
+            schema = context.Process(target=_with_schema, args=(*alice, begin, send, fate), daemon=True)
+            schema.start()
+            await asyncio.to_thread(begin.wait, _DEADLINE_S)
+            quiet = await bob.gaps(lambda: asyncio.sleep(10))
+            send.set()
+            told: asyncio.Future[str] = asyncio.ensure_future(asyncio.to_thread(fate.get, timeout=_DEADLINE_S))
+            meanwhile = await bob.gaps(lambda: told)
     return {
         "flood": {
             **_compared(alone, beside),
             "beside_slowest_of_each_round_s": [round(max(beside[i : i + _PROBES]), 3) for i in _starts(beside)],
+            "while_it_arrives": _compared(alone_one_by_one, arriving),
             "refused": bob.refused,
             "of_the_flood_refused": turned_away,
         },
-        "schema": {**_compared(quiet, meanwhile), "its_request": fate[0], "gaps": len(meanwhile)},
+        "schema": {**_compared(quiet, meanwhile), "its_request": told.result(), "gaps": len(meanwhile)},
     }
 
 

@@ -202,6 +202,7 @@ async def _serve(
             run_supervised(lambda: store.listen(servicer.taken), "announcements"),
             run_supervised(lambda: store.register(address), "registration"),
             run_supervised(lambda: store.share_traffic(traffic), "traffic"),
+            run_supervised(store.run_claims, "claims"),
             run_supervised(store.run_releases, "releases"),
             run_supervised(planner.follow, "find planner"),
             run_supervised(doors.follow_tokens, "tokens"),

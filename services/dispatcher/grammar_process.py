@@ -11,7 +11,6 @@ from pathlib import Path
 
 from ballast.common.errors import InvalidRequest
 from ballast.common.sampling import Grammar, GrammarKind
-from ballast.service.grammar import Grammars
 
 MOST_MEMORY = 4 << 30
 _MOST_KEPT = 16
@@ -20,6 +19,8 @@ _POLITENESS = 5  # niceness: token streams have precedence
 
 def main() -> None:
     os.nice(_POLITENESS)
+    from ballast.service.grammar import Grammars  # not before: it loads for half a second and more
+
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     grammars = Grammars(Path(sys.argv[1]), most_kept=_MOST_KEPT)
     for line in sys.stdin.buffer:

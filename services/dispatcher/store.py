@@ -25,8 +25,9 @@ import binascii
 import contextlib
 import re
 from collections import deque
-from collections.abc import Awaitable, Callable
-from typing import Any, cast
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 from google.protobuf.message import DecodeError
 
@@ -42,6 +43,8 @@ from ballastpb.cluster.v1 import cluster_pb2
 from services.dispatcher.shell.links import Identity
 from services.dispatcher.shell.ports import Claim
 
+T = TypeVar("T")
+
 _LAYOUT = f"{KEY_PREFIX}layout"
 _LAYOUT_CHANGED = f"{KEY_PREFIX}layout:changed"
 _REACH = f"{KEY_PREFIX}reach"
@@ -55,38 +58,49 @@ _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # how much longer `dispatchers:lately:` keys live than a registration
 BACKLOG_INTERVAL_S = 0.05  # short, as no other process knows of a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # how long a first token waits for an unresponsive state server
-_RELEASE_BATCH = 256
+_CLAIM_PAUSE_S = 0.01  # between two round trips with claims; first tokens take longer
+_BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
 _MAX_RELEASES = 1 << 16  # beyond that claims expire by themselves
 
-# Claims a request id. KEYS: claim, prefixes of registrations, of `dispatchers:lately:` keys, and of channels. ARGV:
-# owner, TTL in s, serial, attempt, hash of the secret or '-', request id. Returns 0 if another dispatcher serves the
-# request, or a later attempt was claimed; 3 if the client has cancelled the request. Otherwise the claim is set:
-# returns 1 if it was free, held by the same owner (repeated call, ended request or earlier attempt), or by a dispatcher
-# whose incarnation is gone; 2 if another dispatcher held it for an earlier attempt of the same client, and is told so.
+# Claims request ids. KEYS: prefixes of registrations, of `dispatchers:lately:` keys and of channels, then the claims.
+# ARGV: owner, then for each claim: TTL in s, serial, attempt, hash of the secret or '-', request id. Returns a number
+# for each: 0 if another dispatcher serves the request, or a later attempt was claimed; 3 if the client has cancelled
+# the request. Otherwise the claim is set: 1 if it was free, held by the same owner (repeated call, ended request or
+# earlier attempt), or by a dispatcher whose incarnation is gone; 2 if another dispatcher held it for an earlier attempt
+# of the same client, and is told so. A key of a wrong type counts as missing.
 _CLAIM = """
-local held = redis.call('GET', KEYS[1]) or ''
-if ARGV[5] ~= '-' and held == 'cancelled ' .. ARGV[5] then return 3 end
-local ours = ARGV[4] .. ' ' .. ARGV[5] .. ' ' .. ARGV[1] .. '/' .. ARGV[3]
-if held == ours then return 1 end
-local attempt, secret, holder, serial = string.match(held, '^(%d+) (%S+) (.*)/(%d+)$')
-local given = 1
-if holder then
-  local same = secret ~= '-' and secret == ARGV[5]
-  if same and tonumber(ARGV[4]) <= tonumber(attempt) then return 0 end
-  if holder ~= ARGV[1] then
-    local id, life = string.match(holder, '^(.*)/(%d+)$')
-    if same then
-      redis.call('PUBLISH', KEYS[4] .. holder, serial .. ' ' .. ARGV[6])
-      given = 2
-    elseif id and redis.call('HGET', KEYS[2] .. id, 'incarnation') == life then
-      return 0
-    elseif secret ~= '-' and redis.call('EXISTS', KEYS[3] .. holder) == 1 then
-      return 0
+local owner = ARGV[1]
+local function claim(key, ttl, serial, attempt, secret, request_id)
+  local held = redis.pcall('GET', key)
+  if type(held) ~= 'string' then held = '' end
+  if secret ~= '-' and held == 'cancelled ' .. secret then return 3 end
+  local ours = attempt .. ' ' .. secret .. ' ' .. owner .. '/' .. serial
+  if held == ours then return 1 end
+  local before, theirs, holder, number = string.match(held, '^(%d+) (%S+) (.*)/(%d+)$')
+  local given = 1
+  if holder then
+    local same = theirs ~= '-' and theirs == secret
+    if same and tonumber(attempt) <= tonumber(before) then return 0 end
+    if holder ~= owner then
+      local id, life = string.match(holder, '^(.*)/(%d+)$')
+      if same then
+        redis.call('PUBLISH', KEYS[3] .. holder, number .. ' ' .. request_id)
+        given = 2
+      elseif id and redis.pcall('HGET', KEYS[1] .. id, 'incarnation') == life then
+        return 0
+      elseif theirs ~= '-' and redis.call('EXISTS', KEYS[2] .. holder) == 1 then
+        return 0
+      end
     end
   end
+  redis.call('SET', key, ours, 'EX', ttl)
+  return given
 end
-redis.call('SET', KEYS[1], ours, 'EX', ARGV[2])
+local given = {}
+for i = 1, #KEYS - 3 do
+  given[i] = claim(KEYS[i + 3], unpack(ARGV, 5 * i - 3, 5 * i + 1))
+end
 return given
 """
 
@@ -107,6 +121,15 @@ end
 """
 
 
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A claim to be sent. `given`: the script's number; None if there was no answer."""
+
+    claim: Claim
+    ttl_s: float
+    given: asyncio.Future[int | None]
+
+
 class DispatcherStore:
     """This dispatcher's keys in the state server. Its loops run until cancelled and survive losses of that server."""
 
@@ -117,6 +140,8 @@ class DispatcherStore:
         self._claim = state.redis.register_script(_CLAIM)
         self._release = state.redis.register_script(_RELEASE)
         self._cancel = state.redis.register_script(_CANCEL)
+        self._asked: deque[_Asked] = deque()
+        self._asking = asyncio.Event()
         self._released: deque[Claim] = deque(maxlen=_MAX_RELEASES)
         self._releasing = asyncio.Event()
         self._hint = asyncio.Event()  # the layout may have changed
@@ -248,10 +273,10 @@ class DispatcherStore:
         """
         if not self._state.reachable:
             return False
-        keys = [f"{_REQUEST}{claim.request_id}", _DISPATCHERS, _LATELY, _TAKEN]
-        secret = claim.secret_hash or "-"
-        args = [self._owner, int(ttl_s) + 1, claim.serial, claim.attempt, secret, claim.request_id]
-        given = await self._soon(self._claim(keys=keys, args=args))
+        asked = _Asked(claim, ttl_s, asyncio.get_running_loop().create_future())
+        self._asked.append(asked)
+        self._asking.set()
+        given = await self._soon(asked.given)
         if given is None:
             return False
         if given == _CANCELLED:
@@ -260,17 +285,47 @@ class DispatcherStore:
             raise AlreadyExists(f"request {claim.request_id} is being served by another dispatcher")
         return given == _TAKEN_OVER
 
+    async def run_claims(self) -> None:
+        """Send claims to the state server, endlessly: the first at once, then what has come every `_CLAIM_PAUSE_S`. In
+        a burst round trips would otherwise cost as much as everything else that is done for a request.
+        """
+        while True:
+            await self._asking.wait()
+            self._asking.clear()
+            while self._asked:
+                batch = [self._asked.popleft() for _ in range(min(_BATCH, len(self._asked)))]
+                if batch := [asked for asked in batch if not asked.given.done()]:
+                    await self._send(batch)
+                    await asyncio.sleep(_CLAIM_PAUSE_S)
+
+    async def _send(self, batch: Sequence["_Asked"]) -> None:
+        keys = [_DISPATCHERS, _LATELY, _TAKEN, *(f"{_REQUEST}{asked.claim.request_id}" for asked in batch)]
+        args: list[str | int] = [self._owner]
+        for asked in batch:
+            claim = asked.claim
+            args += [int(asked.ttl_s) + 1, claim.serial, claim.attempt, claim.secret_hash or "-", claim.request_id]
+        try:
+            given: Sequence[int | None] = await self._state.run(
+                cast(Awaitable[list[int]], self._claim(keys=keys, args=args))
+            )
+        except Unavailable:
+            given = [None] * len(batch)
+        for asked, one in zip(batch, given, strict=True):
+            if not asked.given.done():
+                asked.given.set_result(one)
+
     async def cancel(self, claim: Claim) -> None:
         """Make every dispatcher refuse to resume the request. Without a state server nothing is done."""
         if claim.secret_hash and self._state.reachable:
             args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
-            await self._soon(self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))
+            script = cast(Awaitable[Any], self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))
+            await self._soon(self._state.run(script))
 
-    async def _soon(self, script: Awaitable[Any]) -> Any | None:
-        """The script's result; None if the state server does not answer in time. Any: a script's result has no type."""
+    async def _soon(self, answer: Awaitable[T]) -> T | None:
+        """The state server's answer; None if it does not come in time."""
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
-                return await self._state.run(script)
+                return await answer
         except (Unavailable, TimeoutError):
             return None
 
@@ -287,7 +342,7 @@ class DispatcherStore:
             await self._releasing.wait()
             self._releasing.clear()
             while self._released:
-                batch = [self._released.popleft() for _ in range(min(_RELEASE_BATCH, len(self._released)))]
+                batch = [self._released.popleft() for _ in range(min(_BATCH, len(self._released)))]
                 keys = [f"{_REQUEST}{claim.request_id}" for claim in batch]
                 held = [self._held(claim) for claim in batch]
                 try:

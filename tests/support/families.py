@@ -194,9 +194,9 @@ def write_table() -> None:
 def _alone(folder: Path) -> Any:
     import transformers
 
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    text, whole = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    auto: Any = whole if type(transformers.AutoConfig.from_pretrained(folder)) in whole._model_mapping else text
+    return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @torch.inference_mode()

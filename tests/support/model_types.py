@@ -1,9 +1,11 @@
-"""Every model type for which `transformers` has a causal language model: equal, or refused before anything starts.
+"""Every model type for which `transformers` has a causal language model, or one of text and images: equal, or refused
+before anything starts.
 
     python -m tests.support.model_types --out FILE [--part 1/4]     # compares, and adds a line for each to FILE
     python -m tests.support.model_types --out FILE --write          # puts what FILE has into docs/your-model.md
 
-Each is a small random checkpoint of the type's own configuration class, with the sizes that it knows made small. Those
+Each is a small random checkpoint of the type's own configuration class, with the sizes that it knows made small; the
+prompts are text. Those
 that remain large are not compared, and neither are those whose configuration cannot be made small.
 """
 
@@ -11,9 +13,10 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import signal
 import tempfile
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +38,22 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 _SMALL = SMALL | EXPERTS | _LATENT | {"head_dim": 16, "sliding_window": 16, "rotary_dim": 16}
+_SMALL_PARTS = {  # of what sees or hears
+    "hidden_size": 32,
+    "embed_dim": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_layers": 1,
+    "depth": 1,
+    "num_attention_heads": 2,
+    "num_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
 _LENGTHS, _TOKENS = (5, 23, 40), 6
 _MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 8_000_000
 _PATIENCE_S = 90
+README = Path(__file__).parents[2] / "README.md"
 _BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
 _WHY = {  # part of an error -> what it is called on the page
     "keeps other state than keys and values": "state that is no KV, or attention of its own kind",
@@ -50,20 +66,23 @@ _WHY = {  # part of an error -> what it is called on the page
     "num_hidden_layers": "no list of layers",
     "has no list of": "no list of layers",
     "gives other logits": "the self-test finds other logits on packed rows",
-    "transformers makes no decoder": "no configuration of its own",
+    "transformers makes no decoder": "no class for its decoder of text alone",
 }
 
 
 def model_types() -> list[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto
 
-    return sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    texts, images = (
+        getattr(modeling_auto, f"MODEL_FOR_{name}_MAPPING_NAMES") for name in ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")
+    )
+    return sorted({*texts, *images})
 
 
 def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
-    """ "equal", "refused", "wrong" or "not compared", and why."""
+    """ "equal", "refused", "refused at load", "wrong" or "not compared", and why."""
     try:
-        config, cls = _configuration(model_type)
+        config, cls = small_configuration(model_type)
     except Exception as error:  # noqa: BLE001 of many kinds: a configuration that needs others, or a package
         return "not compared", f"no small configuration: {type(error).__name__}: {str(error)[:100]}"
     config.architectures = [cls.__name__]
@@ -84,17 +103,33 @@ def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
     return _compare(folder)
 
 
-def _configuration(model_type: str) -> tuple[Any, Any]:
+def small_configuration(model_type: str) -> tuple[Any, Any]:
     import transformers
 
     config: Any = transformers.AutoConfig.for_model(model_type)
+    text = config.get_text_config(decoder=True)
+    small = _made_small(text, _SMALL)
+    if text is not config and not config.is_encoder_decoder:
+        tokens = {key: SMALL["vocab_size"] - 1 for key in vars(config) if key.endswith(("token_id", "token_index"))}
+        others = {key: _made_small(part, _SMALL_PARTS) for key, part in vars(config).items() if key in _others(config)}
+        [name] = [key for key, part in vars(config).items() if part is text]
+        small = type(config)(**{name: small.to_dict()}, **{key: one.to_dict() for key, one in others.items()}, **tokens)
+    config = small
+    autos = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
+    return config, next(a._model_mapping[type(config)] for a in autos if type(config) in a._model_mapping)
+
+
+def _others(config: Any) -> set[str]:
+    return {key for key in config.sub_configs if getattr(config, key, None) not in (None, config.get_text_config())}
+
+
+def _made_small(config: Any, sizes: Mapping[str, int]) -> Any:
     known = config.to_dict()
-    names = {key: getattr(config, "attribute_map", {}).get(key, key) for key in _SMALL}
-    small = {name: _SMALL[key] for key, name in names.items() if name in known or key in known}
+    names = {key: getattr(config, "attribute_map", {}).get(key, key) for key in sizes}
+    small = {name: sizes[key] for key, name in names.items() if name in known or key in known}
     if "qk_rope_head_dim" in known:  # heads have two parts, whose sizes say all
         small = {name: size for name, size in small.items() if name != "head_dim"} | {"num_key_value_heads": 4}
-    config = type(config)(**small)
-    return config, transformers.AutoModelForCausalLM._model_mapping[type(config)]
+    return type(config)(**small)
 
 
 def _compare(folder: Path) -> tuple[str, str]:
@@ -109,7 +144,7 @@ def _compare(folder: Path) -> tuple[str, str]:
             generate(engine, jobs, chunk_tokens=11, seed=1)
             alone = "" if engine.implementation.pipelines else "alone only"
     except ConfigError as error:
-        return "refused", str(error)
+        return "refused at load", str(error)
     for job, one in zip(jobs, wanted, strict=True):
         for token, right, gap in zip(job.chosen, one.token_ids, one.gaps, strict=True):
             if token != right:
@@ -132,9 +167,9 @@ def _patient() -> Generator[None]:
         signal.alarm(0)
 
 
-def scan(out: Path, part: int, parts: int) -> None:
+def scan(out: Path, part: int, parts: int, types: Sequence[str]) -> None:
     there = {line["type"] for line in _read(out)}
-    for model_type in [name for name in model_types()[part - 1 :: parts] if name not in there]:
+    for model_type in [name for name in types[part - 1 :: parts] if name not in there]:
         with tempfile.TemporaryDirectory() as folder:
             try:
                 with _patient():
@@ -154,15 +189,15 @@ def page_of(lines: list[dict[str, str]]) -> str:
         by.setdefault(line["verdict"], {}).setdefault(_called(line), []).append(line["type"])
     counts = {verdict: sum(map(len, groups.values())) for verdict, groups in by.items()}
     said = [
-        f"Of {len(lines)} of the {len(model_types())} model types with a causal language model in transformers",
-        f"{transformers.__version__}, each as a small random checkpoint (`make model-types`):",
+        f"Of {len(lines)} of the {len(model_types())} model types of transformers {transformers.__version__} with a",
+        "causal language model, or one of text and images, each as a small random checkpoint (`make model-types`):",
         f"{counts.get('equal', 0)} equal,",
         f"{counts.get('wrong', 0)} wrong, {counts.get('refused', 0)} refused before anything starts,",
-        f"{counts.get('not compared', 0)} not compared.",
+        f"{counts.get('refused at load', 0)} refused when loaded, {counts.get('not compared', 0)} not compared.",
         "",
     ]
     said += ["| | why | types |", "|---|---|---|"]
-    for verdict in ("equal", "wrong", "refused", "not compared"):
+    for verdict in ("equal", "wrong", "refused", "refused at load", "not compared"):
         for why, types in sorted(by.get(verdict, {}).items(), key=lambda group: -len(group[1])):
             said.append(f"| {verdict} | {why} | {', '.join(sorted(types))} |")
     return "\n".join(said) + "\n"
@@ -184,15 +219,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default="1/1")
+    parser.add_argument("--types", help="a,b,...: only these")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     if not args.write:
         part, parts = map(int, args.part.split("/"))
-        scan(args.out, part, parts)
+        scan(args.out, part, parts, args.types.split(",") if args.types else model_types())
         return
+    lines = _read(args.out)
+    served = sum(line["verdict"] == "equal" for line in lines)
+    README.write_text(re.sub(r"\d+ of \d+ model types", f"{served} of {len(lines)} model types", README.read_text()))
     text = PAGE.read_text()
     before, after = text.partition(_BEGIN)[0], text.partition(_END)[2]
-    PAGE.write_text(f"{before}{_BEGIN}{page_of(_read(args.out))}{_END}{after}")
+    PAGE.write_text(f"{before}{_BEGIN}{page_of(lines)}{_END}{after}")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from ballast.common.errors import ConfigError
 from ballast.rpc.border import MAX_LAYERS
@@ -37,7 +37,7 @@ from services.worker.engine.packing import Packer
 from services.worker.engine.parameters import EMBEDDING
 from services.worker.engine.quantised import quantisation_of
 from services.worker.engine.scaled_products import device_multiplies, fits, quantises_activations
-from services.worker.engine.transformers_weights import TransformersCheckpoint, parts_of
+from services.worker.engine.transformers_weights import TransformersCheckpoint, has_head, parts_of
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvCache, KvShape
 from services.worker.memory.parameters import ParameterStore, TensorSpec
@@ -47,13 +47,17 @@ _TEST_ROWS = 16
 # router send some tokens to other experts.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _FP8_TOLERANCE = 0.3  # of float8 KV, whose relative error is up to 1 / 16
+_WHOLES: tuple[Any, ...] = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
+# Models that compute other logits of text than the class of their decoder, or are no decoder by themselves.
+_NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "gemma4_unified_assistant", "shieldgemma2")
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
 
 
 def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
-    """Read config.json with `transformers`. No code of the checkpoint is executed.
+    """Read config.json with `transformers`; of a model of text and images or sound, its decoder of text. No code of the
+    checkpoint is executed.
 
     Raises:
         ConfigError: it is not a decoder that `transformers` supports.
@@ -63,35 +67,42 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     quantisation_of(model_dir, told)
     try:
         config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
-        known: Any = AutoModelForCausalLM._model_mapping[type(config)]
+        text: Any = config.get_text_config(decoder=True)
+        known: Any = AutoModelForCausalLM._model_mapping[type(text)]
     except Exception as error:  # the exception type depends on the error in the file
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(str(path), f"transformers makes no decoder of it: {first_line}") from error
     architectures = told.get("architectures")
     name: str = known.__name__
-    if isinstance(architectures, list) and architectures and architectures[0] != name:
+    whole = [each[type(config)].__name__ for each in _WHOLES if type(config) in each] if text is not config else [name]
+    if isinstance(architectures, list) and architectures and architectures[0] not in whole:
         why = f"{architectures[0]!r} is not served: transformers has {name} for the model_type {config.model_type!r}"
         raise ConfigError(f"{path}: architectures", why)
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config  # create its modules as if they were dense
-    text = config.get_text_config()
-    if config.is_encoder_decoder or text is not config:
+    if hasattr(text, "quantization_config"):
+        del text.quantization_config  # create its modules as if they were dense
+    if config.is_encoder_decoder or config.model_type in _NOT_ITS_DECODER:
         raise ConfigError(f"{path}: model_type", f"{config.model_type!r} is more than a decoder of text")
+    if text is not config:
+        ties = any(getattr(each, "tie_word_embeddings", False) for each in (config, text))
+        text.tie_word_embeddings = ties and not has_head(model_dir)
     layer_count, longest = getattr(text, "num_hidden_layers", 0), longest_of(text)
     if not 1 <= layer_count <= MAX_LAYERS:
         raise ConfigError(f"{path}: num_hidden_layers", f"1 to {MAX_LAYERS} are supported, got {layer_count}")
     if longest is None:
         raise ConfigError(f"{path}: max_position_embeddings", "is missing: how long may a sequence be?")
-    dtype = told.get("dtype") or told.get("torch_dtype")
+    dtype = told.get("dtype") or told.get("torch_dtype") or (text.dtype if text is not config else None)
+    eos_token_ids = read_eos_token_ids(model_dir)
+    if text is not config and not eos_token_ids and text.eos_token_id is not None:
+        eos_token_ids = tuple(text.eos_token_id) if isinstance(text.eos_token_id, list) else (text.eos_token_id,)
     facts = ModelFacts(
         architecture=name,
         vocab_size=text.vocab_size,
         layer_count=layer_count,
         max_position=longest,
-        eos_token_ids=read_eos_token_ids(model_dir),
+        eos_token_ids=eos_token_ids,
         checkpoint_dtype=str(dtype).removeprefix("torch.") if dtype else None,
     )
-    return facts, config
+    return facts, text
 
 
 class TransformersDecoder(Decoder):

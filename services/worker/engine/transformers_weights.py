@@ -37,6 +37,8 @@ from services.worker.engine.quantised import QuantisedMatrix, find_quantised, qu
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 Part = int | str
+_TEXT = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")  # of a decoder in a larger model
+_HEAD = "lm_head."
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +72,24 @@ def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype)
     return Parts(tuple(layers), others)
 
 
+def text_names(names: Iterable[str], base: str) -> dict[str, str]:
+    """Names of a checkpoint's tensors by those in a decoder of text whose layers are under `base`. Of a model of text
+    and images or sound only the decoder's.
+    """
+    found: dict[str, str] = {}
+    for name in names:
+        rest, inside = _TEXT.subn("", name)
+        if inside or name.startswith(_HEAD):
+            found[rest if rest.startswith(_HEAD) else f"{base}.{rest}"] = name
+    return found if any(map(_TEXT.match, found.values())) else {name: name for name in names}
+
+
+def has_head(model_dir: Path) -> bool:
+    """True if the checkpoint has a head of its own. False, too, if it has no tensors yet."""
+    places = tensor_places(model_dir) if any(model_dir.glob("*.safetensors")) else ()
+    return any(name.startswith(_HEAD) for name in text_names(places, "model"))
+
+
 class TransformersCheckpoint:
     """An open checkpoint, accessed by the names of a model on the meta device."""
 
@@ -88,7 +108,9 @@ class TransformersCheckpoint:
             ConfigError: the folder has no tensors, or lacks some that its index names.
         """
         self._model_dir, self._model, self._parts, self._dtype = model_dir, model, parts, dtype
-        self._files_of = tensor_places(model_dir)
+        files = tensor_places(model_dir)
+        self._stored_as = text_names([*files], model.base_model_prefix)
+        self._files_of = {name: files[stored] for name, stored in self._stored_as.items()}
         self._places = dict(self._files_of)  # matrices by the names of their dense equivalents
         self._files: dict[Path, Any] = {}
         self._mapping: list[Any] = get_model_conversion_mapping(model)
@@ -244,6 +266,6 @@ class TransformersCheckpoint:
         try:
             if path not in self._files:
                 self._files[path] = safe_open(path, framework="pt", device="cpu")
-            return self._files[path].get_slice(key)
+            return self._files[path].get_slice(self._stored_as[key])
         except (SafetensorError, OSError) as error:
             raise ConfigError(f"{path}: {key}", f"cannot be read: {error}") from error

@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import subprocess
+import sys
 import time
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -146,3 +148,10 @@ async def test_a_process_that_ends_before_it_is_ready_is_started_anew(
     async with checks(tokenizer_file) as made:
         await made.check(regex("[ab]{3}"), (), "one")
     assert len(started) == 2
+
+
+def test_its_process_is_polite_before_it_loads_what_takes_long() -> None:
+    """Streams would otherwise stutter while it starts."""
+    code = "import sys, services.dispatcher.grammar_process; print(*sys.modules)"
+    loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert not {"numpy", "llguidance"} & set(loaded)

@@ -1,14 +1,16 @@
 """What dispatchers hear over the state server, whoever says it."""
 
 import asyncio
-from collections.abc import Awaitable
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Awaitable, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import redis.asyncio
 
-from ballast.common.errors import AlreadyExists
+from ballast.common.errors import AlreadyExists, Cancelled
 from ballast.common.ids import DispatcherId, Incarnation, RequestId
 from ballast.service.state import StateServer
 from services.dispatcher.shell.links import Identity
@@ -45,19 +47,67 @@ def test_words_that_make_no_sense_are_passed_over() -> None:
 
 async def test_a_claim_whose_answer_was_lost_may_be_asked_for_again() -> None:
     """A connection that is cut after the script has run makes redis-py run it once more."""
+    async with _stores("d", "e") as (_, mine, other):
+        claim = Claim(RequestId("r"), serial=5, secret_hash="hash")
+        assert not await mine.claim(claim, 30.0)
+        assert not await mine.claim(claim, 30.0)
+        with pytest.raises(AlreadyExists):
+            await other.claim(claim, 30.0)
+        with pytest.raises(AlreadyExists):
+            await mine.claim(replace(claim, serial=6), 30.0)
+
+
+async def test_claims_that_arrive_one_after_another_share_round_trips() -> None:
+    async with _stores("d") as (state, store):
+        claims = [Claim(RequestId(f"r{i}"), serial=i, secret_hash="hash") for i in range(400)]
+        began_s, given = time.monotonic(), list[asyncio.Task[bool]]()
+        for claim in claims:
+            given.append(asyncio.create_task(store.claim(claim, 30.0)))
+            await asyncio.sleep(0.0001)
+        assert not any(await asyncio.gather(*given))
+        took_s = time.monotonic() - began_s
+        calls = (await state.run(cast(Awaitable[Any], state.redis.info("commandstats"))))["cmdstat_evalsha"]["calls"]
+        assert calls <= 3 + took_s / 0.01
+        held = [await state.run(cast(Awaitable[Any], state.redis.get(f"ballast:request:r{i}"))) for i in (0, 399)]
+        assert held == ["1 hash d/3/0", "1 hash d/3/399"]
+
+
+async def test_each_claim_of_a_burst_has_its_own_answer() -> None:
+    async with _stores("d", "e") as (state, mine, other):
+        theirs = Claim(RequestId("theirs"), serial=1, secret_hash="hash")
+        resumed = Claim(RequestId("resumed"), serial=2, secret_hash="hash")
+        for claim in (theirs, resumed):
+            assert not await other.claim(claim, 30.0)
+        await state.run(cast(Awaitable[Any], state.redis.hset("ballast:request:garbage", "a", "b")))
+        await state.run(cast(Awaitable[Any], state.redis.set("ballast:request:gone", "cancelled hash", ex=30)))
+        claims = [
+            replace(theirs, secret_hash="another"),
+            replace(resumed, attempt=2),
+            Claim(RequestId("garbage"), serial=3, secret_hash="hash"),
+            Claim(RequestId("gone"), serial=4, secret_hash="hash"),
+        ]
+        given = await asyncio.gather(*(mine.claim(claim, 30.0) for claim in claims), return_exceptions=True)
+        assert [type(one) for one in given] == [AlreadyExists, bool, bool, Cancelled]
+        assert given[1:3] == [True, False]
+        healed = await state.run(cast(Awaitable[Any], state.redis.get("ballast:request:garbage")))
+        assert healed == "1 hash d/3/3"
+
+
+@contextlib.asynccontextmanager
+async def _stores(*names: str) -> AsyncGenerator[Sequence[Any]]:
+    """A state server, and the stores of dispatchers with these names. Any: a client, then stores."""
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
-        mine, other = (DispatcherStore(state, Identity(DispatcherId(name), Incarnation(3))) for name in ("d", "e"))
+        stores = [DispatcherStore(state, Identity(DispatcherId(name), Incarnation(3))) for name in names]
+        # Nobody asks the state server for claims before it has answered once.
+        await state.run(cast(Awaitable[Any], state.redis.ping()))
+        loops = [asyncio.create_task(store.run_claims()) for store in stores]
         try:
-            await state.run(
-                cast(Awaitable[Any], state.redis.ping())
-            )  # before it has answered once nobody asks it for claims
-            claim = Claim(RequestId("r"), serial=5, secret_hash="hash")
-            assert not await mine.claim(claim, 30.0)
-            assert not await mine.claim(claim, 30.0)
-            with pytest.raises(AlreadyExists):
-                await other.claim(claim, 30.0)
-            with pytest.raises(AlreadyExists):
-                await mine.claim(replace(claim, serial=6), 30.0)
+            for name in names:
+                await state.run(cast(Awaitable[Any], state.redis.set(f"ballast:dispatchers:lately:{name}/3", 1)))
+            yield (state, *stores)
         finally:
+            for loop in loops:
+                loop.cancel()
+            await asyncio.wait(loops)
             await state.close()

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.choice import own_config
 from services.worker.engine.load import load_engine
 from services.worker.engine.transformers_model import TransformersDecoder, TransformersModel
-from tests.support.families import write_family
+from tests.support.engine import Job, generate
+from tests.support.families import greedy_alone, made_random, write_family
+from tests.support.model_types import small_configuration
 from tools.model.tiny import make_tiny
 
 MEMORY_BYTES = 8 << 20
@@ -118,3 +121,50 @@ def test_kv_slots_are_as_large_as_the_largest_layer_needs(tmp_path: Path) -> Non
         [kind] = set(engine.implementation.kinds)
         assert (kind.heads, kind.kv_heads, kind.key_dim, kind.value_dim) == (4, 4, 24, 16)
         assert engine.info.kv_bytes_per_token == 4 * 4 * 4 * (24 + 16)  # layers, bytes, heads, widths
+
+
+def write_whole(model_type: str, folder: Path) -> Path:
+    """A small checkpoint of a model of text and images, with a head of its own unless the class ties it."""
+    config, cls = small_configuration(model_type)
+    torch.manual_seed(1)
+    model = made_random(cls(config))
+    if model_type != "gemma3":
+        config.tie_word_embeddings = model.config.tie_word_embeddings = False
+        model = made_random(cls(config))
+    model.save_pretrained(folder)
+    return folder
+
+
+def under_other_names(folder: Path, out: Path) -> Path:
+    """The checkpoint under the names of `transformers`' classes; it is saved under those of published ones."""
+    change(folder, out)
+    tensors = load_file(out / "model.safetensors")
+    assert "language_model.model.norm.weight" in tensors
+    for name in [*tensors]:
+        inner = name.replace("language_model.model.", "language_model.")
+        other = "lm_head.weight" if name == "language_model.lm_head.weight" else f"model.{inner}"
+        tensors[other] = tensors.pop(name)
+    save_file(tensors, out / "model.safetensors", {"format": "pt"})
+    return out
+
+
+@pytest.mark.parametrize("model_type", ["gemma3", "mistral3", "llava"])
+def test_of_a_model_of_text_and_images_the_decoder_is_served(model_type: str, tmp_path: Path) -> None:
+    folder = write_whole(model_type, tmp_path / "saved")
+    prompts = [tuple(range(5, 5 + length)) for length in (3, 24, 40)]
+    wanted = [one.token_ids for one in greedy_alone(folder, prompts, 8)]
+    for each in (folder, under_other_names(folder, tmp_path / "others")):
+        jobs = [Job(i, prompt, 8) for i, prompt in enumerate(prompts)]
+        with load_engine(each, dtype="float32", device_memory_bytes=MEMORY_BYTES) as engine:
+            generate(engine, jobs, chunk_tokens=16, seed=1)
+            assert engine.info.eos_token_ids == (2,)
+            assert engine.info.architecture.endswith("ForCausalLM")
+        assert [tuple(job.chosen) for job in jobs] == wanted
+
+
+def test_a_model_that_computes_other_logits_than_its_decoder_is_refused(tmp_path: Path) -> None:
+    config, cls = small_configuration("cohere2_vision")
+    config.architectures = [cls.__name__]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="'cohere2_vision' is more than a decoder of text"):
+        load_engine(tmp_path, device_memory_bytes=MEMORY_BYTES)
