@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from ballast.rpc.errors import cut
 from services.gateway.errors import Failure, invalid
 from services.gateway.openai.chat import Head, Wishes
-from services.gateway.openai.requests import ChatRequest, Message, TokenizeRequest
+from services.gateway.openai.requests import ChatRequest, Message, TokenizeRequest, refused
 from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
 from services.gateway.openai.writing import dumps
 
@@ -64,30 +64,36 @@ class MessagesRequest(BaseModel):
         messages, choice, output = self._messages(), self.tool_choice or {}, self.output_config or {}
         goes_on = messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
         thinks = {"enabled": True, "disabled": False}.get((self.thinking or {}).get("type", ""))
-        return ChatRequest(
-            model=self.model,
-            n=None,
-            messages=messages,
-            max_completion_tokens=self.max_tokens,
-            stop=self.stop_sequences,
-            stream=self.stream,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            seed=self.seed,
-            tools=self._tools(),
-            tool_choice=_choice(choice),
-            parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
-            response_format=_format(output.get("format")),
-            chat_template_kwargs=self.chat_template_kwargs,
-            enable_thinking=thinks,
-            reasoning_effort=output.get("effort"),
-            continue_final_message=goes_on or None,
-        )
+        try:
+            return ChatRequest(
+                model=self.model,
+                n=None,
+                messages=messages,
+                max_completion_tokens=self.max_tokens,
+                stop=self.stop_sequences,
+                stream=self.stream,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                top_k=self.top_k,
+                seed=self.seed,
+                tools=self._tools(),
+                tool_choice=_choice(choice),
+                parallel_tool_calls=False if choice.get("disable_parallel_tool_use") else None,
+                response_format=_format(output.get("format")),
+                chat_template_kwargs=self.chat_template_kwargs,
+                enable_thinking=thinks,
+                reasoning_effort=output.get("effort"),
+                continue_final_message=goes_on or None,
+            )
+        except ValidationError as error:
+            raise refused(error) from error
 
     def as_tokens(self) -> TokenizeRequest:
         """The equivalent request to tokenise, for counting tokens."""
-        return TokenizeRequest(model=self.model, messages=self._messages(), tools=self._tools())
+        try:
+            return TokenizeRequest(model=self.model, messages=self._messages(), tools=self._tools())
+        except ValidationError as error:
+            raise refused(error) from error
 
     def _messages(self) -> list[Message]:
         for name in _UNSUPPORTED:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from services.gateway.errors import invalid
+from services.gateway.errors import Failure, invalid
 
 _SERVICE_TIERS = Literal["auto", "default", "flex", "scale", "priority"]
 
@@ -240,9 +240,14 @@ def _parse_slowly(shape: type[R], body: bytes) -> R:
     try:
         return shape.model_validate(value)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        param = str(first["loc"][0]) if first["loc"] else None
-        inner = ".".join(map(str, first["loc"][1:]))
-        missing = first["type"] == "missing" and not inner
-        why = "is missing" if missing else first["msg"] + (f" (at {inner})" if inner else "")
-        raise invalid(param, why, code="missing_required_parameter" if missing else "invalid_value") from error
+        raise refused(error) from error
+
+
+def refused(error: ValidationError) -> Failure:
+    """The failure of a request with an invalid field, which it names."""
+    first = error.errors(include_url=False)[0]
+    param = str(first["loc"][0]) if first["loc"] else None
+    inner = ".".join(map(str, first["loc"][1:]))
+    missing = first["type"] == "missing" and not inner
+    why = "is missing" if missing else first["msg"] + (f" (at {inner})" if inner else "")
+    return invalid(param, why, code="missing_required_parameter" if missing else "invalid_value")

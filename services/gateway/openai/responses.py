@@ -3,12 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ballast.client import FinishReason, Generation, GenerationChunk, Usage
 from services.gateway.errors import invalid
 from services.gateway.openai.chat import Head, Wishes, call_id
-from services.gateway.openai.requests import ChatRequest, Message
+from services.gateway.openai.requests import ChatRequest, Message, refused
 from services.gateway.openai.scanner import Arguments, CallBegin, CallEnd, Event, Reasoning, Text
 from services.gateway.openai.writing import dumps
 
@@ -83,23 +83,26 @@ class ResponsesRequest(BaseModel):
             if getattr(self, name) not in (None, 0, "disabled"):
                 raise invalid(name, f"is not supported: {instead}", code="unsupported_value")
         text_format: object = (self.text or {}).get("format")
-        return ChatRequest(
-            model=self.model,
-            n=None,
-            messages=_messages(self.instructions, self.input),
-            max_completion_tokens=self.max_output_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            seed=self.seed,
-            stream=self.stream,
-            tools=[_tool(index, tool) for index, tool in enumerate(self.tools)] if self.tools else None,
-            tool_choice=self.tool_choice,
-            parallel_tool_calls=self.parallel_tool_calls,
-            response_format=cast(Item, text_format) if isinstance(text_format, dict) else None,
-            chat_template_kwargs=self.chat_template_kwargs,
-            cache_salt=self.cache_salt or None,
-            reasoning_effort=(self.reasoning or {}).get("effort"),
-        )
+        try:
+            return ChatRequest(
+                model=self.model,
+                n=None,
+                messages=_messages(self.instructions, self.input),
+                max_completion_tokens=self.max_output_tokens,
+                temperature=self.temperature,
+                top_p=self.top_p,
+                seed=self.seed,
+                stream=self.stream,
+                tools=[_tool(index, tool) for index, tool in enumerate(self.tools)] if self.tools else None,
+                tool_choice=self.tool_choice,
+                parallel_tool_calls=self.parallel_tool_calls,
+                response_format=cast(Item, text_format) if isinstance(text_format, dict) else None,
+                chat_template_kwargs=self.chat_template_kwargs,
+                cache_salt=self.cache_salt or None,
+                reasoning_effort=(self.reasoning or {}).get("effort"),
+            )
+        except ValidationError as error:
+            raise refused(error) from error
 
 
 def _messages(instructions: str | None, given: str | list[Item]) -> list[Message]:

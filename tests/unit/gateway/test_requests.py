@@ -68,6 +68,12 @@ def test_thoughts_in_history_go_to_the_template_under_all_their_names() -> None:
     assert [message.get("reasoning_content") for message in chat.messages] == ["hm", None]
 
 
+def test_a_field_that_only_the_chat_request_refuses_is_named() -> None:
+    request = parse(ResponsesRequest, json.dumps({"input": "?", "cache_salt": "\ud800"}).encode())
+    with pytest.raises(Failure, match="unicode"):
+        request.as_chat()
+
+
 def test_numbers_as_priorities_are_vllms() -> None:
     classes = [priority_of(chat(priority=each)) for each in (-1, 0, 5, "batch")]
     assert classes == [PriorityClass.INTERACTIVE, PriorityClass.DEFAULT, PriorityClass.BATCH, PriorityClass.BATCH]
