@@ -171,7 +171,7 @@ def _check_that_it_has_seen_what_it_is_about(tally: Tally) -> None:
     assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
     assert min(tally.by_tokens, tally.sharing) > 0
-    assert tally.steps_ahead > tally.requests // 4
+    assert tally.steps_ahead > tally.requests // 20  # the slower the machine, the fewer between two changes
 
 
 def _descriptors() -> int:
