@@ -47,8 +47,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
     """A test that its timeout cannot end prints where each thread is, and ends its process, so that it has failed: one
     that hangs within a library's call, or a property, whose timeout hypothesis takes for one more failing example.
     """
-    mark = item.get_closest_marker("timeout")
-    takes_at_most_s = float(mark.args[0] if mark is not None else item.config.getini("timeout"))
+    mark, given = item.get_closest_marker("timeout"), item.config.getoption("timeout")
+    given = item.config.getini("timeout") if given is None else given
+    takes_at_most_s = float(given if mark is None else mark.args[0])
     stderr = item.config.stash[fault_handler_stderr_fd_key]
     faulthandler.dump_traceback_later(takes_at_most_s + _TIMEOUT_ENDS_IT_WITHIN_S, exit=True, file=stderr)
     try:

@@ -68,7 +68,7 @@ _MAX_RELEASES = 1 << 16  # beyond that claims expire by themselves
 # for each: 0 if another dispatcher serves the request, or a later attempt was claimed; 3 if the client has cancelled
 # the request. Otherwise the claim is set: 1 if it was free, held by the same owner (repeated call, ended request or
 # earlier attempt), or by a dispatcher whose incarnation is gone; 2 if another dispatcher held it for an earlier attempt
-# of the same client, and is told so. A key of a wrong type counts as missing.
+# of the same client, which is notified. A key of a wrong type counts as missing.
 _CLAIM = """
 local owner = ARGV[1]
 local function claim(key, ttl, serial, attempt, secret, request_id)
@@ -109,14 +109,14 @@ _TAKEN_OVER, _CANCELLED = 2, 3
 # Cancels a request. KEYS: claim. ARGV: its content if it is ours, hash of the secret, TTL in s. Also marks a free
 # claim, for a call to `_CLAIM` that is still on its way.
 _CANCEL = """
-local held = redis.call('GET', KEYS[1])
-if not held or held == ARGV[1] then redis.call('SET', KEYS[1], 'cancelled ' .. ARGV[2], 'EX', ARGV[3]) end
+local held = redis.pcall('GET', KEYS[1])
+if type(held) ~= 'string' or held == ARGV[1] then redis.call('SET', KEYS[1], 'cancelled ' .. ARGV[2], 'EX', ARGV[3]) end
 """
 
 # Deletes claims. KEYS: claims. ARGV: the content that each must have to be deleted.
 _RELEASE = """
 for i, key in ipairs(KEYS) do
-  if redis.call('GET', key) == ARGV[i] then redis.call('DEL', key) end
+  if redis.pcall('GET', key) == ARGV[i] then redis.call('DEL', key) end
 end
 """
 

@@ -93,13 +93,31 @@ async def test_each_claim_of_a_burst_has_its_own_answer() -> None:
         assert healed == "1 hash d/3/3"
 
 
+async def test_a_key_of_a_wrong_type_is_cancelled_and_keeps_no_claim_from_its_release() -> None:
+    async with _stores("d") as (state, store):
+        good, garbage = (Claim(RequestId(name), serial=1, secret_hash="hash") for name in ("good", "garbage"))
+        assert not await store.claim(good, 30.0)
+        await state.run(cast(Awaitable[Any], state.redis.hset("ballast:request:garbage", "a", "b")))
+        releasing = asyncio.create_task(store.run_releases())
+        store.release(garbage)
+        store.release(good)
+        async with asyncio.timeout(5.0):
+            while await state.run(cast(Awaitable[Any], state.redis.exists("ballast:request:good"))):  # noqa: ASYNC110 no event tells of it
+                await asyncio.sleep(0.01)
+        releasing.cancel()
+        await asyncio.wait([releasing])
+        await store.cancel(garbage)
+        with pytest.raises(Cancelled):
+            await store.claim(garbage, 30.0)
+
+
 @contextlib.asynccontextmanager
 async def _stores(*names: str) -> AsyncGenerator[Sequence[Any]]:
     """A state server, and the stores of dispatchers with these names. Any: a client, then stores."""
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         stores = [DispatcherStore(state, Identity(DispatcherId(name), Incarnation(3))) for name in names]
-        # Nobody asks the state server for claims before it has answered once.
+        # Claims are not sent before the state server has answered once.
         await state.run(cast(Awaitable[Any], state.redis.ping()))
         loops = [asyncio.create_task(store.run_claims()) for store in stores]
         try:
