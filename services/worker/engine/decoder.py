@@ -16,14 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.masking_utils import AttentionMaskInterface
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.division import WHOLE, Division, RankCut, divide
 from services.worker.engine.layer_attention import LayerAttentionStep, LayerKind
+from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_parameters import PackedParameter, pack
 
-_PAGED, _PROBE = "ballast_paged", "ballast_probe"
+_PAGED, _PROBE, _EXPERTS = "ballast_paged", "ballast_probe", "ballast_experts"
 _PROBE_ROWS = 4
 
 
@@ -57,9 +59,10 @@ class Decoder:
         division: Division = WHOLE,
         *,
         gives_tuples: bool = False,
+        kernels: Kernels | None = None,
     ) -> None:
         """Create the model on the meta device, without memory. `packed` parameters stay quantised; `cuts` are a rank's
-        shares.
+        shares. `kernels` compute the products with dense matrices, those of experts included.
 
         Raises:
             ConfigError: the model cannot be created, or its layers cannot be found.
@@ -74,6 +77,11 @@ class Decoder:
         self.packed, self.cuts = packed or {}, cuts or {}
         if packed or dtype == torch.float64:  # compute expert by expert: only selected experts, in any dtype
             self.config._experts_implementation = "eager"
+        self.kernels, self._experts = kernels, self.config._experts_implementation
+        if kernels is not None:
+            for name, module in self.model.named_modules():
+                if type(module) is nn.Linear and f"{name}.weight" not in self.packed:
+                    module.forward = self._product(module, module.forward, kernels)
         pack(self.model, self.packed, dtype)
         self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
         if cuts:
@@ -115,12 +123,23 @@ class Decoder:
 
         return layer
 
+    def _product(self, module: nn.Linear, by_torch: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
+        def product(x: torch.Tensor) -> torch.Tensor:
+            weight = module.weight
+            if self._run is None or x.dtype != weight.dtype or not weight.is_contiguous():
+                return by_torch(x)
+            return kernels.products(x.reshape(-1, x.shape[-1]), weight, module.bias).view(*x.shape[:-1], -1)
+
+        return product
+
     @contextmanager
     def _running(self, run: LayerRun | None, attention: str) -> Generator[None]:
         before = getattr(_running, "decoder", None)
         _running.decoder, self._run = self, run
         if self.config._attn_implementation != attention:
             self.config._attn_implementation = attention
+        if self.kernels is not None and not self.packed:
+            self.config._experts_implementation = _EXPERTS if run is not None else self._experts
         try:
             yield
         finally:
@@ -202,6 +221,28 @@ def _attend_paged(
     return out_TNL[None], None
 
 
+def _experts(
+    module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+) -> torch.Tensor:
+    """`transformers`' `ExpertsInterface`: a product for the rows of each expert, all in one call of the kernels."""
+    kernels: Kernels = _running.decoder.kernels
+    first = "gate_up_proj" if module.has_gate else "up_proj"
+    biases = (getattr(module, f"{name}_bias", None) if module.has_bias else None for name in (first, "down_proj"))
+    enter, leave, like = getattr(module, first), module.down_proj, hidden_states.dtype
+    plain = not (module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel)
+    if not (plain and enter.dtype == leave.dtype == like and enter.is_contiguous() and leave.is_contiguous()):
+        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
+    ends = torch.bincount(experts, minlength=len(enter)).cumsum(0)
+    given = hidden_states.index_select(0, order // top_k_index.shape[-1])
+    inner = kernels.products(given, enter, next(biases), ends)
+    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
+    out = kernels.products(inner, leave, next(biases), ends)
+    out.mul_(top_k_weights.reshape(-1).index_select(0, order)[:, None])
+    chosen = torch.empty_like(out).index_copy_(0, order, out)
+    return chosen.view(*top_k_index.shape, -1).sum(1).to(like)
+
+
 def _attend_probe(
     module: nn.Module,
     query: torch.Tensor,
@@ -270,4 +311,5 @@ def _probe_mask(
 
 AttentionInterface.register(_PAGED, _attend_paged)
 AttentionInterface.register(_PROBE, _attend_probe)
+ALL_EXPERTS_FUNCTIONS.register(_EXPERTS, _experts)
 AttentionMaskInterface.register(_PROBE, _probe_mask)

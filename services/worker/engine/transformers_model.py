@@ -116,11 +116,14 @@ class TransformersDecoder(Decoder):
         kv: KvCache,
         like: Decoder,
         division: Division,
+        kernels: Kernels | None,
     ) -> None:
         """The model is divided and packed like `like`, which is on the meta device. `division` has the all-reduce over
         the ranks.
         """
-        super().__init__(config, dtype, like.packed, like.cuts, division, gives_tuples=like.gives_tuples)
+        super().__init__(
+            config, dtype, like.packed, like.cuts, division, gives_tuples=like.gives_tuples, kernels=kernels
+        )
         self.kv = kv
         self._bind(parameters, dtype)
 
@@ -360,7 +363,7 @@ class TransformersModel:
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int
     ) -> tuple[StageModel, AttentionBackend]:
         model = TransformersDecoder(
-            self._hf_config, self.dtype, memory.parameters, memory.kv, self._skeleton, self._division
+            self._hf_config, self.dtype, memory.parameters, memory.kv, self._skeleton, self._division, kernels
         )
         slot = 2 * memory.kv.shape.kv_heads * memory.kv.shape.head_dim
         return model, LayerAttention(self.kinds, slot, self._fast(kernels))

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.native.structs import ABI, PANEL, Attention, Gemm, Model, Sampling, Step
+from services.worker.engine.native.structs import ABI, PANEL, Attention, Gemm, Grouped, Model, Sampling, Step
 
 LIBRARY = Path(os.environ.get("BALLAST_KERNELS_LIBRARY") or Path(__file__).with_name("libballast_kernels.so"))
 KERNELS = ("auto", "native", "torch")
@@ -29,6 +29,7 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "choose_isa": ((_I,), None),
     "set_threads": ((_I,), _I),
     "gemm": ((_P,), None),
+    "grouped": ((_P,), None),
     "norm": ((_I, _P, _I, _P, _P, _I, _I, _D), None),
     "write_kv": ((_I, _I, _P, _P, _P, _I, _P, _I, _I, _I), None),
     "attend": ((_P,), None),
@@ -118,6 +119,31 @@ class Kernels:
             wide=out.dtype != x.dtype,
         )
         self._functions["gemm"](ctypes.byref(call))
+        return out
+
+    def products(
+        self, x: torch.Tensor, matrices: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x[T, inputs] @ matrix.T (+ bias) with a dense matrix [outputs, inputs], or with several, [groups, outputs,
+        inputs], each for the rows up to its one of `ends` (int64).
+        """
+        x = x if x.stride(1) == 1 else x.contiguous()
+        outputs, inputs = matrices.shape[-2:]
+        out = x.new_empty(x.shape[0], outputs)
+        last = ctypes.c_int64(x.shape[0])
+        call = Grouped(
+            dtype=_DTYPES[x.dtype],
+            a=x.data_ptr(),
+            a_stride=x.stride(0),
+            matrices=matrices.data_ptr(),
+            out=out.data_ptr(),
+            outputs=outputs,
+            inputs=inputs,
+            bias=bias.data_ptr() if bias is not None else None,
+            groups=1 if ends is None else len(ends),
+            ends=ctypes.addressof(last) if ends is None else ends.data_ptr(),
+        )
+        self._functions["grouped"](ctypes.byref(call))
         return out
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor:

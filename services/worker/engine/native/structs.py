@@ -3,7 +3,7 @@
 import ctypes
 from typing import ClassVar
 
-ABI = 4
+ABI = 5
 PANEL = 32  # outputs per panel of a packed matrix
 
 _Fields = list[tuple[str, type]]
@@ -56,6 +56,19 @@ class Attention(ctypes.Structure):
         *_pointers("out"),
         *_numbers("out_stride"),
         ("spans", Spans),
+    ]
+
+
+class Grouped(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("dtype"),
+        *_pointers("a"),
+        *_numbers("a_stride"),
+        *_pointers("matrices out"),
+        *_numbers("outputs inputs"),
+        *_pointers("bias"),
+        *_numbers("groups"),
+        *_pointers("ends"),
     ]
 
 

@@ -8,7 +8,7 @@
 
 typedef int64_t i64;
 
-#define BALLAST_ABI 4
+#define BALLAST_ABI 5
 #define BALLAST_PANEL 32  // outputs side by side in a packed matrix
 
 enum Dtype : i64 { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFp8e4m3 = 3 };  // the last one: only of KV
@@ -85,6 +85,18 @@ struct Gemm {
   i64 wide;  // 1: bfloat16 products come out as float32
 };
 
+struct Grouped {
+  i64 dtype;
+  const void* a;  // [rows, inputs], rows `a_stride` elements apart, those of a group side by side
+  i64 a_stride;
+  const void* matrices;  // [groups, outputs, inputs], not packed
+  void* out;             // [rows, outputs]
+  i64 outputs, inputs;
+  const void* bias;  // [groups, outputs] or null
+  i64 groups;
+  const i64* ends;  // of each group: behind its last row
+};
+
 struct Sampling {
   i64 dtype;           // of the logits: float32 or float64
   const void* logits;  // [rows, V], rows `stride` elements apart
@@ -100,6 +112,7 @@ struct Sampling {
 struct Table {
   const char* name;
   void (*gemm)(const Gemm*);
+  void (*grouped)(const Grouped*);
   void (*norm)(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps);
   void (*write_kv)(i64 dtype, i64 kv_dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots,
                    i64 rows, i64 row_elements, i64 block_tokens);

@@ -1,5 +1,6 @@
 // The kernels for one instruction set: compiled once for each, with ISA naming it and VECTOR_BYTES its width.
 #include "layer.h"
+#include "grouped.h"
 #include "sampler.h"
 
 namespace {
@@ -28,6 +29,10 @@ void gemm(const Gemm* g) {
     else
       multiply<T, T>((const T*)g->a, g->a_stride, g->packed, (T*)g->out, g->out_stride, g->rows, g->outputs, g->inputs, g->bias, g->add);
   });
+}
+
+void grouped(const Grouped* p) {
+  with_type(p->dtype, [&](auto* t) { GroupedCall<STORED(t)>{*p}.run(); });
 }
 
 void norm(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps) {
@@ -96,4 +101,4 @@ void unpack(i64 dtype, const void* packed, const i64* chosen, i64 count, i64 inp
 #define TEXT(name) TEXT_(name)
 
 extern "C" __attribute__((visibility("hidden"))) const Table TABLE(ISA);
-extern "C" const Table TABLE(ISA) = {TEXT(ISA), gemm, norm, write_kv, attend, run_layers, pack, sample, rank, unpack};
+extern "C" const Table TABLE(ISA) = {TEXT(ISA), gemm, grouped, norm, write_kv, attend, run_layers, pack, sample, rank, unpack};
