@@ -88,6 +88,30 @@ def test_linear_gives_a_row_the_same_bits_in_any_batch(kernels: Kernels, dtype: 
         assert torch.equal(alone, together[first:last])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 3, 1)])
+def test_each_group_of_rows_is_multiplied_with_its_dense_matrix(
+    kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype
+) -> None:
+    """And a row's result has the same bits alone, without the others of its group."""
+    torch.manual_seed(7)
+    rows, inputs, outputs = shape
+    ends = torch.tensor([rows // 3, rows // 3, rows - rows // 8, rows])  # the second group is empty
+    x = torch.randn(rows, inputs + 3).to(dtype)[:, :inputs]
+    matrices, bias = torch.randn(4, outputs, inputs).to(dtype), torch.randn(4, outputs).to(dtype)
+    found = kernels.products(x, matrices, bias, ends)
+    groups = torch.bucketize(torch.arange(rows), ends, right=True)
+    exact = torch.einsum("ti,toi->to", x.double(), matrices.double()[groups]) + bias.double()[groups]
+    size = torch.einsum("ti,toi->to", x.double().abs(), matrices.double().abs()[groups]).max() + 1
+    eps = torch.finfo(dtype).eps if dtype != torch.bfloat16 else torch.finfo(torch.float32).eps * 4
+    rounding = exact.abs() * torch.finfo(dtype).eps if dtype == torch.bfloat16 else 0
+    assert ((found.double() - exact).abs() <= size * eps * 4 + rounding).all()
+    for row in (0, rows // 2, rows - 1):
+        group = int(groups[row])
+        alone = kernels.products(x[row : row + 1], matrices[group], bias[group])
+        assert torch.equal(alone[0], found[row])
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_threads_change_no_bit(kernels: Kernels, count: int) -> None:
     torch.manual_seed(3)
