@@ -11,6 +11,8 @@ that remain large are not compared, and neither are those whose configuration ca
 
 import argparse
 import contextlib
+import importlib
+import inspect
 import json
 import random
 import re
@@ -49,6 +51,7 @@ _SMALL_PARTS = {  # of what sees or hears
     "num_heads": 2,
     "image_size": 28,
     "patch_size": 14,
+    "out_hidden_size": SMALL["hidden_size"],
 }
 _LENGTHS, _TOKENS = (5, 23, 40), 6
 _MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 8_000_000
@@ -66,6 +69,7 @@ _WHY = {  # part of an error -> what it is called on the page
     "num_hidden_layers": "no list of layers",
     "has no list of": "no list of layers",
     "gives other logits": "the self-test finds other logits on packed rows",
+    "is not a tensor of": "tensors of other names than its decoder's",
     "transformers makes no decoder": "no class for its decoder of text alone",
 }
 
@@ -100,6 +104,10 @@ def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
     if size > _MOST_PARAMETERS:
         return "not compared", f"{size:,} parameters where it is small"
     made_random(cls(config)).save_pretrained(folder)
+    try:
+        choose_model(folder, model_impl="transformers", dtype="float32", device="cpu", kernels="torch")
+    except ConfigError as error:
+        return "refused", str(error)
     return _compare(folder)
 
 
@@ -129,7 +137,16 @@ def _made_small(config: Any, sizes: Mapping[str, int]) -> Any:
     small = {name: sizes[key] for key, name in names.items() if name in known or key in known}
     if "qk_rope_head_dim" in known:  # heads have two parts, whose sizes say all
         small = {name: size for name, size in small.items() if name != "head_dim"} | {"num_key_value_heads": 4}
+    if "mrope_section" in inspect.getsource(importlib.import_module(_modeling_of(config))):
+        rope: dict[str, Any] = dict(known.get("rope_parameters") or {})
+        heads = int(16 * rope.get("partial_rotary_factor", 1.0)) // 2
+        rope["mrope_section"] = [heads - 2 * (heads * 3 // 8), heads * 3 // 8, heads * 3 // 8]
+        return type(config)(**small, rope_parameters=rope | {"rope_theta": 1e4, "rope_type": "default"})
     return type(config)(**small)
+
+
+def _modeling_of(config: Any) -> str:
+    return type(config).__module__.replace(".configuration_", ".modeling_")
 
 
 def _compare(folder: Path) -> tuple[str, str]:

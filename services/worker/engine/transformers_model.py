@@ -37,6 +37,7 @@ from services.worker.engine.packing import Packer
 from services.worker.engine.parameters import EMBEDDING
 from services.worker.engine.quantised import quantisation_of
 from services.worker.engine.scaled_products import device_multiplies, fits, quantises_activations
+from services.worker.engine.text_decoders import register_text_decoder
 from services.worker.engine.transformers_weights import TransformersCheckpoint, has_head, parts_of
 from services.worker.memory.device import DeviceMemory
 from services.worker.memory.kv_cache import KvCache, KvShape
@@ -49,7 +50,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, to
 _FP8_TOLERANCE = 0.3  # of float8 KV, whose relative error is up to 1 / 16
 _WHOLES: tuple[Any, ...] = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
 # Models that compute other logits of text than the class of their decoder, or are no decoder by themselves.
-_NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "gemma4_unified_assistant", "shieldgemma2")
+_NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "ctrl", "gemma4_unified_assistant", "shieldgemma2")
 
 transformers.logging.set_verbosity_error()
 transformers.logging.disable_progress_bar()
@@ -68,6 +69,8 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     try:
         config: Any = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
         text: Any = config.get_text_config(decoder=True)
+        if text is not config and not config.is_encoder_decoder:
+            register_text_decoder(text)
         known: Any = AutoModelForCausalLM._model_mapping[type(text)]
     except Exception as error:  # the exception type depends on the error in the file
         first_line = str(error).strip().partition("\n")[0]
@@ -92,8 +95,9 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
         raise ConfigError(f"{path}: max_position_embeddings", "is missing: how long may a sequence be?")
     dtype = told.get("dtype") or told.get("torch_dtype") or (text.dtype if text is not config else None)
     eos_token_ids = read_eos_token_ids(model_dir)
-    if text is not config and not eos_token_ids and text.eos_token_id is not None:
-        eos_token_ids = tuple(text.eos_token_id) if isinstance(text.eos_token_id, list) else (text.eos_token_id,)
+    ends = getattr(text, "eos_token_id", None)
+    if text is not config and not eos_token_ids and ends is not None:
+        eos_token_ids = tuple(ends) if isinstance(ends, list) else (ends,)
     facts = ModelFacts(
         architecture=name,
         vocab_size=text.vocab_size,
@@ -236,6 +240,9 @@ class TransformersModel:
             parts_of(one.model, one.layers_name, facts.layer_count, dtype) for one in (self._skeleton, self._whole)
         )
         self._lock = threading.Lock()
+        if any(model_dir.glob("*.safetensors")):
+            with self._open() as opened:
+                opened.require_only()
 
     def _with_kv_scales(self, kinds: Sequence[LayerKind]) -> list[LayerKind]:
         """The layers' attention with the checkpoint's scales of KV."""
@@ -334,7 +341,6 @@ class TransformersModel:
     def load(self, memory: DeviceMemory, compute_here: Callable[[], None]) -> None:
         store = memory.parameters
         with self._lock, self._open() as opened:
-            opened.require_only()
             for part in self._parts.others:
                 opened.fill(part, store.part(part))
             fill_layers(store, lambda layer: opened.fill(layer, store.layer(layer)), compute_here)

@@ -16,7 +16,7 @@ from typing import Any, Self
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping, get_model_conversion_mapping
 from transformers.core_model_loading import (
     WeightConverter,
     WeightRenaming,
@@ -39,6 +39,7 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 Part = int | str
 _TEXT = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")  # of a decoder in a larger model
 _HEAD = "lm_head."
+_OF_THE_WHOLE = re.compile(r"\^|language_model")  # a pattern that starts at the whole's names
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +73,19 @@ def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype)
     return Parts(tuple(layers), others)
 
 
-def text_names(names: Iterable[str], base: str) -> dict[str, str]:
+def text_names(names: Iterable[str], base: str, *, within: bool = False) -> dict[str, str]:
     """Names of a checkpoint's tensors by those in a decoder of text whose layers are under `base`. Of a model of text
-    and images or sound only the decoder's.
+    and images or sound, if it is `within` one, only the decoder's.
     """
     found: dict[str, str] = {}
     for name in names:
         rest, inside = _TEXT.subn("", name)
         if inside or name.startswith(_HEAD):
             found[rest if rest.startswith(_HEAD) else f"{base}.{rest}"] = name
-    return found if any(map(_TEXT.match, found.values())) else {name: name for name in names}
+    if any(map(_TEXT.match, found.values())):
+        return found
+    own = (f"{base}.", _HEAD) if within else ""
+    return {name: name for name in names if name.startswith(own)}
 
 
 def has_head(model_dir: Path) -> bool:
@@ -109,15 +113,20 @@ class TransformersCheckpoint:
         """
         self._model_dir, self._model, self._parts, self._dtype = model_dir, model, parts, dtype
         files = tensor_places(model_dir)
-        self._stored_as = text_names([*files], model.base_model_prefix)
+        told = read_json(model_dir / "config.json")
+        whole, text = told.get("model_type"), model.config.model_type
+        self._stored_as = text_names([*files], model.base_model_prefix, within=whole != text)
         self._files_of = {name: files[stored] for name, stored in self._stored_as.items()}
         self._places = dict(self._files_of)  # matrices by the names of their dense equivalents
         self._files: dict[Path, Any] = {}
         self._mapping: list[Any] = get_model_conversion_mapping(model)
+        if whole != text and get_checkpoint_conversion_mapping(text) is None:
+            ours = get_checkpoint_conversion_mapping(str(whole)) or []  # those of the whole that its decoder may share
+            self._mapping += [one for one in ours if not any(map(_OF_THE_WHOLE.match, one.source_patterns))]
         self._plan = model._get_dtype_plan(dtype)
         self._packed, self._cut = packed or {}, cut
         self._matrices: dict[str, QuantisedMatrix] = {}
-        quantisation = quantisation_of(model_dir, read_json(model_dir / "config.json"))
+        quantisation = quantisation_of(model_dir, told)
         if quantisation is not None:
             self._matrices, used = find_quantised(self._files_of, quantisation, self._stored)
             dense = {key: file for key, file in self._places.items() if key not in used}

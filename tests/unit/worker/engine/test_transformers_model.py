@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.choice import own_config
+from services.worker.engine.describe import describe_model
 from services.worker.engine.load import load_engine
 from services.worker.engine.transformers_model import TransformersDecoder, TransformersModel
 from tests.support.engine import Job, generate
@@ -160,6 +161,28 @@ def test_of_a_model_of_text_and_images_the_decoder_is_served(model_type: str, tm
             assert engine.info.eos_token_ids == (2,)
             assert engine.info.architecture.endswith("ForCausalLM")
         assert [tuple(job.chosen) for job in jobs] == wanted
+
+
+@pytest.mark.parametrize("model_type", ["qwen2_vl", "qwen3_vl_moe"])
+def test_a_decoder_that_has_no_class_of_its_own_is_served(model_type: str, tmp_path: Path) -> None:
+    folder = write_whole(model_type, tmp_path)
+    prompts = [tuple(range(5, 5 + length)) for length in (3, 40)]
+    jobs = [Job(i, prompt, 8) for i, prompt in enumerate(prompts)]
+    with load_engine(folder, dtype="float32", device_memory_bytes=MEMORY_BYTES) as engine:
+        generate(engine, jobs, chunk_tokens=16, seed=1)
+        assert engine.implementation.pipelines
+    assert [tuple(job.chosen) for job in jobs] == [one.token_ids for one in greedy_alone(folder, prompts, 8)]
+
+
+def test_tensors_of_other_names_are_refused_before_anything_starts(experts: Path, tmp_path: Path) -> None:
+    folder = change(experts, tmp_path)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    file = folder / index["weight_map"]["model.norm.weight"]
+    save_file({**load_file(file), "model.layers.0.more": torch.ones(1)}, file, {"format": "pt"})
+    index["weight_map"]["model.layers.0.more"] = file.name
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match=r"model.layers.0.more.*is not a tensor of Qwen3MoeForCausalLM"):
+        describe_model(folder)
 
 
 def test_a_model_that_computes_other_logits_than_its_decoder_is_refused(tmp_path: Path) -> None:

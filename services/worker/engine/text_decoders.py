@@ -1,0 +1,47 @@
+"""Decoders of text inside models of text and images or sound for which `transformers` has no class of their own."""
+
+import importlib
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+
+def register_text_decoder(text: Any) -> None:
+    """Let `AutoModelForCausalLM` make, of a configuration of text, the class for it beside its base model, or the base
+    model with a linear head. No-op if it makes another class of it, or there is no base model.
+    """
+    kind = type(text)
+    if kind in AutoModelForCausalLM._model_mapping:
+        return
+    module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
+    classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, PreTrainedModel)]
+    named = {each.__name__: each for each in classes if each.config_class is kind}
+    whole = [each for name, each in named.items() if name.endswith("ForCausalLM")]
+    bases = [each for name, each in named.items() if name.endswith("TextModel")]
+    if whole or not bases:
+        if whole:
+            AutoModelForCausalLM.register(kind, whole[0], exist_ok=True)
+        return
+    base: Any = bases[0]
+    family = next(each for each in base.__mro__ if each is not base and issubclass(each, PreTrainedModel))
+
+    class TextDecoder(family, GenerationMixin):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
+        config_class = kind
+        base_model_prefix = "model"
+        _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012 as transformers writes it
+
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            self.model = base(config)
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.post_init()
+
+        def forward(self, **inputs: Any) -> CausalLMOutputWithPast:
+            hidden: torch.Tensor = self.model(**inputs).last_hidden_state
+            return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+
+    TextDecoder.__name__ = TextDecoder.__qualname__ = base.__name__.removesuffix("Model") + "ForCausalLM"
+    AutoModelForCausalLM.register(kind, TextDecoder, exist_ok=True)
