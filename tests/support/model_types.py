@@ -11,8 +11,7 @@ that remain large are not compared, and neither are those whose configuration ca
 
 import argparse
 import contextlib
-import importlib
-import inspect
+import importlib.util
 import json
 import random
 import re
@@ -54,7 +53,7 @@ _SMALL_PARTS = {  # of what sees or hears
     "out_hidden_size": SMALL["hidden_size"],
 }
 _LENGTHS, _TOKENS = (5, 23, 40), 6
-_MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 8_000_000
+_MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 48_000_000
 _PATIENCE_S = 90
 README = Path(__file__).parents[2] / "README.md"
 _BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
@@ -69,6 +68,7 @@ _WHY = {  # part of an error -> what it is called on the page
     "num_hidden_layers": "no list of layers",
     "has no list of": "no list of layers",
     "gives other logits": "the self-test finds other logits on packed rows",
+    "has no tensor that this is made of": "tensors of other names than its decoder's",
     "is not a tensor of": "tensors of other names than its decoder's",
     "transformers makes no decoder": "no class for its decoder of text alone",
 }
@@ -137,16 +137,13 @@ def _made_small(config: Any, sizes: Mapping[str, int]) -> Any:
     small = {name: sizes[key] for key, name in names.items() if name in known or key in known}
     if "qk_rope_head_dim" in known:  # heads have two parts, whose sizes say all
         small = {name: size for name, size in small.items() if name != "head_dim"} | {"num_key_value_heads": 4}
-    if "mrope_section" in inspect.getsource(importlib.import_module(_modeling_of(config))):
+    modeling = importlib.util.find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
+    if modeling is not None and "mrope_section" in Path(str(modeling.origin)).read_text():
         rope: dict[str, Any] = dict(known.get("rope_parameters") or {})
         heads = int(16 * rope.get("partial_rotary_factor", 1.0)) // 2
         rope["mrope_section"] = [heads - 2 * (heads * 3 // 8), heads * 3 // 8, heads * 3 // 8]
         return type(config)(**small, rope_parameters=rope | {"rope_theta": 1e4, "rope_type": "default"})
     return type(config)(**small)
-
-
-def _modeling_of(config: Any) -> str:
-    return type(config).__module__.replace(".configuration_", ".modeling_")
 
 
 def _compare(folder: Path) -> tuple[str, str]:

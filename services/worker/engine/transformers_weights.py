@@ -39,6 +39,7 @@ os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 Part = int | str
 _TEXT = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")  # of a decoder in a larger model
 _HEAD = "lm_head."
+_NOT_THERE = "the checkpoint has no tensor that this is made of"
 _OF_THE_WHOLE = re.compile(r"\^|language_model")  # a pattern that starts at the whole's names
 
 
@@ -115,7 +116,9 @@ class TransformersCheckpoint:
         files = tensor_places(model_dir)
         told = read_json(model_dir / "config.json")
         whole, text = told.get("model_type"), model.config.model_type
-        self._stored_as = text_names([*files], model.base_model_prefix, within=whole != text)
+        base = next(iter(parts.others[EMBEDDING])).partition(".")[0]  # Llama 4 has another `base_model_prefix`
+        base = model.base_model_prefix if hasattr(model, model.base_model_prefix) else base
+        self._stored_as = text_names([*files], base, within=whole != text)
         self._files_of = {name: files[stored] for name, stored in self._stored_as.items()}
         self._places = dict(self._files_of)  # matrices by the names of their dense equivalents
         self._files: dict[Path, Any] = {}
@@ -172,8 +175,11 @@ class TransformersCheckpoint:
 
     def require_only(self) -> None:
         """Raise ConfigError if the checkpoint contains a tensor that the model neither uses nor
-        declares as ignorable.
+        declares as ignorable, or none of its embedding. Reads names only.
         """
+        embedding = next(iter(self._parts.others[EMBEDDING]))
+        if not any(name in self._sources for name in (embedding, *self._aliases(embedding))):
+            raise ConfigError(f"{self._model_dir}: {embedding}", _NOT_THERE)
         patterns = self._model._keys_to_ignore_on_load_unexpected or ()
         for key in self._unknown:
             if not key.endswith(IGNORED_SUFFIXES) and not any(re.search(pattern, key) for pattern in patterns):
@@ -198,7 +204,7 @@ class TransformersCheckpoint:
                 self._take(left, stored)
         if left:
             name = next(iter(left))
-            raise ConfigError(f"{self._model_dir}: {name}", "the checkpoint has no tensor that this is made of")
+            raise ConfigError(f"{self._model_dir}: {name}", _NOT_THERE)
 
     def _sources_of(self, name: str, left: Iterable[str]) -> list[str]:
         """Checkpoint tensors of a model tensor, or of the one it is tied to; empty for a tensor that is made of a split
