@@ -8,24 +8,37 @@ from torch import nn
 from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+# Those whose logits were compared (`make model-types`): a head may be followed by more than this one is.
+_COMPARED = frozenset(
+    [
+        "glm4v_moe_text",
+        "glm4v_text",
+        "glm_ocr_text",
+        "granite_docling_text",
+        "hunyuan_vl_text",
+        "muse_glimmer_text",
+        "paddleocr_vl_text",
+        "qwen2_5_omni_text",
+        "qwen2_5_vl_text",
+        "qwen2_vl_text",
+        "qwen3_omni_moe_text",
+        "qwen3_vl_moe_text",
+        "qwen3_vl_text",
+        "step3p5",
+    ]
+)
+
 
 def register_text_decoder(text: Any) -> None:
-    """Let `AutoModelForCausalLM` make, of a configuration of text, the class for it beside its base model, or the base
-    model with a linear head. No-op if it makes another class of it, or there is no base model.
+    """Let `AutoModelForCausalLM` make, of a configuration of text, its base model with a linear head. No-op if it makes
+    another class of it, or if that has not been compared.
     """
     kind = type(text)
-    if kind in AutoModelForCausalLM._model_mapping:
+    if text.model_type not in _COMPARED or kind in AutoModelForCausalLM._model_mapping:
         return
     module = importlib.import_module(kind.__module__.replace(".configuration_", ".modeling_"))
     classes = [each for each in vars(module).values() if isinstance(each, type) and issubclass(each, PreTrainedModel)]
-    named = {each.__name__: each for each in classes if each.config_class is kind}
-    whole = [each for name, each in named.items() if name.endswith("ForCausalLM")]
-    bases = [each for name, each in named.items() if name.endswith("TextModel")]
-    if whole or not bases:
-        if whole:
-            AutoModelForCausalLM.register(kind, whole[0], exist_ok=True)
-        return
-    base: Any = bases[0]
+    base: Any = next(each for each in classes if each.config_class is kind and each.__name__.endswith("TextModel"))
     family = next(each for each in base.__mro__ if each is not base and issubclass(each, PreTrainedModel))
 
     class TextDecoder(family, GenerationMixin):  # pyright: ignore[reportGeneralTypeIssues, reportUntypedBaseClass]
