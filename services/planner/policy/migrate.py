@@ -10,7 +10,7 @@ evens the two out; the source chooses the sequences.
 
 Requests are spread evenly over instances, but answers are not alike. Where long ones fill an instance, most of all
 one with little memory, it computes no new prompts and preempts, while others have memory to spare. So an instance that
-is nearly full gives its longest requests to one that is at most half as full, until both are as full.
+is nearly full gives its longest requests to one that is at most three fifths as full, until both are as full.
 """
 
 import math
@@ -23,6 +23,7 @@ from ballast.common.load import LoadReport
 
 _MORE_TARGETS = 3  # further targets per round of a group that gives all its requests away
 _FREEST = 32  # number of the freest targets from which nearly full groups choose
+_EMPTIER = 0.6  # maximum fill of their target, as a fraction of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,11 +100,11 @@ def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: Migr
 def _relieved(
     candidates: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate], rules: MigrationRules
 ) -> list[Move]:
-    """Moves from each nearly full group to one that is at most half as full, of the freest ones in turn."""
+    """Moves from each nearly full group to one that is much emptier, of the freest ones in turn."""
     moves: list[Move] = []
     full = [c for c in candidates if c.load.running_count > 1 and not c.drains and c.freeness < rules.above_tokens]
     for number, source in enumerate(full):
-        emptier = [target for target in targets[:_FREEST] if target.fill < source.fill / 2]
+        emptier = [target for target in targets[:_FREEST] if target.fill < _EMPTIER * source.fill]
         if not emptier:
             continue
         target = emptier[number % len(emptier)]
