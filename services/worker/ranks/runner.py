@@ -92,13 +92,13 @@ def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer
 @torch.inference_mode()
 def follow(engine: Engine, group: RankGroup, run: RunLayers) -> None:
     """Execute another rank's part of a step."""
-    hidden_TD, in_flight, kv_B2TKH = None, None, engine.memory.kv.layer(0)
+    hidden_TD, in_flight, device = None, None, engine.memory.kv.layer(0).device
     if run.hidden_shape is not None:
-        hidden_TD = torch.empty(run.hidden_shape, dtype=kv_B2TKH.dtype, device=kv_B2TKH.device)
+        hidden_TD = torch.empty(run.hidden_shape, dtype=engine.implementation.dtype, device=device)
         group.broadcast(hidden_TD)
     if run.awaited is not None:
         rows_L, sources_L, count = run.awaited
-        in_flight = InFlightTokens(rows_L, sources_L, torch.empty(count, dtype=_TOKENS, device=kv_B2TKH.device))
+        in_flight = InFlightTokens(rows_L, sources_L, torch.empty(count, dtype=_TOKENS, device=device))
         group.broadcast(in_flight.token_ids_R)
     blocks_SW = run.packed.decode_blocks_SW.astype(np.int64)
     packed = replace(run.packed, decode_blocks_SW=blocks_SW, in_flight=in_flight)
