@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.load import Engine
-    from services.worker.engine.packing import PackedStep
+    from services.worker.engine.packing import Ints, PackedStep
 
 _LENGTH = struct.Struct("<Q")
 _FILES = b"f"  # byte of the stream that carries file descriptors
@@ -88,6 +88,8 @@ class RunLayers:
     hidden_shape: tuple[int, ...] | None  # shape of the hidden states broadcast next; None: it embeds the tokens
     first_layer: int
     last_layer: int
+    awaited: tuple[Ints, Ints, int] | None = None  # see `InFlightTokens`: its rows, sources and number of tokens, which
+    # are broadcast next; None: the host knows all tokens
 
 
 @dataclass(frozen=True, slots=True)
