@@ -264,13 +264,14 @@ def work_flops(model: Path, requests: Sequence[Request]) -> float:
 
 def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
     """(near-ties, other differences): number of tokens where transformers, after the same ones, chooses another."""
-    import transformers
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
-    transformers.logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()
 
     def rows(dtype: torch.dtype, numbers: Sequence[int]) -> dict[int, torch.Tensor]:
         """Request index -> its logits at each output token."""
-        reference: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
+        reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype).eval()
         found: dict[int, torch.Tensor] = {}
         with torch.inference_mode():
             for i in numbers:

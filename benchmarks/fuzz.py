@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -191,7 +191,8 @@ class Fuzz:
         async with AsyncClient(self._cluster.address) as client:
             expected = (await client.generate(token_ids=_PROMPT, sampling=_SAMPLING)).token_ids
             beside = [
-                asyncio.create_task(each) for each in (self._be_honest(client, expected), self._tell_progress(messages))
+                asyncio.create_task(each)
+                for each in (self._be_honest(client, expected), self._tell_progress(messages, before))
             ]
             async with contextlib.AsyncExitStack() as stack:
                 addresses = {target.address for target in self._targets}
@@ -256,14 +257,15 @@ class Fuzz:
                 self.report.waits_s.append(time.monotonic() - began_s)
             await asyncio.sleep(_HONEST_EACH_S)
 
-    async def _tell_progress(self, messages: int) -> None:
+    async def _tell_progress(self, messages: int, before: Mapping[str, float]) -> None:
         began_s = time.monotonic()
         while True:
             await asyncio.sleep(_TELL_EVERY_S)
             rate = self.report.messages / (time.monotonic() - began_s)
             left_min = (messages - self.report.messages) / rate / 60 if rate else float("inf")
+            grown = ", ".join(f"{name} {size - before.get(name, 0.0):+.0f}" for name, size in self._memory().items())
             text = f"{self.report.messages:,} of {messages:,} messages, {rate:.0f}/s, {left_min:.0f} min left"
-            print(text, file=sys.stderr, flush=True)
+            print(f"{text}; MiB since the start: {grown}", file=sys.stderr, flush=True)
 
     def _memory(self) -> dict[str, float]:
         found: dict[str, float] = {}

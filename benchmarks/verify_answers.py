@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from rich.console import Console
 from rich.progress import track
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from ballast.common.errors import ConfigError

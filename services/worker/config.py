@@ -130,8 +130,8 @@ class WorkerSettings(ServiceSettings):
     """Share of the KV blocks kept free for the growth of what runs."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Whether a step is launched before the tokens of the previous one are known, so that a GPU never waits for the
-    host; a token then reaches its client one launch later. auto: on one GPU, not on CPUs, which compute where they
-    schedule, nor with several ranks."""
+    host; a token then reaches its client one launch later. auto: on GPUs, not on CPUs, which compute where they
+    schedule."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
     """How the stages of a pipeline share the work: batches of equal predicted cost (lookahead), or of equal tokens."""
     enable_prefix_caching: CliImplicitFlag[bool] = True
@@ -226,9 +226,8 @@ class WorkerSettings(ServiceSettings):
     @property
     def launches(self) -> bool:
         """True if steps are launched before the tokens of the previous ones are known."""
-        computes_alone = self.engine == "torch" and self.tensor_parallel_size == 1
         wanted = self.device != "cpu" if self.async_scheduling == "auto" else self.async_scheduling == "on"
-        return computes_alone and wanted
+        return self.engine == "torch" and wanted
 
     @property
     def swaps(self) -> bool:

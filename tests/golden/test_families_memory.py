@@ -58,9 +58,10 @@ def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(form: st
 def bytes_beside_the_model(path: Path, form: str) -> int:
     """The most that this process holds while it loads a model that is written to `path`, without the model's own."""
     path = path / DENSE
-    import transformers
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 
-    made: Any = transformers.Qwen3MoeConfig
+    made: Any = Qwen3MoeConfig
     config = made(
         vocab_size=512,
         hidden_size=HIDDEN,
@@ -74,7 +75,7 @@ def bytes_beside_the_model(path: Path, form: str) -> int:
         num_experts_per_tok=2,
         max_position_embeddings=256,
     )
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     model.save_pretrained(path, max_shard_size="20MB")
     del model
     if form:

@@ -16,6 +16,7 @@ import torch
 
 from ballast.client import AsyncClient, ClusterStatus, SamplingParams
 from ballast.common.errors import Unavailable
+from services.worker.core.batch import Batch, NewSequence, Slice, StepResult
 from services.worker.engine.load import Engine, load_engine
 from services.worker.engine.rehearsal import Largest
 from services.worker.ranks.channel import RankLog
@@ -63,13 +64,18 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
     wishes = make_wishes(60, 8)
     expected = asyncio.run(undisturbed(model, wishes, replace(place, ranks=1, hosts=1, share=load_engine)))
     tally = Tally()
+
+    def seen() -> bool:
+        steps_ahead = tally.steps_ahead or place.ranks > 2  # which hardly serve alone
+        return bool(tally.drops and tally.restores and tally.exchanged_bytes and steps_ahead)
+
     for seed in OF_TWO_INSTANCES:
         tally.add(asyncio.run(History(seed, model, wishes, expected, each, place=place).run()))
-        if tally.requests >= count and min(tally.drops, tally.restores, tally.exchanged_bytes) > 0:
+        if tally.requests >= count and seen():
             break
     print(f"\n{tally}")
     assert tally.requests >= count
-    assert min(tally.drops, tally.restores, tally.exchanged_bytes) > 0
+    assert seen()
     if place.share is not load_engine:
         assert (load().violation, load().counts) == ("", (0, 0, 0, 0))
 
@@ -92,6 +98,23 @@ def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path)
         assert answers(ranked.engine) == alone
     finally:
         ranked.crew.close()
+
+
+def test_stages_of_two_ranks_with_kv_in_float8_say_what_one_rank_says(tmp_path: Path) -> None:
+    """Hidden states have the model's type, whatever KV is stored in."""
+    folder = make_tiny("llama", tmp_path / "model", layers=2, kv_heads=2, max_len=64)
+    load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float32", kv_cache_dtype="fp8_e4m3")
+    batch = Batch(1, (), (NewSequence(1, (5, 6, 7), (), SAMPLING),), (Slice(1, 0, (5, 6, 7), True),))
+    said: list[object] = []
+    for ranks in (1, 2):
+        loaded = load_one() if ranks == 1 else load_ranked(load_one, ["cpu"] * ranks, RankLog()).engine
+        with loaded as engine:
+            hidden_TD = engine.runner.run_stage(batch, [(0,)], None, first_layer=0, last_layer=1)
+            assert isinstance(hidden_TD, torch.Tensor)
+            result = engine.runner.run_stage(batch, [(0,)], hidden_TD.clone(), first_layer=1, last_layer=2)
+            assert isinstance(result, StepResult)
+            said.append(result.token_ids)
+    assert said[1] == said[0]
 
 
 @pytest.mark.gpu

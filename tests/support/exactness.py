@@ -150,7 +150,7 @@ class History:
             activation_log_bytes=(seed % 3 != 0) << 20,
             harvest=_harvest(seed),
             transport=TransportConfig(rate_bytes_per_s=rate),
-            async_scheduling=place.ranks == 1 and seed % 4 < 3,
+            async_scheduling=seed % 4 < 3,
             place=replace(place, host_copy="auto" if seed % 5 == 2 else "off"),
         )
         if self._crowded:

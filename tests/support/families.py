@@ -145,24 +145,25 @@ def write_family(name: str, folder: Path) -> Path:
     """A checkpoint of random weights, with norms that are not exactly one: they would hide mistakes. If it is quantised
     `dense_of` it is what it stands for.
     """
-    import transformers
-
     form = name.partition(":")[2]
     if form in FORMATS:
-        return quantise(_write(name, folder / DENSE, transformers), folder / "quantised", form)
-    return _write(name, folder, transformers)
+        return quantise(_write(name, folder / DENSE), folder / "quantised", form)
+    return _write(name, folder)
 
 
-def _write(name: str, folder: Path, transformers: Any) -> Path:
+def _write(name: str, folder: Path) -> Path:
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     model_type = name.partition(":")[0]
-    config: Any = transformers.AutoConfig.for_model(model_type)
+    config: Any = AutoConfig.for_model(model_type)
     known = config.to_dict()
     wanted = SMALL | {key: value for key, value in EXPERTS.items() if key in known} | FAMILIES.get(name, {})
     torch.manual_seed(1)
-    model: Any = transformers.AutoModelForCausalLM.from_config(type(config)(**wanted), dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(type(config)(**wanted), dtype=torch.float32)
     made_random(model).save_pretrained(folder, max_shard_size="200KB")
     return folder
 
@@ -192,10 +193,11 @@ def write_table() -> None:
 
 @functools.cache
 def _alone(folder: Path) -> Any:
-    import transformers
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    text, whole = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
-    auto: Any = whole if type(transformers.AutoConfig.from_pretrained(folder)) in whole._model_mapping else text
+    whole: Any = AutoModelForImageTextToText
+    auto: Any = whole if type(AutoConfig.from_pretrained(folder)) in whole._model_mapping else AutoModelForCausalLM
     return auto.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
 
 

@@ -18,6 +18,7 @@ import re
 import signal
 import tempfile
 from collections.abc import Generator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -112,9 +113,10 @@ def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
 
 
 def small_configuration(model_type: str) -> tuple[Any, Any]:
-    import transformers
+    from transformers.models.auto.configuration_auto import AutoConfig
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    config: Any = transformers.AutoConfig.for_model(model_type)
+    config: Any = AutoConfig.for_model(model_type)
     text = config.get_text_config(decoder=True)
     small = _made_small(text, _SMALL)
     if text is not config and not config.is_encoder_decoder:
@@ -123,7 +125,7 @@ def small_configuration(model_type: str) -> tuple[Any, Any]:
         [name] = [key for key, part in vars(config).items() if part is text]
         small = type(config)(**{name: small.to_dict()}, **{key: one.to_dict() for key, one in others.items()}, **tokens)
     config = small
-    autos = transformers.AutoModelForImageTextToText, transformers.AutoModelForCausalLM
+    autos = AutoModelForImageTextToText, AutoModelForCausalLM
     return config, next(a._model_mapping[type(config)] for a in autos if type(config) in a._model_mapping)
 
 
@@ -196,14 +198,12 @@ def scan(out: Path, part: int, parts: int, types: Sequence[str]) -> None:
 
 
 def page_of(lines: list[dict[str, str]]) -> str:
-    import transformers
-
     by: dict[str, dict[str, list[str]]] = {}
     for line in lines:
         by.setdefault(line["verdict"], {}).setdefault(_called(line), []).append(line["type"])
     counts = {verdict: sum(map(len, groups.values())) for verdict, groups in by.items()}
     said = [
-        f"Of {len(lines)} of the {len(model_types())} model types of transformers {transformers.__version__} with a",
+        f"Of {len(lines)} of the {len(model_types())} model types of transformers {version('transformers')} with a",
         "causal language model, or one of text and images, each as a small random checkpoint (`make model-types`):",
         f"{counts.get('equal', 0)} equal,",
         f"{counts.get('wrong', 0)} wrong, {counts.get('refused', 0)} refused before anything starts,",

@@ -28,13 +28,14 @@ class Reference:
 @functools.cache
 def reference_model(model_dir: Path, dtype: str) -> Any:  # transformers' classes are not typed for strict use
     """The checkpoint as `transformers` loads it, on the CPU."""
-    import transformers
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.utils import logging as transformers_logging
 
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
+        model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=getattr(torch, dtype))
     return model.eval()
 
 

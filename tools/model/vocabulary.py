@@ -42,9 +42,9 @@ def ensure_tokenizer(folder: Path) -> bool:
 
 
 def _convert(folder: Path, files: str) -> Any:  # Any: a tokenizer of the tokenizers library, without types
-    import transformers
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
-    loader: Any = transformers.AutoTokenizer  # without types
+    loader: Any = AutoTokenizer  # without types
     try:
         loaded = loader.from_pretrained(folder, local_files_only=True)
         tokenizer = loaded.backend_tokenizer

@@ -15,9 +15,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
 from transformers.masking_utils import AttentionMaskInterface
+from transformers.modeling_utils import AttentionInterface
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.division import WHOLE, Division, RankCut, divide

@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, GenerationMixin, PreTrainedModel
+from transformers.generation.utils import GenerationMixin
 from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 # Those whose logits were compared (`make model-types`): a head may be followed by more than this one is.
 _COMPARED = frozenset(

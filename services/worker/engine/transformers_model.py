@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.configuration_auto import AutoConfig
+from transformers.models.auto.modeling_auto import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.utils import logging as transformers_logging
 
 from ballast.common.errors import ConfigError
 from ballast.rpc.border import MAX_LAYERS
@@ -52,8 +53,8 @@ _WHOLES: tuple[Any, ...] = (AutoModelForCausalLM._model_mapping, AutoModelForIma
 # Models that compute other logits of text than the class of their decoder, or are no decoder by themselves.
 _NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "ctrl", "gemma4_unified_assistant", "shieldgemma2")
 
-transformers.logging.set_verbosity_error()
-transformers.logging.disable_progress_bar()
+transformers_logging.set_verbosity_error()
+transformers_logging.disable_progress_bar()
 
 
 def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:

@@ -16,7 +16,6 @@ from services.worker.policy.microbatching import MicrobatchCandidate, Microbatch
 from services.worker.policy.splitting import SequenceWork, added_s, cut
 
 MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the better balance saves
-_PREFILL = 0.25  # minimum fraction of a full microbatch for prefill, however many decodes there are
 # Rounds of the pipeline over which running prompts are spread while others wait for memory. If requests are admitted as
 # others end, 8 instead of 1 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four, and the mean
 # TTFT from 6.2 to 5.8 s (simulated; 4 is in between, 16 is no better).
@@ -135,8 +134,12 @@ class _Former:
         # Decodes in each microbatch cover its fixed cost.
         have_decodes = self._decode_count >= self._count
         least_s = 0.0 if have_decodes else self._least_s / _OVERHEAD
-        most_s = max(full_s - self._all_decodes_s / self._count, full_s * _PREFILL, least_s)
-        if most_s == 0.0:
+        # Decodes with long contexts may cost more than a full batch of prompts. As in a lone instance, prompts then
+        # have the tokens that decodes leave: otherwise they would hardly progress, however much memory is free.
+        left_tokens = max(0.0, view.max_batch_tokens - self._decode_count / self._count)
+        left_s = (self._cost.token_s + self._cost.beyond_s) * left_tokens
+        most_s = max(full_s - self._all_decodes_s / self._count, left_s, least_s)
+        if full_s == 0.0:
             return self._prefill_s
         return min(most_s, max(self._prefill_s / batch_count, least_s))
 

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import torch
 
     from services.worker.engine.load import Engine
-    from services.worker.engine.packing import PackedStep
+    from services.worker.engine.packing import Ints, PackedStep
 
 _LENGTH = struct.Struct("<Q")
 _FILES = b"f"  # byte of the stream that carries file descriptors
@@ -54,7 +54,7 @@ class Start:
 
     rank: int
     devices: Sequence[str]  # devices of all ranks, each on its own host
-    share: int  # ranks of each host
+    share: int  # number of ranks per host
     meeting: str  # a file for their rendezvous, or HOST:PORT of a store
     host: str  # where others reach this rank
     log: RankLog
@@ -88,6 +88,8 @@ class RunLayers:
     hidden_shape: tuple[int, ...] | None  # shape of the hidden states broadcast next; None: it embeds the tokens
     first_layer: int
     last_layer: int
+    awaited: tuple[Ints, Ints, int] | None = None  # see `InFlightTokens`: its rows, sources and number of tokens, which
+    # are broadcast next; None: the host knows all tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ class RankChannel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def send_tensors(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
-        """Their bytes in host memory, without their sizes.
+        """Send the bytes of tensors in host memory, without their sizes.
 
         Raises:
             RankLost: the other side is gone, or does not read.
@@ -176,7 +178,7 @@ class RankChannel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def receive_into(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
-        """Fill them with what the other side's `send_tensors` sends.
+        """Fill tensors with the bytes that the other side's `send_tensors` sends.
 
         Raises:
             RankLost: the other side is gone, or silent.

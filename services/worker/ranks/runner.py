@@ -1,18 +1,34 @@
 """Lockstep execution: rank 0 lays the batch out and samples, all ranks compute it."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from services.worker.core.batch import Batch, StepResult
+from services.worker.core.batch import Batch, LaunchedStep, StepResult
 from services.worker.engine.load import Engine
-from services.worker.engine.packing import PackedStep
+from services.worker.engine.packing import InFlightTokens, PackedStep
 from services.worker.engine.runner import ModelRunner
 from services.worker.ranks.channel import RankLost, RunLayers
 from services.worker.ranks.crew import Crew
 from services.worker.ranks.group import RankGroup
+
+_TOKENS = torch.int32  # dtype of token ids sent between ranks
+
+
+@dataclass(frozen=True, slots=True)
+class _RankedStep:
+    """A launched step of all ranks."""
+
+    launched: LaunchedStep
+    group: RankGroup
+
+    def collect(self) -> StepResult:
+        """Wait for the device, so that results of an aborted all-reduce are never used."""
+        result = self.launched.collect()
+        self.group.require_whole()
+        return result
 
 
 class RankedRunner(ModelRunner):
@@ -43,6 +59,9 @@ class RankedRunner(ModelRunner):
         self._group.require_whole()
         return result
 
+    def launch(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> LaunchedStep:
+        return _RankedStep(super().launch(batch, block_tables), self._group)
+
     def compute(
         self, packed: PackedStep, hidden_TD: torch.Tensor | None, first_layer: int, last_layer: int
     ) -> torch.Tensor:
@@ -54,6 +73,8 @@ class RankedRunner(ModelRunner):
         try:
             if hidden_TD is not None:
                 self._group.broadcast(hidden_TD)
+            if packed.in_flight is not None:
+                self._group.broadcast(packed.in_flight.token_ids_R.to(_TOKENS))
             return super().compute(packed, hidden_TD, first_layer, last_layer)
         except Exception as error:
             why = f"a step has failed that other ranks are in: {error}"
@@ -62,18 +83,24 @@ class RankedRunner(ModelRunner):
 
 def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer: int, last_layer: int) -> RunLayers:
     """The message for a step: mostly block tables, sent as 32-bit numbers."""
-    narrow = replace(packed, decode_blocks_SW=packed.decode_blocks_SW.astype(np.int32))
-    return RunLayers(narrow, hidden_shape, first_layer, last_layer)
+    narrow = replace(packed, decode_blocks_SW=packed.decode_blocks_SW.astype(np.int32), in_flight=None)
+    in_flight = packed.in_flight
+    awaited = None if in_flight is None else (in_flight.rows_L, in_flight.sources_L, len(in_flight.token_ids_R))
+    return RunLayers(narrow, hidden_shape, first_layer, last_layer, awaited)
 
 
 @torch.inference_mode()
 def follow(engine: Engine, group: RankGroup, run: RunLayers) -> None:
     """Execute another rank's part of a step."""
-    hidden_TD = None
+    hidden_TD, in_flight, device = None, None, engine.memory.kv.layer(0).device
     if run.hidden_shape is not None:
-        kv_B2TKH = engine.memory.kv.layer(0)
-        hidden_TD = torch.empty(run.hidden_shape, dtype=kv_B2TKH.dtype, device=kv_B2TKH.device)
+        hidden_TD = torch.empty(run.hidden_shape, dtype=engine.implementation.dtype, device=device)
         group.broadcast(hidden_TD)
-    packed = replace(run.packed, decode_blocks_SW=run.packed.decode_blocks_SW.astype(np.int64))
+    if run.awaited is not None:
+        rows_L, sources_L, count = run.awaited
+        in_flight = InFlightTokens(rows_L, sources_L, torch.empty(count, dtype=_TOKENS, device=device))
+        group.broadcast(in_flight.token_ids_R)
+    blocks_SW = run.packed.decode_blocks_SW.astype(np.int64)
+    packed = replace(run.packed, decode_blocks_SW=blocks_SW, in_flight=in_flight)
     engine.memory.kv.guard(packed.blocks_end, range(run.first_layer, run.last_layer))
     engine.runner.compute(packed, hidden_TD, run.first_layer, run.last_layer)

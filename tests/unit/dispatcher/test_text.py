@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer
+from transformers.models.auto.tokenization_auto import AutoTokenizer
 
 from ballast.common.errors import ConfigError, InvalidRequest
 from services.dispatcher.text import PromptEncoder

@@ -1,5 +1,6 @@
 """What importing a part pulls in, looked at in a fresh interpreter: static analysis misses dynamic imports."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -63,3 +64,11 @@ def test_no_command_needs_torch_and_none_pays_for_the_others() -> None:
 def test_the_sdk_brings_no_service_and_no_state_server_along() -> None:
     loaded = modules_after("import ballast.client")
     assert {name for name in loaded if name.split(".")[0] in {"services", "sim", "redis", "uvloop", "rich"}} == set()
+
+
+def test_names_of_transformers_come_from_its_modules() -> None:
+    """A type checker that has to know the whole of `transformers` reads 2,600 files more."""
+    whole = re.compile(r"^\s*(import transformers$|from transformers import)", re.MULTILINE)
+    folders = ("ballast", "services", "sim", "tools", "tests", "benchmarks")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    assert [str(path) for path in sources if whole.search(path.read_text())] == []

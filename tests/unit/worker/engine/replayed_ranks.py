@@ -24,6 +24,7 @@ from tests.unit.worker.engine.replayed_graphs import (
     decodes,
     engine_of,
     hidden_of,
+    tokens_ahead,
     tokens_of,
 )
 from tools.model.tiny import make_tiny
@@ -134,3 +135,6 @@ def main() -> None:
             assert last_stage_of(engine, hidden_TD) == expected_ids
             assert lines("replays") == [*replayed, f"replays {first}", *replayed, f"replays {last}"]
             assert lines("records") == [*recorded, f"records {first}", f"records {last}"]
+            replayed = lines("replays")
+            assert tokens_ahead(engine) == expected
+            assert lines("replays") == [*replayed, *[f"replays 0-{LAYERS} 3"] * 2]

@@ -155,7 +155,13 @@ def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
         for last_layer in (1, engine.config.layer_count):
             runner.run_stage(batch, [(0,)], None, first_layer=0, last_layer=last_layer)
             runner.forget_all()
+        runner.launch(batch, [(0,)]).collect()
+        runner.forget_all()
         summing.lost_in = summing.sums + 2
+        launched = runner.launch(batch, [(0,)])
+        with pytest.raises(RankLost, match="rank 0 of 2 was left alone"):
+            launched.collect()
+        runner.forget_all()
         for last_layer in (1, engine.config.layer_count):
             with pytest.raises(RankLost, match="rank 0 of 2 was left alone"):
                 runner.run_stage(batch, [(0,)], None, first_layer=0, last_layer=last_layer)

@@ -83,13 +83,13 @@ def test_end_tokens_come_from_the_generation_config_first(model_dir: Path, edit:
 def test_both_spellings_of_rope_are_read_and_give_the_frequencies_of_transformers(
     edit: Edit, values: dict[str, object], rope: RopeConfig
 ) -> None:
-    import transformers
+    from transformers.models.llama.configuration_llama import LlamaConfig
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
     model_dir = edit(**values)
     config = read_model_config(model_dir)
     assert config.rope == rope
-    reference = LlamaRotaryEmbedding(transformers.LlamaConfig.from_pretrained(model_dir))
+    reference = LlamaRotaryEmbedding(LlamaConfig.from_pretrained(model_dir))
     assert torch.equal(inverse_frequencies(rope, config.head_dim), reference.inv_freq)
 
 
