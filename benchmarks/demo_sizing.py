@@ -9,7 +9,7 @@ Everything is derived from the trace and one measurement of the machine:
   that rate, or its mean AVERAGE_LOAD times, whichever is slower: a trace that is dense throughout should not become a
   single burst. It spans at most `max_span_s`: SHIPPED_SPAN_S for the project's own trace, so that the demo takes
   minutes, and OTHER_SPAN_S for others (`--max-span-s`). If this limit makes the trace too fast, lengths are shortened
-    further.
+  further.
 """
 
 import math

@@ -186,7 +186,7 @@ class NodeListener:
             if (there := getattr(hello, name)) != here:
                 return f"{flags[name]} is {there} there and {here} on the first host"
         if hello.rank not in wanted or hello.lane not in LANES:
-            return f"rank {hello.rank} is none of the other hosts' ({wanted}): look at --node-rank"
+            return f"rank {hello.rank} is none of the other hosts' ({wanted}): check --node-rank"
         return ""
 
 
