@@ -233,7 +233,7 @@ class DeviceMemory:
         if self.leaving is not None:
             raise InvariantViolation("a window is opened, but another one has not been closed yet")
         if len(self.parameters.held_layers) < self.parameters.layer_count:
-            raise InvariantViolation(f"a window is opened, but only the layers {self.parameters.held_layers} are held")
+            raise InvariantViolation(f"a window is opened with the layers {self.parameters.held_layers} only")
         if self.pool.free_count < least:
             raise InvariantViolation(f"a window of {least} extents or more is opened, {self.pool.free_count} are free")
         self.pool.backend.synchronise()
