@@ -55,7 +55,7 @@ class HostBlocks:
 
     def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None:
         if self._under_way is not None:
-            raise InvariantViolation("copies are started although those of the last step have not been waited for")
+            raise InvariantViolation("copies are started before those of the last step have been waited for")
         for copy in copies:
             self._kv.guard(max(copy.device_blocks) + 1, layers)
         if self._stream is not None:
