@@ -1,4 +1,4 @@
-"""What streaming a lone instance's layers from host memory would gain, by the simulator's roofline; no simulation.
+"""What streaming a lone instance's layers from host memory would gain according to the simulator's roofline.
 
     python -m benchmarks.streamed [--write]
 

@@ -1,4 +1,4 @@
-"""Ranks on other hosts ("nodes"). A process there (`follow`) starts them, each with connections to the first host.
+"""Ranks on other hosts ("nodes"). A process on each (`follow`) connects to the first host and starts its ranks.
 
     caller  hello      its rank and lane; what its instance is; a nonce
     host    challenge  a nonce
