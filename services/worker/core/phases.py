@@ -55,7 +55,7 @@ class Then:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One state of a table. `deadline_s`: the member's own deadline; None: the planner ends the phase, or the member is
-    at rest. `way_out`: from when the deadline counts, and what follows it.
+    at rest. `way_out`: from when the deadline counts, and what happens when it passes.
     """
 
     phase: Phase

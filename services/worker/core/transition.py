@@ -1,7 +1,7 @@
-"""One worker's part in a change of the layout: runs from the tables of `core.phases` (pure).
+"""One worker's part in a change of the layout: a state machine driven by the tables of `core.phases` (pure).
 
-All decisions of a transition are there and in `TransitionState`; the member connects links, moves memory and KV, and
-reports.
+All decisions of a transition are made there and in `TransitionState`; the member connects links, moves memory and KV,
+and reports.
 """
 
 from collections.abc import Sequence
@@ -59,7 +59,7 @@ class LostStage:
     until_s: float
 
     def waits(self, now_s: float, transition: "Transition | None") -> bool:
-        """True while such a plan may come, or is under way."""
+        """True while such a plan may still arrive, or is under way."""
         if transition is None or self.peer not in transition.part.lost:
             return now_s < self.until_s
         return transition.phase not in (Phase.FAILED, Phase.ABORTED)
