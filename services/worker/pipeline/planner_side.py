@@ -122,7 +122,9 @@ class Transitions:
         self._post(Told(epoch, PreparationFailed(self._now(), epoch, why)))
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
-        """Wait briefly, so that the planner need not poll for a phase of a few milliseconds."""
+        """Wait briefly for the end of the preparation, so that the planner need not poll for a phase of a few
+        milliseconds.
+        """
         return await self._status_beyond(NOT_PREPARED, epoch)
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus:
