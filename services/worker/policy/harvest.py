@@ -18,7 +18,7 @@ MIN_CHUNK_TOKENS = 16  # minimum tokens of an offline prompt in a batch
 _BATCHES_AHEAD = 2  # batches of prompts in progress; more would fill the cache with sequences that have no token yet
 _MOST_OF_THE_BEST = 0.95  # fraction of the best tokens/s of any batch that counts as efficient
 _LEAST_EFFICIENT_TOKENS = 32
-_WORTH_CUTTING = 0.25  # batches longer than this fraction of a TTFT target get safepoints; they are its square apart
+_WORTH_CUTTING = 0.25  # only batches longer than this fraction of a TTFT target get safepoints, 1/16 of it apart
 
 
 class OfflineView(NamedTuple):
