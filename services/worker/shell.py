@@ -230,12 +230,12 @@ class WorkerShell:
             self._inbox.put(w.DrainRequested(time.monotonic()))
 
     def join_group(self, member: TurnMember) -> None:
-        """Before `run`: set the group member."""
+        """Set the group member. To be called before `run`."""
         self._member = member
         self._turns.join_group(member)
 
     def on_requests(self, came: Callable[[LoadReport], None]) -> None:
-        """Before `run`: `came` is called on the event loop with the load after new requests."""
+        """To be called before `run`. `came` is called on the event loop, with the load, after new requests."""
         self._requests_came = came
 
     def post_member(self, event: MemberEvent) -> None:

@@ -62,7 +62,7 @@ class GroupCounts:
         self.line = WaitingLine()
         self.preemptions_total: int = 0
         self.turned: list[Sequence] = []  # sequences admitted or preempted since the owner last cleared this list
-        self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
+        self._awaited_block_count = 0  # blocks about to become free; sequences skip a step to wait for them
         self.offline_work = OfflineWork(limits, policies.harvest)
         self.swap = SwapSpace(
             limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step, online=limits.swaps_online

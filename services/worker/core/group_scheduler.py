@@ -157,7 +157,7 @@ class GroupScheduler:
         return self.victims(self._with_kv, me)
 
     def with_donors(self, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
-        """The victims of a roster, each with the sequence that it shares blocks with on all stages."""
+        """The victims of a roster, each with its donor: a sequence with which it shares blocks on all stages."""
         coming, waiting = [victim.sequence_id for victim in admitted], self.scheduler.suspended.without_blocks
         donors = self.scheduler.prefixes.donors(coming, waiting)
         return tuple(

@@ -83,7 +83,7 @@ class Scheduler(GroupCounts):
 
     def has_ready(self, completed_step_id: int) -> bool:
         """True if the next plan may have something to run. Not certain: blocks may be lacking, and only some
-        microbatchings continue a prompt that has a chunk in flight.
+        microbatching policies continue a prompt that has a chunk in flight.
         """
         for sequence in self.running:
             if sequence.step_id <= completed_step_id:

@@ -173,7 +173,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class HandoverReceived:
-    """A member is ready for its new role; an old leader's sequences come with it."""
+    """A member is ready for its new role; an old leader's handover includes its sequences."""
 
     at_s: float
     epoch: Epoch

@@ -44,7 +44,7 @@ class TransitionState:
         self._outgoing: set[tuple[SequenceId, WorkerId]] = set()
         self._incoming: dict[SequenceId, set[WorkerId]] = {}  # sequence -> members that have not sent its KV
         self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # leader: sequence -> stages without all its KV
-        self._donors: dict[SequenceId, SequenceId] = {}  # leader: sequence -> its donor, if that one's KV comes, too
+        self._donors: dict[SequenceId, SequenceId] = {}  # leader: sequence -> its donor, if the donor's KV is sent, too
 
     @property
     def epoch(self) -> Epoch:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 LAYERS = Epoch(1 << 62)
 _LINK_TIMEOUT_S = 5.0
 _KEPT_S = 60.0
-_MEETING_TIMEOUT_S = 1.0  # the other side may not connect
+_MEETING_TIMEOUT_S = 1.0  # short, as the other side may not connect
 _SEND_TIMEOUT_S = 5.0
 _HEAD_BYTES = 2048  # a longer batch head (prompts are in it) is sent before its hidden states
 _META_BYTES = 2048  # a longer body of a message without a tensor is sent as a tensor of bytes

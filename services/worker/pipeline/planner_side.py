@@ -200,7 +200,9 @@ class Transitions:
         return self._member.newest_epoch
 
     def _take_back(self, settled_epoch: Epoch) -> None:
-        """Abort a transition that will not be committed; not if the planner called just now: calls may be reordered."""
+        """Abort a transition that will not be committed; not if the planner called just now, since calls may be
+        reordered.
+        """
         epoch = self._member.newest_epoch
         waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch
         if waits and self._now() - self._heard_at_s >= _SILENCE_S:
