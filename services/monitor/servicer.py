@@ -106,7 +106,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         border.claimed_epoch("place.epoch", place.epoch, self._shell.layout_epoch)
         me = (instance.worker_id, instance.incarnation)
         if me not in {(member.worker_id, member.incarnation) for member in place.group.members}:
-            raise InvalidRequest("place.group", f"{me[0]} in life {me[1]} is no member of the group it says it is in")
+            raise InvalidRequest("place.group", f"{me[0]} (incarnation {me[1]}) is not in the group that it reports")
         last_layer = max(member.last_layer for member in place.group.members)
         border.within("place.group.members.last_layer", last_layer, 1, instance.model.layer_count)
 

@@ -351,7 +351,9 @@ class Members:
 
 
 def _bound_figures(status: Status) -> None:
-    """Bound the numbers, which are summed for metrics. The phase counts in any case: a transition waits for it."""
+    """Clamp the numbers, which are summed for metrics, instead of rejecting the answer: a transition waits for its
+    phase.
+    """
     status.why = status.why[:_MAX_WHY_CHARS]
     for field in fields(Status):
         value = getattr(status, field.name)

@@ -36,7 +36,7 @@ class SplitTolerance:
     capacity: float = 0.02
 
     def longest(self, layers: float) -> float:
-        """Longest stage allowed, where `layers` would be the most balanced."""
+        """Longest stage allowed if the longest stage of the most balanced split is `layers`."""
         return layers * (1.0 + self.balance) + _ROUNDING
 
 
