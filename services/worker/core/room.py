@@ -18,7 +18,7 @@ from services.worker.core.waves import Leading
 class RoomSizes:
     """Block counts of one stage: in the draining group, alone, and in host memory."""
 
-    leaving: int  # in its group, beside all parameters
+    leaving: int  # in its group, when all parameters are loaded as well
     home: int  # alone, with all layers
     host: int = 0  # in host memory, for swapped KV
 
