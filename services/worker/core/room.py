@@ -117,7 +117,7 @@ class GroupRoom:
 
     def grant(self, epoch: Epoch, block_count: int) -> None:
         """Follower: its leader uses no block beyond `block_count`. May precede the planner's Prepare."""
-        if epoch >= self._granted[0]:  # otherwise of an earlier restore
+        if epoch >= self._granted[0]:  # otherwise the grant is for an earlier restore
             self._granted = epoch, block_count
 
     def granted(self, epoch: Epoch) -> int | None:
