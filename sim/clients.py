@@ -19,7 +19,8 @@ _MARGIN_S = 1e-9  # tolerance for rounding in sums of instants
 Submit = Callable[[Request], None]
 
 
-# Equal values share one object: with thousands of instances, memory access dominates the run time.
+# Equal values share one object, because memory access dominates the run time of simulations with thousands of
+# instances.
 
 
 @lru_cache(maxsize=1 << 14)

@@ -1,9 +1,9 @@
 """Resumption of requests after the death of their dispatcher.
 
 The client has everything needed: the request, with a seed, and the tokens so far. Continuing from these generates the
-same tokens (I2), so prompt and answer are not stored anywhere else. For each claimed request id the state server has
-the dispatcher, the latest attempt and the hash of a secret: only its client can resume it, and if two dispatchers serve
-it, the earlier attempt ends.
+same tokens (I2), so prompt and answer are not stored anywhere else. For each claimed request id, the state server
+stores the dispatcher, the latest attempt and the hash of a secret. So only the request's client can resume it, and if
+two dispatchers serve it, the earlier attempt ends.
 """
 
 import hashlib

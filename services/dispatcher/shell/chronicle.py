@@ -1,7 +1,7 @@
 """Access log and history: a log line for each request, and the histories of the last ones.
 
-A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects: a few lines are written in
-each iteration of the event loop.
+A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects, so only a few lines are
+written in each iteration of the event loop.
 
 Contains no prompts or answers, only counts, times, names of workers, and this system's errors.
 """

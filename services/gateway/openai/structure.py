@@ -146,5 +146,5 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def _literal(text: str) -> str:
-    """A literal as a regular expression. All choices form one expression, as a grammar may not have thousands."""
+    """A literal as a regular expression. All choices form one expression, as a grammar must not have thousands."""
     return _SPECIAL.sub(r"\\\g<0>", text)
