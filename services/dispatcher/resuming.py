@@ -40,10 +40,10 @@ class Resumption:
         if count > max_tokens:
             raise InvalidRequest("resumption.token_ids", f"are {count}, more than max_tokens ({max_tokens})")
         if count and not is_reproducible:
-            raise InvalidRequest("sampling.seed", "is needed to go on with an answer, as no other tokens may follow")
+            raise InvalidRequest("sampling.seed", "is needed to continue an answer: other tokens may follow without it")
         if self.prompt_digest and self.prompt_digest != digest_of(prompt_token_ids):
             why = "the prompt has other tokens than at the dispatcher that began the answer"
-            raise NotPossible(f"{why} (does the chat template look at the date?); send the request anew")
+            raise NotPossible(f"{why} (does the chat template depend on the date?); send the request anew")
 
 
 def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resumption | None:

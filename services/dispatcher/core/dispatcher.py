@@ -241,7 +241,7 @@ class DispatcherCore:
         tracked.idle_move_count += 1
         if tracked.idle_move_count > _MAX_IDLE_MOVES:
             tracked.idle_move_count = 0
-            return self._replay(tracked, at_s, f"workers that handed it to one another, at last to {worker_id}")
+            return self._replay(tracked, at_s, f"workers that kept passing it on, at last to {worker_id}")
         target = self.fleet.member(worker_id)
         if target is None or not target.connected:
             tracked.note(at_s, What.MOVING, worker_id)
@@ -484,7 +484,7 @@ class DispatcherCore:
             if answered := len(tracked.output_token_ids):  # it was accepted rightly: groups may have been larger then
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
             elif tracked.token_count < self.fleet.most_tokens:  # likewise: a group was lost or dissolved
-                error = Overloaded(f"{why} now; one had, and may again", _OUTGROWN_WAIT_S)
+                error = Overloaded(f"{why} now; one had enough before, and may again", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
 

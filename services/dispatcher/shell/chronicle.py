@@ -209,7 +209,7 @@ def quantile(ascending: Sequence[float], fraction: float) -> float:
 def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
     loads = [worker.load for worker in core.fleet.usable if worker.load is not None]
     if not loads:
-        return "no worker is there"
+        return "there is no worker"
     emptiest = min(load.kv_usage_fraction for load in loads)
     if tracked.long:
         return f"behind {core.long.count_before(tracked)} others that no single instance holds, until a group is formed"

@@ -63,7 +63,7 @@ def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, 
             loose, left_out = loosened(whole)
             return Form(json_schema(loose), frozenset(left_out))
         case other:
-            raise invalid("response_format", f"{other!r} is not known; text, json_object and json_schema are")
+            raise invalid("response_format", f"{other!r} is not supported; text, json_object and json_schema are")
 
 
 def json_schema(schema: Schema | bool) -> Grammar:
