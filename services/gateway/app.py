@@ -131,7 +131,7 @@ def build_app(
 
 
 async def _refuse(path: str, what: str, _: Call) -> Reply:
-    why = f"{path}: this server only generates text; for {what}, put another one behind the same router"
+    why = f"{path}: this server generates text; for {what}, put another one behind the same router"
     raise invalid(None, why, code="unsupported_endpoint", status=404)
 
 
