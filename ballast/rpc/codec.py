@@ -25,7 +25,7 @@ def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """The reason with this number; None for 0 (still running), ERROR for an unknown number of a newer peer."""
+    """The reason with this number; None for 0 (still running), ERROR for a number that only a newer peer knows."""
     return FINISH.member(number) if number else None
 
 
@@ -38,7 +38,7 @@ def _grammar_to_proto(grammar: Grammar) -> pb.Grammar:
 def _grammar_from_proto(message: pb.Grammar) -> Grammar:
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("sampling.grammar", "is of no kind that is known here")
+        raise InvalidRequest("sampling.grammar", "has an unknown kind")
     return Grammar(GrammarKind(kind), getattr(message, kind), message.thought_end, message.thought_begin)
 
 
@@ -186,9 +186,9 @@ def _check_traffic(message: pb.Traffic) -> None:
         ),
     )
     if len(message.prompt_counts) > LENGTH_COUNTS:
-        raise InvalidRequest("traffic", f"no such prompts: {message}")
+        raise InvalidRequest("traffic", f"impossible prompt lengths: {message}")
     if len(message.first_counts) > WAIT_COUNTS or not 0.0 <= message.later_s < math.inf:
-        raise InvalidRequest("traffic", f"no such waits: {message}")
+        raise InvalidRequest("traffic", f"impossible waits: {message}")
     if not all(
         0.0 <= value <= border.MAX_SECONDS
         for value in (
