@@ -118,7 +118,7 @@ def _check_load(report: pb.LoadReport) -> None:
         report.busiest_caller_count,
     )
     if min(counts) < 0:
-        raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")
+        raise InvalidRequest("load", f"counts must not be negative, and block_tokens must be positive: {report}")
     if report.newest_epoch > border.MAX_EPOCH:
         raise InvalidRequest("load.newest_epoch", f"must be at most {border.MAX_EPOCH}, got {report.newest_epoch}")
     if not 0.0 <= report.wake_s <= border.MAX_SECONDS:
