@@ -42,7 +42,7 @@ _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
 _LARGE_BYTES = 16 << 10  # larger bodies are read after authentication of the caller, larger responses compressed
 _MAX_HEADER_CHARS = {"authorization": 4096, "traceparent": 128, "tracestate": 512, **dict.fromkeys(TARGET_HEADERS, 32)}
-# Paths of OpenAI and vLLM that need another kind of model -> what that model makes.
+# Paths of OpenAI and vLLM that need another kind of model -> what that model produces.
 _UNSERVED = {
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "ranks",
@@ -82,7 +82,7 @@ def build_app(
 ) -> Starlette:
     """Build the application. `exporter` sends a span for each call that generates; None: no traces. `jobs`: client of
     the service for files and batches; None: these paths are refused. `cluster`: metrics of the whole cluster, served
-    beside the gateway's own; None: the gateway's only.
+    together with the gateway's own; None: only the gateway's own.
     """
     door = Door(metrics, bounds, is_stopping, exporter, endpoints.admit)
     served: list[tuple[str, str, str, Handler]] = [

@@ -129,7 +129,7 @@ def emulated_model(
     """Resolve `profile` and `model`. Missing files (machine, tokenizer) are created in `folder`.
 
     `profile` is a GPU of the catalogue, or a file with a GPU (YAML), a machine, or the output of `ballast profile`.
-    `kv_cache_dtype`: the workers', for a GPU's speed; other files say how fast they are.
+    `kv_cache_dtype`: the workers' flag, which affects a GPU's speed; other files contain the speed itself.
 
     Raises:
         ConfigError: they are unknown or inconsistent.

@@ -1,8 +1,8 @@
 """Steady state of an instance, in closed form from the roofline, without simulation.
 
-Requests stay for the duration of their answers, and hold on average their prompt and half of their answer. A token
-takes one step, which reads the parameters and all KV in the time that prefills leave. So demand grows faster than the
-rate, and diverges at some rate.
+A request stays for the duration of its answer, and holds on average the KV of its prompt and of half its answer. A
+token takes one step, which reads the parameters and all KV in the time that prefills leave free. Demand therefore grows
+faster than the request rate, and diverges at some rate.
 """
 
 import math
@@ -128,8 +128,8 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
 
 
 def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> bool:
-    """True if KV demand in the busiest window, as long as a request's stay, diverges even with unlimited memory,
-    although prefills leave time.
+    """True if, in the busiest window (as long as a request stays), KV demand diverges even with unlimited memory,
+    although prefills leave time for decoding.
     """
     instances, whole = cluster.instances_of(model), trace.requests
     if not whole or trace.span_s <= _BURST_S:

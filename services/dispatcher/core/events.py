@@ -224,7 +224,7 @@ class Facts:
     completion_token_count: int
     replay_count: int
     queue_s: float
-    ttft_s: float | None  # None: no token was generated, or the first one at another dispatcher
+    ttft_s: float | None  # None: no token, or another dispatcher delivered the first one
     e2e_s: float
     cached_token_count: int = 0  # prompt tokens whose KV was cached
     caller: str = ""

@@ -49,7 +49,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the client wants in an answer beside its text, and how to parse the text.
+    """What the client wants in an answer besides its text, and how to parse the text.
 
     Attributes:
         logprobs: Logprobs of generated tokens.

@@ -1,5 +1,5 @@
-"""Requests as clients send them. Fields that affect the answer are followed, or refused by name (`UNSUPPORTED`).
-Fields that are unknown everywhere are ignored.
+"""Requests as clients send them. Fields that affect the answer are honoured, or refused by name (`UNSUPPORTED`). Fields
+that neither OpenAI nor vLLM has are ignored.
 
 Beyond OpenAI's fields, requests may have vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
 bad_words, allowed_token_ids, ignore_eos, skip_special_tokens, include_stop_str_in_output, return_token_ids,
@@ -135,7 +135,7 @@ UNSUPPORTED = {
     "web_search_options": "use tools",
     "suffix": "is not supported",
 }
-# Values of these fields that mean the same as leaving the field out (of function_call, without functions).
+# Values that mean the same as leaving the field out (for function_call: if there are no functions).
 _DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}
 # Fields of these APIs that do not affect the answer: accepted and ignored.
 IGNORED = frozenset(

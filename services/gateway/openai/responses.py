@@ -1,4 +1,6 @@
-"""/v1/responses, as far as chats support it. Nothing is stored, so requests cannot refer to earlier answers."""
+"""/v1/responses, as far as /v1/chat/completions supports its features. Nothing is stored, so requests cannot refer to
+earlier answers.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast

@@ -218,7 +218,9 @@ def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most
 
 
 def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, None, tuple[str, str | None]]:
-    """Consume text up to and including the first of the tags; return (text, tag), where tag is None if none came."""
+    """Consume text up to and including the first of the tags; return (text, tag), where tag is None if the answer ended
+    before one.
+    """
     parts: list[str] = []
     reading = until(scanner, tags, Text)
     while True:

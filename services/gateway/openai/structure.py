@@ -49,7 +49,7 @@ def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, 
             return Form()
         case "json_object":
             assert response_format is not None, "has a type"
-            given: object = response_format.get("schema")  # llama.cpp and others accept a schema here
+            given: object = response_format.get("schema")  # an extension of llama.cpp and others
             return Form(json_schema(cast(Schema, given) if isinstance(given, Mapping) else {"type": "object"}))
         case "json_schema":
             assert response_format is not None, "has a type"

@@ -32,9 +32,9 @@ class ToolUse:
 
     Attributes:
         tools: Tools for the template.
-        grammar: Constraint to calls; None: the model decides whether to call.
-        kind: Format of calls if the model decides.
-        named: The function that must be called, of whose arguments the answer consists; None: any function.
+        grammar: Constrains the answer to calls; None: the model decides whether to call.
+        kind: Format of calls if the model decides whether to call.
+        named: The only function to call: the answer consists of its arguments. None: any function.
         most_calls: Maximum calls per answer; None: unlimited.
     """
 

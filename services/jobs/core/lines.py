@@ -40,7 +40,7 @@ class Checker:
         self._offset = 0
 
     def take(self, raw: bytes) -> bool:
-        """Validate one line, including its line break. Returns False if the rest of the file need not be read."""
+        """Validate one line, passed with its line break. Returns False if the rest of the file need not be read."""
         self._number += 1
         offset, self._offset = self._offset, self._offset + len(raw)
         if not raw.strip():
@@ -92,7 +92,7 @@ class _Wrong(Exception):
 
 
 def parse(raw: bytes) -> dict[str, object]:
-    """Parse a line as a JSON object. Raises _Wrong if it is none."""
+    """Parse a line as a JSON object. Raises _Wrong if it is not one."""
     try:
         given: object = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:

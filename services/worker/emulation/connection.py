@@ -1,8 +1,8 @@
 """A connection between two emulated workers: one TCP connection, on both event loops.
 
 Messages are real, except tensors, which are only sizes. A transfer is announced, takes the card's time, and then its
-marks are sent. Otherwise as over channels: destinations are requested at the opening, receivers may refuse, either end
-may cancel.
+marks are sent. Everything else is as over channels: the opening asks the receiver for destinations, which it may
+refuse, and either end may cancel.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _LongMeta:
 
 
 class EmulatedConnection(Connection):
-    """Sending is thread-safe; all else happens on the event loop."""
+    """A `Connection` between emulated workers. Sending is thread-safe; all else happens on the event loop."""
 
     def __init__(
         self, peer: Hello, receiver: Receiver, loop: asyncio.AbstractEventLoop, card: Card, clock: GpuClock
@@ -301,7 +301,7 @@ class EmulatedConnection(Connection):
         try:
             self._handle(frame)
         except (BallastError, ValueError, KeyError) as error:
-            get_logger().error("what came over a link is wrong", peer=self.peer_id, why=f"{error}")
+            get_logger().error("a frame from a link is invalid", peer=self.peer_id, why=f"{error}")
             self._break(f"{type(error).__name__}: {error}")
 
     def _handle(self, frame: EmulatedFrame) -> None:

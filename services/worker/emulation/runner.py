@@ -229,7 +229,7 @@ class EmulatedRunner:
         is_first, is_last = first_layer == 0, last_layer == self._layer_count
         seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
         given_s, step = hidden.at_s if hidden is not None else None, batch.safepoint_layers
-        if step:  # first the time: a preempted step has written nothing
+        if step:  # wait before writing: a preempted step must not have written anything
             self.clock.run(seconds, began_s, given_s, -(-len(layers) // step), preempted)
         wrong = self._marks.compute(batch, block_tables, before, layers)
         out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)

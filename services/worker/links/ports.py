@@ -4,7 +4,7 @@ DataPlane   all links of a worker: see `plane`
 Connection  between two incarnations of workers, kept while both may need it: see `connection`
 Link        one epoch of a connection that both take part in: see `connection`
 Receiver    gets a link's messages and transfers
-Opener      makes a connection of the sockets of a rendezvous
+Opener      makes a connection from the sockets of a rendezvous
 Transport   makes the two channels of a real connection
 Channel     messages and memory between two processes
 """
