@@ -1,4 +1,4 @@
-"""Sends mutated messages to every method and port of the services, beside a real client.
+"""Sends mutated messages to every method and port of the services, alongside a real client.
 
     python -m benchmarks.fuzz --messages 1000000
 
@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
@@ -46,12 +46,12 @@ from tools.model.tiny import make_tiny
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)
 _ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # methods that stop a service on purpose, and are not called
-_CONCURRENT = 64  # calls at a time: with fewer, both cores idle while calls wait
+_CONCURRENT = 64  # calls in flight; with fewer, both cores are idle while calls wait
 _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
-_READ_S = 0.1  # how long a message of a streaming answer is awaited: watchers of a layout that stays hear nothing
+_READ_S = 0.1  # time limit for a message of a response stream: a watcher of an unchanged layout receives none
 _HTTP_S = 10.0
-_HONEST_EACH_S = 1.0  # pause of the real client between two requests: each computes tokens
+_HONEST_EACH_S = 1.0  # pause of the real client between two requests, as each costs computation
 _RAW_SHARE = 0.02  # fraction of messages that are raw bytes for a port
 _HTTP_SHARE = 0.33  # fraction of messages that are requests to a gateway
 _SPOILT_EACH = 1_000  # messages per corrupted key of the state server
@@ -191,7 +191,8 @@ class Fuzz:
         async with AsyncClient(self._cluster.address) as client:
             expected = (await client.generate(token_ids=_PROMPT, sampling=_SAMPLING)).token_ids
             beside = [
-                asyncio.create_task(each) for each in (self._be_honest(client, expected), self._tell_progress(messages))
+                asyncio.create_task(each)
+                for each in (self._be_honest(client, expected), self._tell_progress(messages, before))
             ]
             async with contextlib.AsyncExitStack() as stack:
                 addresses = {target.address for target in self._targets}
@@ -256,14 +257,15 @@ class Fuzz:
                 self.report.waits_s.append(time.monotonic() - began_s)
             await asyncio.sleep(_HONEST_EACH_S)
 
-    async def _tell_progress(self, messages: int) -> None:
+    async def _tell_progress(self, messages: int, before: Mapping[str, float]) -> None:
         began_s = time.monotonic()
         while True:
             await asyncio.sleep(_TELL_EVERY_S)
             rate = self.report.messages / (time.monotonic() - began_s)
             left_min = (messages - self.report.messages) / rate / 60 if rate else float("inf")
+            grown = ", ".join(f"{name} {size - before.get(name, 0.0):+.0f}" for name, size in self._memory().items())
             text = f"{self.report.messages:,} of {messages:,} messages, {rate:.0f}/s, {left_min:.0f} min left"
-            print(text, file=sys.stderr, flush=True)
+            print(f"{text}; MiB since the start: {grown}", file=sys.stderr, flush=True)
 
     def _memory(self) -> dict[str, float]:
         found: dict[str, float] = {}

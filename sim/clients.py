@@ -14,12 +14,13 @@ from sim.offline import OfflineClients
 from sim.results import Outcome, RequestRecord
 
 _DISTINCT = 1000
-_MARGIN_S = 1e-9  # rounding error of sums of the same instants
+_MARGIN_S = 1e-9  # tolerance for rounding in sums of instants
 
 Submit = Callable[[Request], None]
 
 
-# Equal values share one object: with thousands of instances, memory access dominates the run time.
+# Equal values share one object, because memory access dominates the run time of simulations with thousands of
+# instances.
 
 
 @lru_cache(maxsize=1 << 14)
@@ -28,8 +29,8 @@ def _prompt(token_count: int, token_id: int) -> tuple[int, ...]:
 
 
 def _prompt_of(token_count: int, hash_ids: tuple[int, ...], hash_tokens: int) -> tuple[int, ...]:
-    """The prompt's tokens. Two prompts share as many tokens as their `hash_ids` have in common, `hash_tokens` tokens
-    per id.
+    """The prompt's tokens. Two prompts share a prefix of `hash_tokens` tokens for each leading hash id that they have
+    in common.
     """
     token_ids: list[int] = []
     hash_tokens = min(hash_tokens, token_count)
@@ -50,7 +51,7 @@ class Arrival(NamedTuple):
     input_tokens: int
     output_tokens: int
     caller: str = ""
-    hash_ids: tuple[int, ...] = ()  # ids of the prompt's parts; empty: no shared prefix, unless all prompts are alike
+    hash_ids: tuple[int, ...] = ()  # ids of the prompt's parts; empty: no shared prefix, unless all prompts are equal
     hash_tokens: int = 512  # tokens per hash id
 
 
@@ -68,7 +69,7 @@ class Clients:
         offline: OfflineClients | None = None,
     ) -> None:
         """`zero_s`: time at which the trace begins. `distinct`: prompts share no tokens, except through `hash_ids`.
-        `classes`: assigned to requests in turn. `offline`: load beside the trace.
+        `classes`: assigned to requests in turn. `offline`: load in addition to the trace.
 
         Requests set no max_tokens: only the model knows the length of an answer.
         """
@@ -92,7 +93,7 @@ class Clients:
         self.stopped = not self.records  # everything has ended or was stopped
 
     def begin(self, submits: Sequence[Submit]) -> None:
-        """Submit the requests, to the dispatchers in turn."""
+        """Submit each request at its arrival time, to the dispatchers in turn."""
         self._submits = submits
         if self.offline is not None:
             self.offline.begin(submits)
@@ -149,7 +150,7 @@ class Clients:
         for token_id in command[1]:
             if token_id != place:
                 raise InvariantViolation(
-                    f"{record.request_id} gets the token of place {token_id} after {len(times_s)} tokens"
+                    f"{record.request_id} gets the token of position {token_id} after {len(times_s)} tokens"
                 )
             place += 1
             times_s.append(at_s)
@@ -166,7 +167,7 @@ class Clients:
             times_s = record.token_times_s
             place = record.input_tokens + len(times_s)
             if len(token_ids) != count or token_ids[0] != place or token_ids[-1] != place + count - 1:
-                raise InvariantViolation(f"{record.request_id} gets {len(token_ids)} tokens of places from {place} on")
+                raise InvariantViolation(f"{record.request_id} gets {len(token_ids)} tokens, not those from {place} on")
             times_s.extend(since_s)
 
     def end(self, command: Finish | Fail | Refuse, at_s: float) -> None:
@@ -204,4 +205,4 @@ class Clients:
         now_s = self._clock.now_s - self._zero_s
         for record in self._by_id.values():
             if now_s - record.arrival_s > self._deadline_s + _MARGIN_S:
-                raise InvariantViolation(f"{record.request_id} goes on after its deadline")
+                raise InvariantViolation(f"{record.request_id} still runs after its deadline")

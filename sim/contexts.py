@@ -11,7 +11,7 @@ from sim.memory import Geometry
 
 COUNTS = (1, 2, 3, 4, 8)  # instances per group
 _BLOCK_TOKENS = 64  # block size on GPU workers
-# (model, GPU, GPUs per instance): with few exceptions one instance holds less than the model permits.
+# (model, GPU, GPUs per instance): with few exceptions, one instance holds less context than the model permits.
 PAIRS = (
     ("Llama-3.1-8B", "L4", 1),
     ("Llama-3.1-8B", "L40S", 1),

@@ -2,7 +2,7 @@
 
 `SimRoofline` derives the coefficients of `services.worker.policy.roofline` from a data sheet. Equation 1 of KunServe
 has a single coefficient for attention in chunks and in decodes. It fits chunks, but makes decodes of long sequences far
-too cheap: reading the KV of one token takes as long as computing 20 token pairs of a prompt on an A800.
+too cheap, because reading the KV of one token takes as long as computing 20 token pairs of a prompt on an A800.
 """
 
 from typing import Protocol

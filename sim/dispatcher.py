@@ -154,8 +154,8 @@ class DispatcherNode:
             self._clock.at(self._timer_at_s, self._labels["timer"], partial(self._tick, self._timer_at_s))
 
     def _catch_up_for(self, event: d.Event) -> None:
-        """Bring the core up to date for an event: loads if a request may be placed, tokens if their requests may
-        change.
+        """Bring the core up to date before it handles an event: with loads if the event may place a request, with
+        tokens if it may change their requests.
         """
         match event:
             case d.RequestSubmitted(request=request):
@@ -173,13 +173,13 @@ class DispatcherNode:
                 self.catch_up()
 
     def catch_up(self) -> None:
-        """Pass the rest of all fast-forwards to the core."""
+        """Pass all pending steps of fast-forwards to the core."""
         for link in list(self._behind):
             self._catch_up_with(link)
 
     def _report_loads_for(self, request: d.Request) -> None:
-        """Pass the loads that a placement depends on: during a fast-forward free memory only shrinks, so a worker that
-        is not the freest of its shape now will not be so later.
+        """Pass the loads on which the request's placement depends. Free memory only shrinks during a fast-forward, so a
+        worker that is not the freest of its shape now will not become so.
         """
         if not self.core.waits:
             for link in list(self._unheard):
@@ -206,14 +206,14 @@ class DispatcherNode:
         self.stepped[link.key] = None
 
     def _is_known(self, link: _SimWorkerLink) -> None:
-        """Record that the core knows a worker's load, or is about to."""
+        """Record that the core knows a worker's load, or is about to receive it."""
         if not link.reported:
             link.reported = True
             del self._unreported[link]
             self._unheard.pop(link, None)
 
     def _catch_up_with(self, link: _SimWorkerLink) -> None:
-        """Pass the rest of the fast-forward, with all tokens, in one message."""
+        """Pass a link's pending steps, with all their tokens, to the core in one message."""
         share, instants_s = link.share, link.instants_s
         assert share is not None, "it is behind"
         link.share, link.instants_s = None, array("d")

@@ -1,4 +1,4 @@
-"""An engine in virtual time: execution, checksums and loading take the time given by a cost model."""
+"""An engine in virtual time. Execution, checksums and loading take the time given by a cost model."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ class SimCopier:
         self, memory: SimMemory | None, block_s: float, now: Callable[[], float], busy: Callable[[float], None]
     ) -> None:
         """`memory`: contains marks; None: no marks. `block_s`: time for a block's KV of one layer in one direction.
-        `busy` gets the time for which the engine waits.
+        `busy` is called with the time for which the engine waits.
         """
         self._memory = memory
         self._block_s = block_s
@@ -186,7 +186,7 @@ class SimBackground:
         self._label = f"{me} beside".encode()
 
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]:
-        """Start a job, which ends when all bytes that it needs were read."""
+        """Start a job. It ends once all the bytes that it needs have been read."""
         done: Future[_Result] = Future()
         done.set_running_or_notify_cancel()
         read_bytes = self._memory.read_bytes
@@ -220,7 +220,7 @@ class SimBackground:
         return done
 
     def keep(self, layer: int) -> Future[None]:
-        """Copy a layer to host memory once: parameters never change."""
+        """Copy a layer to host memory, once, as parameters never change."""
         done: Future[None] = Future()
         done.set_running_or_notify_cancel()
         if layer in self._kept:

@@ -1,7 +1,8 @@
-"""Fast-forward: decode-only steps of a lone instance. Each is one event; the core learns of them together.
+"""Fast-forward: decode-only steps of an instance that serves alone. Each step is one event, but the core handles them
+all at once: at the end, or earlier on demand (see `services.worker.core.plain`).
 
-It is told at the end, or earlier on demand (see `services.worker.core.plain`). Instants of steps and of messages to
-dispatchers are unchanged. Dispatchers and clients are likewise updated only where they are read.
+The times of steps and of messages to dispatchers are unchanged. Dispatchers and clients are likewise updated only when
+their state is read.
 """
 
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from ballast.common.load import LoadReport
 from services.worker.core.plain import PlainSteps
 from services.worker.core.sequence import Sequence as Running
 
-# Position numbers, shared by all sequences: most of a run's memory would be such numbers.
+# Position numbers, shared by all sequences, as they would otherwise take most of a run's memory.
 _PLACE_COUNT = 1 << 16
 _PLACES = tuple(range(_PLACE_COUNT))
 

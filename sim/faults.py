@@ -30,8 +30,8 @@ class Fault:
         if not 0 <= self.worker < worker_count:
             raise ConfigError(where, f"worker {self.worker} is not there; there are 0 to {worker_count - 1}")
         if self.at_s < 0.0 or (self.duration_s is not None and self.duration_s <= 0.0):
-            raise ConfigError(where, "instants and durations must be above 0")
+            raise ConfigError(where, "at_s must not be negative, and duration_s must be above 0")
         if self.kind is FaultKind.PAUSE and self.duration_s is None:
-            raise ConfigError(where, "a pause has an end: say duration_s")
+            raise ConfigError(where, "a pause needs duration_s")
         if self.kind is FaultKind.SLOW and self.factor <= 0.0:
             raise ConfigError(where, f"factor must be above 0, got {self.factor}")

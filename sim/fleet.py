@@ -1,7 +1,7 @@
-"""Placement of requests on instances that start on demand and stop when empty, computed with the cost model.
+"""Simulates the placement of requests on instances that start on demand and stop when empty, with the cost model.
 
-Steps are combined into ticks, so an hour of twenty instances takes seconds. Without service cores and delays: it
-compares placements and the number of instances. `ballast sim` runs the cores.
+Steps are combined into ticks, so an hour of twenty instances takes seconds. Service cores and delays are left out, as
+this only compares placements and numbers of instances; `ballast sim` runs the cores.
 """
 
 import math
@@ -23,7 +23,7 @@ _LOOK_TICKS = 2  # ticks between two rebalancing rounds of a placement: its epoc
 _MARGIN_TOKENS = 24  # margin per request, for the growth until the next round
 _MOST_RUNNING = 256
 _UNEVEN = 0.2  # difference in memory use between the fullest and the emptiest instance that triggers balancing
-_SETTLED = 0.2  # fraction of the time before means are taken
+_SETTLED = 0.2  # initial fraction of the run, left out of means
 
 
 @dataclass(slots=True, eq=False)
@@ -180,7 +180,7 @@ class SimFleet:
         return ended
 
     def _overflowing(self, node: Node) -> list[Job]:
-        """Take out the newest jobs, to be recomputed, until the rest fits. Returns them."""
+        """Remove the newest jobs until the rest fits, and return them for recomputation."""
         out: list[Job] = []
         while node.used > self.capacity and len(node.jobs) > 1:
             job = max(node.jobs.values(), key=lambda job: (job.at_s, job.number))
@@ -240,7 +240,7 @@ class Fit:
         pass
 
     def look(self) -> list[tuple[Job, Node]]:
-        """Balance as in Llumnix: the fullest instance gives one job to the emptiest."""
+        """Balance as in Llumnix: move one job from the fullest instance to the emptiest."""
         fleet = self._fleet
         if not self._balances or len(fleet.nodes) < 2:
             return []

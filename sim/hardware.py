@@ -12,8 +12,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ballast.common.errors import ConfigError
 
-ELEMENT_BYTES = 2  # of bf16: activations, and what is not quantised
-_SCALE_BYTES = 2 / 128  # of one parameter: a 16-bit scale per group of 128
+ELEMENT_BYTES = 2  # bf16: activations and everything that is not quantised
+_SCALE_BYTES = 2 / 128  # per parameter: a 16-bit scale for each group of 128
 QUANTIZATIONS = {  # bytes of a parameter in a layer
     "fp8": 1.0,
     "int8": 1.0,
@@ -33,7 +33,7 @@ class Gpu(_CatalogueEntry):
     name: str
     memory_bytes: int = Field(gt=0)
     flops_per_s: float = Field(gt=0)
-    fp8_flops_per_s: float | None = Field(default=None, gt=0)  # None: numbers are converted, and multiplied in bf16
+    fp8_flops_per_s: float | None = Field(default=None, gt=0)  # None: converted to bf16 and multiplied there
     int8_ops_per_s: float | None = Field(default=None, gt=0)
     memory_bytes_per_s: float = Field(gt=0)
     scale_up_bytes_per_s: float = Field(gt=0)  # speed to another GPU of the same host, one direction

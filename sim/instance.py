@@ -26,14 +26,14 @@ from sim.processors import Processors
 from sim.streams import Listener, SimStream
 
 _MAX_FRUITLESS = 4
-_MIN_CRUISE = 2  # minimum steps of a fast-forward: it does not speed up a single step
+_MIN_CRUISE = 2  # minimum steps of a fast-forward, which does not speed up a single step
 _LOOK_S = 1.0  # polling interval of an idle engine whose member waits, as in the shell
 
 Times = Generator[float, None, None]  # seconds for which the engine is busy; negative: until an event
 
 
 class SimInstance(Turns):
-    # Slots save memory: there may be thousands of instances.
+    # Slots save memory, as there may be thousands of instances.
     __slots__ = (
         "_acts",
         "_alarm_at_s",
@@ -84,8 +84,8 @@ class SimInstance(Turns):
         fast_forwards: bool,
         processors: Processors | None,
     ) -> None:
-        """`processors`: shared with other engines, if any. `fast_forwards`: combine decode-only steps, which changes
-        the run time only.
+        """`processors`: shared with other engines, if any. `fast_forwards`: combine decode-only steps, which only
+        shortens the simulation's own run time.
         """
         super().__init__(core, lambda: clock.now_s)
         self.worker_id = worker_id
@@ -216,7 +216,7 @@ class SimInstance(Turns):
         self.member.check()
         place, me = self.member.place, (self.worker_id, self.incarnation)
         if place is not None and me not in {(m.worker_id, m.incarnation) for m in place.group.members}:
-            raise InvariantViolation(f"{me} is no member of the group that it says it is in: {place.group}")
+            raise InvariantViolation(f"{me} is not a member of the group that it reports: {place.group}")
 
     # ------------------------------------------------------------ the engine
 
@@ -274,7 +274,7 @@ class SimInstance(Turns):
             self.fruitless_count = 0
             return True
         if self.fruitless_count > _MAX_FRUITLESS:
-            raise InvariantViolation(f"{self.worker_id} has work and forms no batch of it")
+            raise InvariantViolation(f"{self.worker_id} has work but forms no batch")
         return False
 
     def _lapse(self, turn: Iterator[None]) -> Times:
@@ -342,7 +342,8 @@ class SimInstance(Turns):
     def _step_fast_forward(self, fast_forward: FastForward) -> Times:
         """Fast-forward decode-only steps until an event arrives or the batch changes."""
         assert self._costs is not None, "asked before"
-        # Local variables for everything that a step needs: with thousands of instances nothing stays in the cache.
+        # Everything that a step needs is in local variables, as with thousands of instances nothing stays in the CPU
+        # cache.
         plain, inbox, growth = fast_forward.plain, self._inbox, fast_forward.plain.growth
         count, context, limit = len(plain.sequences), plain.context_tokens, plain.limit
         # Only the cost of reading KV differs between steps: `RooflineCosts.decodes(count, context).on(layer_count)`.
@@ -400,7 +401,7 @@ class SimInstance(Turns):
         return seconds
 
     def _busy(self, seconds: float, token_count: int) -> float:
-        """Slow an execution time down by a fault and by shared processors, count it as busy, and return it."""
+        """Return an execution time, slowed down by a fault and by shared processors, and count it as busy."""
         seconds *= self.slowness
         if self._processors is not None:
             seconds *= self._processors.slowdown(self.worker_id, self._clock.now_s, seconds, token_count)

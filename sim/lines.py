@@ -1,4 +1,4 @@
-"""Connectivity between processes: directed lines that can be cut or slow for a time.
+"""Connectivity between processes: directed network paths (lines) that can be cut or slow for a time.
 
 Messages over a cut line arrive when it is restored, in order, as with TCP, unless the receiver has closed the
 connection. Processes are identified by name: workers, dispatchers, monitors, planners.
@@ -43,8 +43,8 @@ class Lines:
         self._late_s[source, to] = late_s
 
     def holds(self, source: str, to: str, act: Act) -> bool:
-        """Take over a message that must not arrive now: `act` is called later. Returns False for one that may arrive.
-        Call it only if `troubled`.
+        """Hold back a message if it must not arrive now: `act` is then called later. Returns False if it may arrive
+        now. Call this only if `troubled`.
         """
         line, now_s = (source, to), self._clock.now_s
         if (held := self._cut.get(line)) is not None:

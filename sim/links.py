@@ -67,7 +67,7 @@ class SimPlane:
     """All links of a worker, in place of `services.worker.links.plane.DataPlane`."""
 
     def __init__(self, me: WorkerId, wires: Wires, hub: Hub, afterwards: Callable[[Callable[[], None]], None]) -> None:
-        """`afterwards` executes at the end of the engine's current activity, or at once if idle."""
+        """`afterwards` calls a function at the end of the engine's current activity, or at once if it is idle."""
         self.me = me
         self.wires = wires
         self.hub = hub
@@ -183,8 +183,8 @@ class SimPlane:
         self.settle(connection)
 
     def settle(self, connection: SimConnection) -> None:
-        """Complete the waits for links whose epochs both ends have joined. Call it when the peer has joined epochs, or
-        the connection has ended.
+        """Resolve the futures of links whose epochs both ends have joined. Call this when the peer has joined epochs,
+        or the connection has ended.
         """
         left: list[_WantedKv] = []
         met: list[_WantedKv] = []
@@ -366,7 +366,7 @@ class SimConnection(Connection):
             self._bring(lambda: self._taken(number))
 
     def _taken(self, number: int) -> None:
-        """Give a transfer's contents to the receiving process, and return its outcome after the latency."""
+        """Copy a transfer's contents to the receiver, and report the outcome to the sender after the latency."""
         if (outgoing := self._outgoing.get(number)) is not None and self.other.is_up:
             outcome, why = self.other._arrived(number, outgoing.pieces)
             self._after_latency(lambda: self.other._bring(lambda: self._settle(number, outcome, why)))

@@ -1,4 +1,4 @@
-"""A device's memory in virtual time: the worker's real code over extents without memory. Remapping takes time."""
+"""A device's memory in virtual time: the worker's real code over extents that hold no bytes. Remapping takes time."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Geometry:
 if TYPE_CHECKING:
     import torch
 
-_ELEMENT, _KV_ELEMENT = "float16", "float8_e4m3fn"  # the latter has any size of a block
+_ELEMENT, _KV_ELEMENT = "float16", "float8_e4m3fn"  # the latter takes one byte, so that blocks may have any size
 
 
 class SimBackend(PhantomBackend):
@@ -92,7 +92,7 @@ class SimBackend(PhantomBackend):
 
 
 class SimMemory(DeviceMemory):
-    """A worker's memory. `takes_s` gets the duration of each change."""
+    """A worker's memory. `takes_s` is called with the duration of each change."""
 
     backend: SimBackend
     takes_s: Callable[[float], None]

@@ -78,7 +78,7 @@ class MonitorNode:
         return f"{what}-{self._numbers}"
 
     def tell(self, event: Callable[[float], m.Event]) -> None:
-        """Feed an event, which is made at the instant at which the process handles it."""
+        """Feed an event; `event` is called with the time at which the process handles it."""
         self.process.run(lambda: self.feed(event(self._clock.now_s)))
 
     def feed(self, event: m.Event) -> None:
@@ -203,7 +203,7 @@ class Reporter:
             )
 
     def closed(self, monitor: MonitorNode, stream_id: int) -> None:
-        """Handle a stream closed by the monitor: a live worker announces itself again over another one."""
+        """Handle a stream closed by the monitor; a live worker registers again over a new one."""
         self._lines.bring(monitor.process.name, self._name, lambda: self._hear_closed(monitor, stream_id))
 
     def _hear_closed(self, monitor: MonitorNode, stream_id: int) -> None:
@@ -243,11 +243,11 @@ class Reporter:
 
     @property
     def _least_s(self) -> float:
-        """Minimum report interval, as told by the monitor."""
+        """Minimum report interval, as set by the monitor."""
         return 0.0 if self._monitor is None else self._monitor.core.least_report_interval_s
 
     def _report(self) -> None:
-        """Send a report over the open stream, or the stream's end if the worker has crashed."""
+        """Send a report over the open stream, or end the stream if the worker has crashed."""
         if self._ended:
             return
         if self._worker.crashed:
@@ -280,7 +280,7 @@ class Reporter:
         return True
 
     def on_requests_arrived(self, load: LoadReport) -> None:
-        """Report a jump of the demand soon, as a real worker does."""
+        """Report soon if demand has jumped, as a real worker does."""
         if self._told is None or self._hastens or not load.has_jumped(self._told):
             return
         self._hastens = True

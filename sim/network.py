@@ -1,8 +1,9 @@
 """Messages and bulk transfers between instances.
 
-Urgent messages of one pair are ordered and wait for at most one chunk of bulk data (I4). Of a pair's bulk transfers one
-is active: KV before parameters, then first come first served. Transfers of different pairs share resources evenly: a
-network card, both directions together; within a host the direct link, per direction; a host's disk.
+Urgent messages of one pair are ordered and wait for at most one chunk of bulk data (I4). One of a pair's bulk transfers
+is active at a time: KV before parameters, then first come first served. Transfers of different pairs share resources
+evenly; a resource is a network card (both directions together), the direct link within a host (each direction), or a
+host's disk.
 """
 
 from collections import deque
@@ -135,8 +136,8 @@ class Network:
     def transfer(
         self, source: str, to: str, size_bytes: int, kind: Bulk, done: Callable[[], None], rank: int = 0
     ) -> Sending:
-        """Start a transfer; `done` is called when the receiver has all of it. Of waiting transfers of one kind the
-        smallest rank goes first.
+        """Start a transfer; `done` is called when the receiver has all of it. Among waiting transfers of one kind, the
+        one with the smallest rank starts first.
         """
         self.bulk_bytes[kind] += size_bytes
         pair = self._pair(source, to)

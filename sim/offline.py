@@ -1,4 +1,4 @@
-"""Endless offline load beside a trace: a few requests always wait to be pulled by a worker."""
+"""Endless offline load in addition to a trace: a few requests always wait to be pulled by a worker."""
 
 import math
 import random
@@ -21,7 +21,7 @@ class OfflineLoad:
     lengths: Sequence[tuple[int, int]]
     waiting_count: int = 8  # requests without a token that each dispatcher always has
     until_s: float = math.inf
-    priority: PriorityClass = PriorityClass.BATCH  # another class is for engines that only have priorities
+    priority: PriorityClass = PriorityClass.BATCH  # another class represents engines that only have priorities
 
 
 class OfflineClients:

@@ -38,7 +38,7 @@ _CALL_TIMEOUT_S = 2.0
 _HELD = {
     p.WorkerCall.PREPARE: NOT_PREPARED,
     p.WorkerCall.COMMIT: NOT_TAKEN_UP,
-}  # phases with which an answer waits until the member has progressed
+}  # call -> phases in which its answer waits for the member's progress
 _LOOK_S = 0.001  # polling interval while waiting
 _LOOK_UP_S = 0.5  # polling interval for a change of the active monitor
 
@@ -65,8 +65,8 @@ class PlannerNode:
         name: str = "p0",
         elected: bool = False,
     ) -> None:
-        """`monitor`: returns the active monitor. Stopped members do not answer calls, and handle them later. `elected`:
-        there are several planners or monitors.
+        """`monitor`: returns the active monitor. Stopped members do not answer calls, and handle them once they
+        continue. `elected`: there are several planners or monitors.
         """
         self._migrations = migrations
         self.process = Process(name)
@@ -76,7 +76,7 @@ class PlannerNode:
         self.published: list[Epoch] = []  # epochs of layouts, as seen by watchers
         self.nothing_done: list[tuple[float, p.NothingDone]] = []
         self.predicted: list[Predicted] = []  # predictions whose outcome is known
-        self.decides_until_s = math.inf  # loads are ignored afterwards, so that nothing changes any more
+        self.decides_until_s = math.inf  # load reports are ignored after this time, so that the layout stays as it is
         self.name = name
         self._clock = clock = site.clock
         self._state = state = site.state
@@ -254,7 +254,7 @@ class PlannerNode:
         self._ask_loads(hear)
 
     def _ask_loads(self, hear: Callable[[p.ClusterLoad, str], None]) -> None:
-        """Ask the active monitor for load reports. `hear` gets these, or the failure."""
+        """Ask the active monitor for load reports. `hear` is called with these and "", or with none and the failure."""
         monitor, late = self._monitor(), self._lines
         reached = monitor is not None and not (monitor.process.crashed or monitor.process.paused)
         if monitor is None or not reached or late.is_cut(self.name, monitor.process.name):
@@ -268,7 +268,7 @@ class PlannerNode:
         self._clock.after(wait_s, b"planner has loads", arrive)
 
     def _name(self) -> None:
-        """Send workers their likely partners, as in `services.planner.shell.partners`, but once per layout."""
+        """Send workers their likely partners, as `services.planner.shell.partners` does, but only once per layout."""
         if (layout := self.core.layout_at_rest) is None:
             return
         for member, partners in likely_partners(layout, MOST):
@@ -339,7 +339,9 @@ class PlannerNode:
     # ------------------------------------------------------------ members
 
     def _probe(self, command: p.ProbeInstance) -> None:
-        """Probe an instance, as in `services.planner.peers.Members.probe`: an ended process' host refuses at once."""
+        """Probe an instance, as in `services.planner.peers.Members.probe`: the host of an ended process refuses at
+        once.
+        """
         name, lines = command.worker_id, self._lines
 
         def answered() -> None:
@@ -358,8 +360,8 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner probes", answered)
 
     def _call(self, command: p.CallMember) -> None:
-        """Call a member. Its engine handles the call at the next step boundary; the answer contains its progress, and
-        is delayed briefly for it, as on a worker.
+        """Call a member. Its engine handles the call at the next step boundary. The answer contains the member's
+        progress and is delayed briefly to wait for it, as on a worker.
         """
         worker_id = command.member.worker_id
         key = (worker_id, command.call)

@@ -45,7 +45,7 @@ class SimSample:
     running_count: int
     waiting_count: int
     preemptions_total: int
-    stranded_count: int  # requests that waited on a full instance, also at the sample before, while another had room
+    stranded_count: int  # requests that waited on a full instance, at this sample and the last, while another had room
     epoch: int
     epoch_reason: str
     group_sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ def mean_on(samples: Sequence[SimSample], until_s: float) -> float:
 
 
 def leaves(samples: Sequence[SimSample]) -> tuple[int, int]:
-    """(instances parked, how many of them were needed again within a minute), matched last in, first out."""
+    """(number of instances parked, how many of them were needed again within a minute), matched last in, first out."""
     left_at_s, count, soon = list[float](), 0, 0
     for before, sample in pairwise(samples):
         change = sample.away_count - before.away_count
@@ -87,4 +87,4 @@ class SimRun:
     offline_token_count: int  # prompts and answers of offline requests
     offline_lost_token_count: int  # offline tokens recomputed after preemptions
     offline_yield_count: int
-    bubble_fraction: float | None  # idle fraction of pipeline stages while their group had work; None: no pipelines
+    bubble_fraction: float | None  # idle fraction of pipeline stages while their group has work; None: no pipelines

@@ -1,4 +1,4 @@
-"""Rules of all services, in the form used by their cores. Set by the caller of a simulation."""
+"""Rules of all services, in the form that their cores take. Set by the caller of a simulation."""
 
 from dataclasses import dataclass, field
 

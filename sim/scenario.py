@@ -33,7 +33,7 @@ class Arrivals(_Section):
 
 
 class Offline(_Section):
-    """Endless offline work beside the trace, until the last arrival of the trace."""
+    """Endless offline work in addition to the trace, until the trace's last arrival."""
 
     lengths: str  # name of a data set, or a file
     waiting_count: int = Field(8, ge=1)  # requests that wait at each dispatcher

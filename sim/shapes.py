@@ -59,8 +59,8 @@ def spec_of_config(name: str, config: Mapping[str, object], gpu: Gpu) -> ModelSp
 
 
 def stored_as(spec: ModelSpec, gpu: Gpu, quantization: Quantization | None, kv_cache_dtype: KvCacheDtype) -> ModelSpec:
-    """The model with layers and KV in these formats; None: as they are. Quantised it takes as few GPUs as leave a
-    quarter of their memory for KV, and at most as many as before.
+    """The model with its layers and KV in these formats; None: unchanged. A quantised model takes the fewest GPUs that
+    leave a quarter of their memory for KV, and at most as many as before.
     """
     spec = spec.model_copy(update={"kv_cache_dtype": kv_cache_dtype})
     if quantization is None:

@@ -196,7 +196,7 @@ class SimStateServer:
         return self.contents.acquire(name, holder, ttl_s, self.now_s, above)
 
     def leader(self, name: str, by: str) -> str | None:
-        """The leader as seen by `by`: the last known one while there is none, or no answer."""
+        """The leader as seen by `by`; the last known one while there is none or the server does not answer."""
         lease = self.contents.leases.get(name)
         if self.reaches(by) and lease is not None and lease.until_s > self.now_s and lease.holder != NOBODY:
             self._leaders[name, by] = lease.holder
@@ -211,7 +211,7 @@ class SimStateServer:
             self._clock.after(3 * self._delays.state_s, b"reach", bring)
 
     def _tell(self, layout: Layout) -> None:
-        """Notify the watchers, which then read."""
+        """Notify the watchers, which then read the layout."""
         for name, told in self._watchers:
             bring = partial(self._lines.bring, STATE, name, partial(told, layout))
             self._clock.after(3 * self._delays.state_s, b"layout", bring)
@@ -238,7 +238,7 @@ class SimStateServer:
         self._clock.after(_POLL_S, b"dispatchers look", self._look)
 
     def become_corrupt(self) -> None:
-        """Corrupt the contents: leases have an unknown holder and no expiry; dispatchers' entries are unreadable."""
+        """Corrupt the contents: leases get an unknown holder and no expiry, and dispatchers' entries are lost."""
         for name, lease in self.contents.leases.items():
             self.contents.leases[name] = Lease(NOBODY, lease.token, math.inf)
         self.backlogs.clear()

@@ -1,6 +1,6 @@
 """A cluster in one process and one thread: real dispatchers, monitor, planner and workers in virtual time.
 
-Rule 1: services' decisions are made by their own code only.
+Rule 1: only the services' own code makes their decisions.
 Rule 2: the same arguments produce the same run, bit by bit.
 """
 
@@ -83,7 +83,7 @@ class WorldOptions:
     fast_forwards: bool = True  # combine decode-only steps: the same run in less time
     faults: Sequence[Fault] = ()
     stop_after_s: float | None = None  # time in the trace; later requests stay open
-    offline: OfflineLoad | None = None  # load beside the trace
+    offline: OfflineLoad | None = None  # load in addition to the trace
     classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to the trace's requests in turn
 
 
@@ -142,7 +142,7 @@ class World:
         )
         self.dispatchers = [self._add_dispatcher(number) for number in range(options.dispatcher_count)]
         self.samples: list[SimSample] = []
-        self._full: dict[WorkerId, int] = {}  # worker -> number of requests that waited in vain at the last sample
+        self._full: dict[WorkerId, int] = {}  # worker -> number of requests that were stranded there at the last sample
         self.clock.every(_SAMPLE_INTERVAL_S, b"sample", self._sample, first_s=self.zero_s)
         for fault in options.faults:
             fault.check(count)
@@ -192,7 +192,7 @@ class World:
         return not instance.crashed and instance.incarnation == incarnation
 
     def _later(self, delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) -> SimTimer:
-        """Set a timer for workers whose planner is silent; needed with faults only."""
+        """Set a timer by which workers notice a silent planner. It rings only in worlds with standbys or marks."""
         timer = SimTimer(act, epoch)
         if self._elects or self.options.marks:
             self.clock.after(delay_s, b"watchdog", timer.ring)
@@ -442,8 +442,8 @@ class World:
         )
 
     def _stranded(self, leaders: Sequence[WorkerId]) -> int:
-        """Count requests that wait on a full instance, now and at the last sample, while another one has room. Records
-        them for the next sample.
+        """Count the requests that wait on a full instance, now and at the last sample, while another one has room. The
+        present counts are recorded for the next sample.
         """
         before, self._full = self._full, {}
         loads = {name: self.instances[name].load() for name in leaders}

@@ -56,7 +56,7 @@ T = TypeVar("T")
 _NAME = "dispatcher"
 _PLANNER_LOOKUP_S = 2.0
 _LAYOUT_POLL_S = 1.0
-_CONNECTION_AGE_S = 300.0  # maximum age of a connection: clients then resolve the name again and find added dispatchers
+_CONNECTION_AGE_S = 300.0  # maximum age of a connection; clients then re-resolve the name and find new dispatchers
 _CLOSE_GRACE_S = 1.0  # time for the last responses to reach their clients
 
 
@@ -100,7 +100,7 @@ async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Authentication of callers, and credentials for calls."""
+    """Authentication of callers, and credentials for outgoing calls."""
 
     security: Security
     tokens: TokenBook | None
@@ -259,7 +259,7 @@ def build_shell(
 
 @contextlib.asynccontextmanager
 async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Context manager that runs endless loops: an exception in one cancels all, and so does leaving the block."""
+    """Context manager that runs endless loops; an exception in one of them, or leaving the block, cancels all."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]
         yield
@@ -268,7 +268,7 @@ async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, No
 
 
 async def _keep_health(shell: DispatcherShell, server: RpcServer) -> None:
-    """Keep the server's health equal to `shell.ready`: connected to a worker, and not draining."""
+    """Keep the server's health status equal to `shell.ready`: connected to a worker, and not draining."""
     told = False
     while True:
         if shell.ready != told:

@@ -1,4 +1,4 @@
-"""Requests' histories and times as protobuf."""
+"""Converts histories and latencies of requests to protobuf."""
 
 from ballast.common.ids import DispatcherId
 from ballast.rpc.mapping import Mapper

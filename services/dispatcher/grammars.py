@@ -31,7 +31,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_N
 
 
 class GrammarChecks:
-    """Validates grammars, in a single event loop. Call `close` in the end.
+    """Validates grammars, in a single event loop. Call `close` at the end.
 
     Args:
         tokenizer_file: tokenizer.json of the model.
@@ -161,7 +161,7 @@ class GrammarChecks:
             stdout=PIPE,
             limit=_LINE_BYTES,
             env=os.environ | _ONE_THREAD,
-            start_new_session=True,  # keeps a terminal's signals from it
+            start_new_session=True,  # shields it from a terminal's signals
         )
         self._processes = [one for one in self._processes if one.returncode is None] + [process]
         assert process.stdin is not None

@@ -71,11 +71,13 @@ class ServingBounds:
 
 @dataclass(eq=False, slots=True)
 class _Service:
-    """A request served here. `stream`: None until it is submitted. `claiming`: claims its id while it is served."""
+    """A request served here. `stream`: None until it is submitted. `claiming`: task that claims its id while it is
+    served.
+    """
 
     request: Request
     resumption: Resumption | None
-    caller: str  # name of the token that its caller has sent
+    caller: str  # name of the token with which its caller authenticated
     claim: Claim | None  # None: the id was generated here
     stream: ClientStream | None = None
     claiming: asyncio.Task[bool] | None = None
@@ -98,7 +100,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         planner: PlannerPort,
         traces: bool = False,
     ) -> None:
-        """`traces`: start a trace for requests without one."""
+        """`traces`: whether to start a trace for requests that have none."""
         self._traces = traces
         self._planner = planner
         self._shell = shell
@@ -136,7 +138,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             why = f"request {request_id} was started with another token; to cancel it needs the role operate"
             refuse("not_owner", PermissionDenied(why))
         if service is not None and service.claim is not None:
-            await self._claims.cancel(service.claim)  # first, else its client could resume it
+            await self._claims.cancel(service.claim)  # first, as its client could resume it otherwise
         return pb.CancelResponse(found=self._shell.withdraw(request_id, "cancelled by its id"))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -203,7 +205,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         at_s = self._clock.now_s()
         account = self._shell.chronicle.find(RequestId(request.request_id), at_s)
         if account is None:
-            why = "neither is such a request served here nor is it among the last that ended here"
+            why = "no such request is running here or among the last that ended here"
             raise NotFound(f"{request.request_id or 'a request id is needed'}: {why}")
         return account_to_proto(account, self._identity.dispatcher_id, at_s)
 
@@ -225,7 +227,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
         if not self._shell.undrain():
-            raise Unavailable(self._identity.dispatcher_id, "is shutting down, which is not taken back")
+            raise Unavailable(self._identity.dispatcher_id, "is shutting down, which cannot be undone")
         return pb.UndrainResponse()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:
@@ -242,13 +244,15 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- generate
 
     def taken(self, request_id: RequestId, serial: int) -> None:
-        """Withdraw a request that its client has resumed at another dispatcher. `serial`: that of the claim here."""
+        """Withdraw a request that its client has resumed at another dispatcher. `serial`: serial of the claim made
+        here.
+        """
         service = self._served.get(request_id)
         if service is not None and service.claim is not None and service.claim.serial == serial:
             self._shell.withdraw(request_id, "its client goes on with it at another dispatcher")
 
     async def _open(self, service: _Service) -> ClientStream:
-        """Submit the request and claim its id: before submission for a later attempt, otherwise beside serving."""
+        """Submit the request and claim its id: before submission for a later attempt, otherwise while it is served."""
         request, claim = service.request, service.claim
         if claim is not None and service.attempt > 1:
             self._refuse_if_served(claim)  # before this dispatcher's own claim is replaced
@@ -279,7 +283,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _close(self, service: _Service) -> None:
         if service.stream is not None:
             self._shell.close(service.stream, "the client went away")
-        if self._served.get(service.request.request_id) is service:  # otherwise another one with the same id
+        if self._served.get(service.request.request_id) is service:  # otherwise another request has the same id now
             del self._served[service.request.request_id]
         if service.claiming is not None:
             service.claiming.cancel()
@@ -407,7 +411,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("sampling.adapter", f"{name!r} is not served; what is: {', '.join(known) or 'none'}")
 
     def _check_token_ids(self, field: str, ids: Sequence[int]) -> None:
-        """Raise InvalidRequest for ids outside the vocabulary, once a worker has told its size; workers check, too."""
+        """Raise InvalidRequest for ids outside the vocabulary, once a worker has reported its size; workers check them
+        too.
+        """
         model = self._shell.model
         vocab_size = model.vocab_size if model is not None else 1 << 31
         if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
@@ -428,9 +434,9 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, may_shorten: bool) -> SamplingParams:
         """Validate and complete sampling parameters: a seed, tokens of bad words, max_tokens within the context.
 
-        As in vLLM, a requested max_tokens that does not fit is an error, and the default is shortened. It is bounded by
-        the model's length, not by what the cluster holds now: instances come and go, a resumed answer must not be
-        longer than its limit, and few answers are as long as their limit.
+        As in vLLM, a requested max_tokens that does not fit is an error, whereas a default is reduced. The bound is the
+        model's maximum length rather than the cluster's present capacity: instances are added and removed, a resumed
+        answer must not exceed its limit, and few answers are as long as their limit.
         """
         changes: dict[str, Any] = {}  # Any: values of fields
         if sampling.prompt_logprobs is not None:
@@ -508,7 +514,7 @@ def _json_object(field: str, text: str) -> Mapping[str, object]:
 
 def _cache_salt(given: str, adapter: str) -> bytes:
     """Salt of a request's cached KV; empty if it may share KV with all. Callers with differently named tokens never
-    share KV: response times would reveal prompts of others. Requests with different adapters cannot share any.
+    share KV, as response times would reveal the prompts of others. Requests with different adapters cannot share any.
     """
     if len(given) > _MAX_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"has {len(given)} characters, at most {_MAX_SALT_CHARS} are allowed")

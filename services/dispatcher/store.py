@@ -56,7 +56,7 @@ _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
 _RESUMABLE_S = 45  # how much longer `dispatchers:lately:` keys live than a registration
-BACKLOG_INTERVAL_S = 0.05  # short, as no other process knows of a burst that waits here
+BACKLOG_INTERVAL_S = 0.05  # short, as no other process can see a burst that waits here
 _CLAIM_TIMEOUT_S = 0.5  # how long a first token waits for an unresponsive state server
 _CLAIM_PAUSE_S = 0.01  # between two round trips with claims; first tokens take longer
 _BATCH = 256
@@ -286,8 +286,8 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def run_claims(self) -> None:
-        """Send claims to the state server, endlessly: the first at once, then what has come every `_CLAIM_PAUSE_S`. In
-        a burst round trips would otherwise cost as much as everything else that is done for a request.
+        """Send claims to the state server, endlessly: the first at once, then every `_CLAIM_PAUSE_S` those made since.
+        In a burst, a round trip for each claim would cost as much as all other work for its request.
         """
         while True:
             await self._asking.wait()
@@ -322,7 +322,7 @@ class DispatcherStore:
             await self._soon(self._state.run(script))
 
     async def _soon(self, answer: Awaitable[T]) -> T | None:
-        """The state server's answer; None if it does not come in time."""
+        """The state server's answer; None if it does not arrive in time."""
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
                 return await answer
@@ -333,7 +333,7 @@ class DispatcherStore:
         return f"{claim.attempt} {claim.secret_hash or '-'} {self._owner}/{claim.serial}"
 
     def release(self, claim: Claim) -> None:
-        """Release the claim; a newer one on the same id stays."""
+        """Release the claim; a newer one on the same id is kept."""
         self._released.append(claim)
         self._releasing.set()
 
@@ -352,7 +352,7 @@ class DispatcherStore:
 
 
 def _decode_reach(body: str | None) -> Reach | None:
-    """The stored reach; None if missing or invalid: then no request counts as long."""
+    """The stored reach; None if missing or invalid, in which case no request counts as long."""
     try:
         return None if body is None else read_reach(body)
     except ValueError as error:
@@ -361,7 +361,7 @@ def _decode_reach(body: str | None) -> Reach | None:
 
 
 def _decode(body: str) -> Layout | None:
-    """The stored layout; None if invalid: then the previous one stays in force."""
+    """The stored layout; None if invalid, in which case the previous one stays in force."""
     try:
         layout = LAYOUT.record(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()

@@ -22,9 +22,9 @@ from ballast.service.tokenizer import load_tokenizer
 from services.dispatcher.grammars import GrammarChecks
 from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
-# A longer text is tokenised in a thread: it takes milliseconds, and only the batch call releases the GIL.
+# Longer texts take milliseconds and are tokenised in a thread, by the batch call, as only that releases the GIL.
 _THREAD_CHARS = 4_000
-_HUGE_CHARS = 256_000  # longer texts take a large part of a second each, and are tokenised one at a time
+_HUGE_CHARS = 256_000  # longer texts take a good part of a second each, and are tokenised one at a time
 _LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -40,7 +40,7 @@ class PromptEncoder:
         generation_config: Source of sampling defaults: `auto`, the model's; `ballast`, none; or another folder.
 
     Raises:
-        ConfigError: a file is missing or corrupt; names it.
+        ConfigError: a file is missing or corrupt; the message names it.
     """
 
     def __init__(self, model: Path, chat_template: Path | None = None, generation_config: str = "auto") -> None:
@@ -92,8 +92,8 @@ class PromptEncoder:
         return await self._encode("conversation", text, longest, add_special_tokens=False)
 
     def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token sequences of each word, as in vLLM: without a space before it, and with one if the first token then
-        differs and the number of tokens does not.
+        """Token sequences of each word, as in vLLM: without a leading space, and also with one if that changes the
+        first token but not the number of tokens.
         """
         found: list[tuple[int, ...]] = []
         for word in words:

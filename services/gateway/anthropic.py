@@ -89,7 +89,7 @@ class MessagesRequest(BaseModel):
             raise refused(error) from error
 
     def as_tokens(self) -> TokenizeRequest:
-        """The equivalent request to tokenise, for counting tokens."""
+        """The equivalent tokenisation request, to count the prompt's tokens."""
         try:
             return TokenizeRequest(model=self.model, messages=self._messages(), tools=self._tools())
         except ValidationError as error:

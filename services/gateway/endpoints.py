@@ -66,7 +66,7 @@ class Call:
     reply_headers: dict[str, str] = field(default_factory=dict[str, str])
 
     def report_ignored_keys(self, keys: Iterable[str]) -> None:
-        """Name, in a response header, the keys of a JSON schema that the answer need not follow."""
+        """Name, in a response header, the keys of a JSON schema that are not enforced on the answer."""
         if names := ", ".join(sorted(keys)):
             self.reply_headers["x-ballast-schema-ignored"] = names
 
@@ -264,7 +264,7 @@ class HttpEndpoints:
 
     def _for_each_choice(self, sampling: SamplingParams, count: int, prompt_count: int = 1) -> list[SamplingParams]:
         if count * prompt_count > self._max_choices:
-            why = f"{count * prompt_count} choices are asked for, at most {self._max_choices} are allowed"
+            why = f"{count * prompt_count} choices are requested; at most {self._max_choices} are allowed"
             raise invalid("n", why)
         return for_each_choice(sampling, count)
 

@@ -13,7 +13,7 @@ from ballast.common.errors import BallastError
 from ballast.common.model import ModelInfo
 from services.gateway.errors import invalid
 
-_ADMITTED_S = 30.0  # how long an admitted caller is not checked again; dispatchers check each request regardless
+_ADMITTED_S = 30.0  # how long a caller's check stays valid; dispatchers check each request regardless
 _MOST_ADMITTED = 4096
 
 
@@ -85,7 +85,7 @@ class ServedModel:
                 except BallastError:
                     if self._known is None:
                         raise
-            assert self._known is not None, "asked, or known before"
+            assert self._known is not None, "cached now or earlier"
             return self._known
 
     async def admit(self, metadata: Metadata | None) -> None:

@@ -28,7 +28,7 @@ class Gateways:
         self._next = 0
 
     async def ask(self, url: str, body: bytes) -> GatewayAnswer:
-        """Send one request to the next gateway, in turn, that can be reached.
+        """Send one request to the next reachable gateway, in turn.
 
         Raises:
             Unavailable: no gateway can be reached.
@@ -52,7 +52,7 @@ class Gateways:
                 said: object = json.loads(raw)
             except ValueError as error:
                 if 200 <= response.status < 300:
-                    raise BrokenCall(f"{client.url} answered something that is no JSON") from error
+                    raise BrokenCall(f"{client.url} answered with something that is not JSON") from error
                 said = {"error": {"message": raw[:1000].decode(errors="replace"), "type": "server_error"}}
             retry_after_s = _seconds(response.header("retry-after"))
             return GatewayAnswer(response.status, response.header("x-request-id") or "", retry_after_s, said)

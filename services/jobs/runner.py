@@ -26,7 +26,7 @@ from services.jobs.core.verdict import Again, KeepResult
 from services.jobs.gateways import Gateways
 from services.jobs.store import Full, Result, Store, Upload
 
-_GROUP_S: Final = 0.05  # results of this time are stored in one transaction
+_GROUP_S: Final = 0.05  # results that arrive within this time are stored in one transaction
 _TICK_S: Final = 0.5  # interval of checks for expired batches
 _HOUSE_S: Final = 300.0
 _LINES_AT_ONCE: Final = 512  # number of lines read from the store at a time
@@ -47,8 +47,8 @@ class Rules:
 
 
 class Runner:
-    """Runs the batches of a store while `run` runs. `now_s`: returns wall-clock time that never goes back. `is_full`:
-    whether the disk is full.
+    """Runs the batches of a store until `run` is cancelled. `now_s`: returns wall-clock time that never goes back.
+    `is_full`: whether the disk is full.
     """
 
     def __init__(self, store: Store, gateways: Gateways, rules: Rules, now_s: Callable[[], float]) -> None:
@@ -72,7 +72,7 @@ class Runner:
         return await asyncio.get_running_loop().run_in_executor(self._thread, partial(call, *args, **kwargs))
 
     async def run(self) -> None:
-        """Run the open batches of the store, and those added, until cancelled."""
+        """Run the open batches of the store, and those added later, until cancelled."""
         for batch in await self.stored(self.store.open_batches):
             self._take(batch)
         try:
@@ -371,7 +371,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------ all else
 
     async def _delete_outdated(self) -> None:
-        """Delete outdated files and batches every five minutes, forever."""
+        """Every five minutes, delete files and ended batches older than `keep_s`; runs until cancelled."""
         while True:
             before_s = self.now_s() - self._rules.keep_s
             for file_id in await self.stored(self.store.outdated_files, before_s):

@@ -44,7 +44,7 @@ class JobsShell:
         self._changed = asyncio.Event()
 
     def change_leadership(self, token: int | None) -> None:
-        """Take note of the lease's fencing token, or None for a standby. Work for an earlier token is stopped."""
+        """Adopt the lease's fencing token; None makes this replica a standby. Work for an earlier token is stopped."""
         self._token = token
         self._desk.runner = None
         self._changed.set()

@@ -3,10 +3,10 @@
 A file is written as ID.part, synced and renamed, and then gets a row. Files without a row are left over from
 interrupted writes, and are removed when the folder is opened. A line's result is a column of its row, written once, in
 one transaction with the counts of its batch. Every transaction first checks that the folder still belongs to this
-process (`epoch`, the fencing token of the lease), so that a process that was presumed dead writes nothing when it wakes
-up.
+process (`epoch`, the fencing token of the lease), so that a process that was presumed dead cannot write when it
+resumes.
 
-Calls block; the runner makes them in a thread.
+All calls block; the runner makes them from a thread.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class CallerUsage:
-    """Bytes of files, and numbers of batches and lines without an end, of one owner or of all."""
+    """Bytes of files, number of open batches, and number of their lines without a result, of one owner or of all."""
 
     file_bytes: int
     open_batches: int
@@ -90,7 +90,7 @@ class Store:
 
     Raises:
         Fenced: a process with a higher token has opened the folder.
-        Unavailable: another process keeps a lock, as it was stopped during a write.
+        Unavailable: another process, stopped during a write, still holds the lock.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Store:
 
     @property
     def last_s(self) -> float:
-        """The time of the last stored change, to which a clock that was set back since must not return."""
+        """The time of the last stored change. A clock that was set back since then must not start before it."""
         return _meta(self._db, "now_s")
 
     def _take_over(self) -> None:
@@ -356,7 +356,7 @@ class Upload:
     def commit(self) -> StoredFile:
         """Sync the file and rename it to its final name. Its row is added by `Store.add_file` or `end_batch`."""
         self.write(b"")
-        assert self._open is not None, "write has opened it"
+        assert self._open is not None, "write() has opened it"
         with _with_names():
             self._open.flush()
             self._before_write("sync a file")
@@ -422,7 +422,7 @@ def _with_names() -> Generator[None]:
             case (sqlite3.SQLITE_FULL, _) | (_, sqlite3.SQLITE_IOERR_WRITE):
                 raise Full(f"no room for the jobs: {error}") from error
             case (sqlite3.SQLITE_BUSY, _):
-                why = "another process writes into the folder and does not come to an end"
+                why = "another process writes to the folder and does not finish"
                 raise Unavailable("jobs", why) from error
             case _:
                 raise

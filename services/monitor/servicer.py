@@ -106,7 +106,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         border.claimed_epoch("place.epoch", place.epoch, self._shell.layout_epoch)
         me = (instance.worker_id, instance.incarnation)
         if me not in {(member.worker_id, member.incarnation) for member in place.group.members}:
-            raise InvalidRequest("place.group", f"{me[0]} in life {me[1]} is no member of the group it says it is in")
+            raise InvalidRequest("place.group", f"{me[0]} (incarnation {me[1]}) is not in the group that it reports")
         last_layer = max(member.last_layer for member in place.group.members)
         border.within("place.group.members.last_layer", last_layer, 1, instance.model.layer_count)
 
@@ -230,7 +230,7 @@ def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
 
 
 def _within_int64(record: _Sums) -> _Sums:
-    """The record with its integers limited to int64: sums over instances may exceed it where single values do not."""
+    """The record with its integers limited to int64: sums over instances may exceed it even if single values do not."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     beyond = {name: _int64(value) for name, value in values.items() if type(value) is int and value != _int64(value)}
     return replace(record, **beyond) if beyond else record

@@ -1,7 +1,7 @@
 """The monitor's keys in the state server. All under `ballast:`
 
 registry:<worker id>   hash, one per instance; expires unless renewed. Read by status tools and the next active monitor;
-                       decides nothing while a monitor is active
+                       not used for decisions while a monitor is active
 layout                 read here, written by the planner (services.planner.store)
 backlogs               hash dispatcher id -> "<serial> <numbers of ballast.common.traffic>", written by the dispatchers
                        (services.dispatcher.store); entries of dispatchers that died are deleted here

@@ -142,7 +142,7 @@ def webhook(settings: PlannerSettings) -> Webhook | None:
         return None
     if settings.scale_webhook_secret_file is None:
         raise ConfigError(
-            "planner.scale_webhook", "needs --scale-webhook-secret-file: who is told has to know who tells"
+            "planner.scale_webhook", "needs --scale-webhook-secret-file: the receiver must be able to verify the sender"
         )
     return Webhook(settings.scale_webhook, read_secret(settings.scale_webhook_secret_file))
 

@@ -121,7 +121,7 @@ class MonitorEvents:
         return self._load
 
     def loads_of(self, answer: pb.GetClusterStatusResponse) -> ClusterLoad:
-        """Convert the valid reports of an answer; not again those that have not changed since the last answer."""
+        """Convert the valid reports of an answer, reusing the results for those unchanged since the last answer."""
         before, self._reports = self._reports, {}
         slowness: dict[WorkerId, float] = {}
         for row in answer.instances:
@@ -351,7 +351,9 @@ class Members:
 
 
 def _bound_figures(status: Status) -> None:
-    """Bound the numbers, which are summed for metrics. The phase counts in any case: a transition waits for it."""
+    """Clamp the numbers, which are summed for metrics, instead of rejecting the answer: a transition waits for its
+    phase.
+    """
     status.why = status.why[:_MAX_WHY_CHARS]
     for field in fields(Status):
         value = getattr(status, field.name)

@@ -1,6 +1,7 @@
 """Traces of transitions: a span for each drop and restore, with child spans for stages and for members.
 
-Dispatchers link the spans of requests that ran meanwhile to it (`ballast.service.otlp.transition_context`).
+Dispatchers link the spans of requests that ran during a transition to its span
+(`ballast.service.otlp.transition_context`).
 """
 
 import itertools

@@ -1,7 +1,7 @@
 """The layout in the state server. Owner of these keys, which change together:
 
 ballast:layout           string, base64 of ballastpb.cluster.v1.Layout; dispatchers read it
-ballast:layout:meta      hash {epoch, token (fencing token of who wrote it), model (JSON), partial (JSON)}; for planners
+ballast:layout:meta      hash {epoch, token (the writer's fencing token), model (JSON), partial (JSON)}; for planners
 ballast:reach            string of ballast.common.reach: the longest context the cluster could hold; dispatchers read it
 ballast:learnt           string, JSON of services.planner.policy.reserve.Learnt; for planners
 ballast:layout:changed   channel; carries the new epoch
@@ -139,7 +139,7 @@ class RedisLayoutStore:
         try:
             layout = _layout_from(body or "")
             if layout.epoch != stored_epoch:
-                raise ValueError(f"epoch {layout.epoch} beside {stored_epoch}")
+                raise ValueError(f"its epoch is {layout.epoch}, but the stored one is {stored_epoch}")
             partial = _partial_from(meta.get("partial", "[]"))
             return StoredLayout(layout, _MODEL.validate_json(meta["model"]), partial, journal, learnt)
         except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, BallastError) as error:
@@ -210,7 +210,7 @@ def _layout_from(body: str) -> Layout:
 
 
 def _epoch_from(text: str) -> Epoch | None:
-    """The stored epoch; None if invalid: then nothing counts as stored."""
+    """The stored epoch; None if it is invalid, which counts as nothing stored."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= border.MAX_EPOCH):
         return None
     return Epoch(int(text))

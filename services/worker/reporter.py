@@ -40,7 +40,7 @@ def alone() -> None:
 class MonitorReporter:
     """Reports load: `run` keeps a Report stream to the active monitor open until `leave` is called or it is cancelled.
 
-    Monitors report the addresses of all monitors, so the active one is found without the state server, too.
+    Monitors report the addresses of all monitors, so the active one is found even without the state server.
 
     Args:
         load: Called before each report, on the event loop; must be quick.
@@ -110,7 +110,7 @@ class MonitorReporter:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     def _target(self, attempts: int) -> str | None:
-        """The active monitor by the state server; if that fails, the next known one."""
+        """The active monitor according to the state server; if that fails, the next known one."""
         found = self._monitor.current
         targets = ([] if found is None else [found]) + [address for address in self._others if address != found]
         return targets[attempts % len(targets)] if targets else None

@@ -1,8 +1,8 @@
 """Steady state of an instance, in closed form from the roofline, without simulation.
 
-Requests stay for the duration of their answers, and hold on average their prompt and half of their answer. A token
-takes one step, which reads the parameters and all KV in the time that prefills leave. So demand grows faster than the
-rate, and diverges at some rate.
+A request stays for the duration of its answer, and holds on average the KV of its prompt and of half its answer. A
+token takes one step, which reads the parameters and all KV in the time that prefills leave free. Demand therefore grows
+faster than the request rate, and diverges at some rate.
 """
 
 import math
@@ -84,7 +84,7 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
 
 
 def prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
-    """Prefill time of a prompt alone at the full rate, a lower bound."""
+    """Prefill time of a prompt that runs alone at the full rate; a lower bound."""
     return tokens * (costs.token_s + costs.row_s + tokens / 2 * costs.pair_s) * layers
 
 
@@ -108,8 +108,9 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 
 def carried_by_pairs(parameter_share: float) -> float:
-    """Load that a pair carries relative to its two instances alone, if reading memory is the bottleneck: more capacity,
-    but longer token times, as each microbatch reads the parameters. `parameter_share`: their fraction of the memory.
+    """Load that a pair carries relative to its two instances alone, if memory bandwidth is the bottleneck. A pair has
+    more capacity but longer token times, as each microbatch reads the parameters. `parameter_share`: their fraction of
+    the memory.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)
@@ -128,8 +129,8 @@ def prompt_share(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Tr
 
 
 def reading_is_short(model: ModelSpec, cluster: Cluster, timings: Timings, trace: Trace) -> bool:
-    """True if KV demand in the busiest window, as long as a request's stay, diverges even with unlimited memory,
-    although prefills leave time.
+    """True if, in the busiest window (as long as a request stays), KV demand diverges even with unlimited memory,
+    although prefills leave time for decoding.
     """
     instances, whole = cluster.instances_of(model), trace.requests
     if not whole or trace.span_s <= _BURST_S:

@@ -92,7 +92,7 @@ class SimJob:
     length_scale: float = 1.0
     answer_scale: float | None = None
     limit: int | None = None
-    offline: OfflineLoad | None = None  # load beside the trace
+    offline: OfflineLoad | None = None  # load in addition to the trace
     classes: Sequence[PriorityClass] = (PriorityClass.DEFAULT,)  # assigned to its requests in turn
 
 

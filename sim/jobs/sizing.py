@@ -31,7 +31,7 @@ PARK, BOTH = "recompute:park=on", "drop:park=on"  # idle instances are parked
 _PATIENCE_S = 60.0  # simulated time after the last arrival and its TTFT goal, for goals on TPOT
 _WINDOWS_S = (1.0, 5.0, 15.0, 30.0, 60.0, 120.0, 300.0, 900.0)
 _LOOK_S = 0.2  # polling interval for other processes' reports
-_USED = 0.8  # fraction of the memory in the first guess, as arrivals are uneven
+_USED = 0.8  # usable fraction of the memory in the first guess, as arrivals are uneven
 
 Progress = Callable[[str, int, int, float], None]  # (policy, GPUs, requests ended, time in the trace)
 
@@ -49,7 +49,7 @@ class SizingRun:
     tpot_p50_s: float | None
     drop_count: int
     mean_on: float  # mean number of GPUs with allocated memory, until the last arrival or the end
-    leave_count: int  # times that an instance was parked
+    leave_count: int  # number of times that an instance was parked
     soon_count: int  # of `leave_count`, instances needed again within a minute
 
 
@@ -70,8 +70,8 @@ class Column:
 class SizingBounds:
     """Bounds on the number of instances, in closed form."""
 
-    prompts: int  # lower bound for any policy: all prompts computed in time
-    memory: float  # estimated peak of KV demand
+    prompts: int  # lower bound for any policy, from computing all prompts in time
+    memory: float  # estimate from the peak KV demand
 
 
 @dataclass(frozen=True, slots=True)
@@ -249,7 +249,7 @@ class Judge:
         return self.fails or not (still or self._coming)
 
     def close(self, now_s: float) -> None:
-        """Judge open requests by their tokens so far, after the end of the simulation."""
+        """After the end of the simulation, judge the open requests by their tokens so far."""
         for record in self._open:
             token_count = len(record.token_times_s)
             kept = token_count > 0 and now_s - record.token_times_s[0] <= (self._slo.tpot_s or math.inf) * token_count
@@ -259,7 +259,7 @@ class Judge:
         self._open, self._coming = [], []
 
     def _kept(self, record: RequestRecord, now_s: float) -> bool | None:
-        """True if the request meets the goal; None: that is still open."""
+        """True if the request meets the goal; None: not known yet."""
         slo, times_s = self._slo, record.token_times_s
         if record.outcome not in (Outcome.OPEN, Outcome.FINISHED):
             return False
@@ -331,7 +331,7 @@ def _listen(queue: "Queue[_Told]") -> None:
 
 
 def _tell(*told: *_Told) -> None:
-    assert _queue is not None, "told when the process began"
+    assert _queue is not None, "set when the process started"
     _queue.put(told)
 
 

@@ -25,7 +25,7 @@ class ArrivalOrder:
         return iter(self._entries)
 
     def count_before(self, tracked: Tracked) -> int:
-        """Number of requests before this one's current or future position."""
+        """Number of requests ahead of this one's current or future position."""
         return bisect.bisect_left(self._entries, _key(tracked), key=_key)
 
     def add(self, tracked: Tracked) -> None:

@@ -37,7 +37,8 @@ def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
 
 
 class Backlog:
-    """Requests by class rank, then as in `FairQueue`; after a wait of `lift_s` they take turns with the class above.
+    """Requests by class rank, then in the order of `FairQueue`. Those that have waited for `lift_s` take turns with the
+    class above.
 
     Insertion, removal of any request and iteration over the first few are cheap.
     """
@@ -75,7 +76,7 @@ class Backlog:
         return self._callers
 
     def most_of(self, count: int) -> list[tuple[str, int]]:
-        """The callers with the most waiting requests, and that number."""
+        """Up to `count` callers with the most waiting requests, as (caller, number of its waiting requests)."""
         return self._callers.most_common(count)
 
     def tokens_of(self, caller: str) -> int:
@@ -86,7 +87,7 @@ class Backlog:
         return list(itertools.islice(self, begin, begin + count))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Number of requests before this one's present or future place; a lower bound if there are many."""
+        """Number of requests ahead of this one's current or future position; a lower bound if there are many."""
         *better, own = self._classes[: tracked.request.priority.rank + 1]
         return sum(map(len, better)) + own.count_before(tracked)
 
@@ -99,8 +100,8 @@ class Backlog:
         self._tally(tracked, -1)
 
     def serve(self, tracked: Tracked) -> None:
-        """Remove a request that goes to a worker, and charge its tokens to its caller, and to its class if better ones
-        wait.
+        """Remove a request that is sent to a worker. Its tokens are charged to its caller and, in each higher class
+        with waiting requests, to the class below.
         """
         rank = tracked.request.priority.rank
         for better in self._classes[:rank]:
@@ -111,7 +112,7 @@ class Backlog:
         self.remove(tracked)
 
     def end(self, tracked: Tracked) -> None:
-        """Charge the tokens of an ended answer to its caller."""
+        """Charge the tokens generated for an ended request to its caller."""
         if not (made_count := len(tracked.output_token_ids) - len(tracked.request.output_token_ids)):
             return
         self._classes[tracked.request.priority.rank].serve(tracked.request.caller, made_count)
@@ -168,7 +169,7 @@ class Backlog:
                     or tracked.handle
                     or tracked.moving
                 ):
-                    raise InvariantViolation(f"{tracked.request.request_id} does not belong into the backlog")
+                    raise InvariantViolation(f"{tracked.request.request_id} does not belong in the backlog")
         counts = self.count, self.token_count, +self._callers
         each = list(itertools.chain.from_iterable(self._classes))
         if counts != (len(each), sum(t.token_count for t in each), Counter(t.request.caller for t in each)):

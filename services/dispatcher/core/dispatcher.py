@@ -1,11 +1,11 @@
 """The dispatcher's decisions: admission, placement, and the ending of each request.
 
-It owns a request from `RequestSubmitted` to its only `Refuse`, `Finish` or `Fail` (I6). It keeps the tokens while the
-request runs on a worker, so that another worker can continue after a loss. Each placement has a handle of its own: late
-messages about an earlier placement are dropped and counted (I5).
+The dispatcher owns a request from `RequestSubmitted` to its only `Refuse`, `Finish` or `Fail` (I6). It keeps the tokens
+while the request runs on a worker, so that another worker can continue if that one is lost. Each placement has a handle
+of its own: late messages about an earlier placement are dropped and counted (I5).
 
 When groups form or dissolve, workers end requests and name the worker that gets their KV. The dispatcher submits each
-one there with all its tokens, as in a replay, so nothing is lost or repeated.
+of these requests to the named worker with all its tokens, as in a replay, so that no token is lost or repeated.
 """
 
 import math
@@ -43,9 +43,9 @@ from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
 _NO_WORKER_CHECK_S = 0.5
-_MAX_IDLE_MOVES = 16  # handovers of a request without a token in between: more would be a loop between workers
+_MAX_IDLE_MOVES = 16  # maximum handovers of a request without a new token; more would mean a loop between workers
 _FRONT = -(1 << 62)  # added to the serials of requests taken over, so that they precede all others
-_OUTGROWN_WAIT_S = 1.0  # retry delay for a request larger than all workers; a drop may make larger groups
+_OUTGROWN_WAIT_S = 1.0  # retry delay for a request that no worker can hold; a drop may form larger groups
 ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
@@ -152,8 +152,8 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Adopt any different layout, whatever its epoch: the store reads the current value in order, and a lower
-        epoch means that the cluster's state was lost and rebuilt.
+        """Adopt any layout that differs, whatever its epoch, because the store reads values in order, and a lower epoch
+        means that the cluster's state was lost and rebuilt.
         """
         if event.layout == self.fleet.layout:
             return []
@@ -169,7 +169,7 @@ class DispatcherCore:
         return commands + self._dispatch(event.at_s)
 
     def _on_reach(self, event: d.ReachChanged) -> list[d.Command]:
-        """Adopt the published reach, and move requests that are long by it from the backlog to their queue."""
+        """Adopt the published reach, and move requests that now count as long from the backlog to `long`."""
         self.long.reach = event.reach
         for tracked in [one for one in self.backlog if self.long.takes(one)]:
             self.backlog.remove(tracked)
@@ -230,18 +230,18 @@ class DispatcherCore:
         self._line_of(tracked).add(tracked)
 
     def _line_of(self, tracked: Tracked) -> Backlog | LongRequests | Feed:
-        """The queue of a request while it is on no worker."""
+        """The queue in which a request waits while no worker has it."""
         if tracked.offline:
             return self.feed
         return self.long if tracked.long else self.backlog
 
     def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[d.Command]:
-        """Submit a request to the worker that it was handed over to, or let it wait for the stream to that worker."""
+        """Submit a handed-over request to its new worker, or let it wait until the stream to that worker is open."""
         tracked.worker, tracked.handle = None, 0
         tracked.idle_move_count += 1
         if tracked.idle_move_count > _MAX_IDLE_MOVES:
             tracked.idle_move_count = 0
-            return self._replay(tracked, at_s, f"workers that handed it to one another, at last to {worker_id}")
+            return self._replay(tracked, at_s, f"workers that kept passing it on, at last to {worker_id}")
         target = self.fleet.member(worker_id)
         if target is None or not target.connected:
             tracked.note(at_s, What.MOVING, worker_id)
@@ -251,7 +251,9 @@ class DispatcherCore:
         return [self._placement.move(tracked, target, at_s)]
 
     def _resume_from_backlog(self, tracked: Tracked, at_s: float) -> None:
-        """Enqueue a request whose new worker cannot be reached; not counted against its replay limit."""
+        """Return a handed-over request to the backlog because its new worker cannot be reached. This does not count
+        towards its replay limit.
+        """
         self.move_counts["replayed"] += 1
         tracked.note(at_s, What.STRANDED)
         self._enqueue(tracked, at_s)
@@ -278,7 +280,7 @@ class DispatcherCore:
         commands: list[d.Command] = []
         ahead_count = self._line_of(tracked).count_before(tracked)
         self._admit(tracked)
-        # Earlier requests were examined at the last change; beyond the scan limit this one would not be.
+        # The requests ahead were examined at the last change, and this one is out of reach beyond the scan limit.
         if tracked.offline:
             commands = self._pull(at_s)
         elif ahead_count < self._placement.rules.scan_count:
@@ -324,7 +326,7 @@ class DispatcherCore:
         return self.long.refusal(len(request.prompt_token_ids) + len(request.output_token_ids))
 
     def _overload(self, newcomer: Tracked, at_s: float) -> Overloaded | None:
-        """The refusal of a request beyond the backlog's bounds; None if accepted."""
+        """The refusal if the new request exceeds the limits of its queue; None if it is accepted."""
         if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
             return None
         if newcomer.offline:
@@ -471,7 +473,7 @@ class DispatcherCore:
         return [*commands, *self._pull(at_s)] if len(self.feed) else commands
 
     def _pull(self, at_s: float) -> list[d.Command]:
-        """Place offline requests on workers that ask for some."""
+        """Place offline requests on workers that have asked for some."""
         return self._settle(self._placement.pull(at_s), at_s)
 
     def _settle(self, outcome: PlacementOutcome, at_s: float) -> list[d.Command]:
@@ -479,18 +481,19 @@ class DispatcherCore:
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
             error: BallastError = InvalidRequest("prompt", why)
-            if answered := len(tracked.output_token_ids):  # accepting it was right: groups may have been larger
+            if answered := len(tracked.output_token_ids):  # it was accepted rightly: groups may have been larger then
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
             elif tracked.token_count < self.fleet.most_tokens:  # likewise: a group was lost or dissolved
-                error = Overloaded(f"{why} now; one had, and may again", _OUTGROWN_WAIT_S)
+                error = Overloaded(f"{why} now; one had enough before, and may again", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
 
     def contenders(self, request: d.Request, at_s: float) -> list[WorkerKey]:
-        """The possible choices for the request if it were submitted now with an empty backlog; empty if it would wait.
+        """The workers that could be chosen for the request if it were submitted now with an empty backlog; empty if it
+        would wait.
 
-        Of use to a caller that knows newer loads: if they differ only in fewer free blocks, and not for a contender,
-        the choice would be the same.
+        For callers with newer load reports: if these differ only in fewer free blocks on workers other than the
+        contenders, the choice stays the same.
         """
         return self._placement.contenders(request, at_s)
 
@@ -531,11 +534,11 @@ class DispatcherCore:
         if self.accepted_count != ended_count + len(self.requests):
             raise InvariantViolation(f"{self.accepted_count} accepted, {ended_count} ended, {len(self.requests)} here")
         if (self._no_worker_since_s is not None) and self.fleet.has_usable:
-            raise InvariantViolation("a worker is usable, and the dispatcher does not know")
+            raise InvariantViolation("a worker is usable, but the dispatcher has not noticed")
 
     def check_step(self, key: WorkerKey) -> None:
-        """A cheaper `check` after a step of this worker that only delivered tokens: checks the worker's requests, and
-        of all others only their number.
+        """A cheaper `check`, for use after a step that only delivered tokens. Checks the requests of this worker, and
+        only the number of all others.
         """
         worker = self.fleet.get(key)
         if worker is None:

@@ -21,7 +21,7 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A validated request. Its sampling parameters have a seed, so that every attempt draws the same tokens.
+    """A validated request. Its sampling parameters have a seed, so that every attempt samples the same tokens.
 
     Prompts and answers are excluded from `repr`, as events are logged when an invariant breaks.
     """
@@ -224,7 +224,7 @@ class Facts:
     completion_token_count: int
     replay_count: int
     queue_s: float
-    ttft_s: float | None  # None: no token was generated, or the first one at another dispatcher
+    ttft_s: float | None  # None: no token, or another dispatcher delivered the first one
     e2e_s: float
     cached_token_count: int = 0  # prompt tokens whose KV was cached
     caller: str = ""

@@ -22,7 +22,7 @@ _Turn = tuple[float, str]  # tokens served, caller
 
 
 class FairQueue:
-    """Requests in turns of their callers; those of one caller in the order of `key`. Requests taken over come first."""
+    """Requests whose callers take turns; those of one caller are sorted by `key`. Requests taken over come first."""
 
     def __init__(self, key: _Key) -> None:
         self._key = key
@@ -71,7 +71,7 @@ class FairQueue:
             heapq.heappush(heap, (served + tracked.token_count, caller, at + 1))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Number of requests before this one's current or future position; a lower bound if there are many."""
+        """Number of requests ahead of this one's current or future position; a lower bound if there are many."""
         if tracked.serial <= 0:
             return bisect.bisect_left(self._front, self._key(tracked), key=self._key)
         caller = tracked.request.caller
@@ -97,7 +97,7 @@ class FairQueue:
             return
         caller = tracked.request.caller
         begins = self._begins(caller)
-        if tracked.attempt:  # it has been served before, and returns
+        if tracked.attempt:  # it was on a worker before, and returns
             begins -= tracked.token_count
         if caller not in self._queues:
             self._queues[caller] = []
@@ -155,7 +155,7 @@ class FairQueue:
             if keys != sorted(set(keys)):
                 raise InvariantViolation(f"a queue is out of order: {keys}")
         if not all(self._queues.values()) or sorted(self._turns) != sorted((s, c) for c, s in self._served.items()):
-            raise InvariantViolation("callers that wait and their turns differ")
+            raise InvariantViolation("the waiting callers are not those that have turns")
         if self._queues.keys() != self._served.keys() or self._turns != sorted(self._turns):
             raise InvariantViolation("turns are out of order")
         if self._count != len(self._front) + sum(map(len, self._queues.values())):

@@ -30,8 +30,8 @@ class Feed(ArrivalOrder):
         return Overloaded(why, self._drain_rate.until_half_s(count, at_s))
 
     def next(self, fleet: Fleet, at_s: float) -> tuple[Tracked, Worker] | None:
-        """The first request that fits a worker that pulls, with the one of these workers that wants most tokens. None:
-        no request fits.
+        """The first request that fits on a pulling worker, with the worker that asks for the most tokens among those on
+        which it fits; None if no request fits.
         """
         wanting = [(worker.offline_room_tokens, worker) for worker in fleet.usable if worker.hold_until_s <= at_s]
         wanting = [(room, worker) for room, worker in wanting if room > 0]

@@ -93,7 +93,7 @@ class Worker:
         )
 
     def yields_memory_to(self, tracked: Tracked, at_s: float) -> bool:
-        """True if the worker is expected to preempt a request of a caller with many for this one."""
+        """True if the worker is expected to preempt, for this request, one of a caller that has many there."""
         load, caller = self.load, tracked.request.caller
         if not caller or load is None or not self.usable or self.hold_until_s > at_s:
             return False
@@ -179,11 +179,11 @@ class Worker:
 
     def check(self) -> None:
         if self.unseen_block_count != sum(self.unseen.values()) or not set(self.unseen) <= set(self.placed):
-            raise InvariantViolation(f"{self.key}: books on unseen requests are wrong")
+            raise InvariantViolation(f"{self.key}: unseen requests are counted wrongly")
         if self.placed_by != Counter(t.request.caller for t in self.placed.values() if not t.offline):
             raise InvariantViolation(f"{self.key}: callers are counted as {self.placed_by}")
         if not self.offline_unseen.keys() <= self.placed.keys():
-            raise InvariantViolation(f"{self.key}: books on unseen offline requests are wrong")
+            raise InvariantViolation(f"{self.key}: unseen offline requests are counted wrongly")
         if self.long_handles != {handle for handle, tracked in self.placed.items() if tracked.long}:
             raise InvariantViolation(f"{self.key}: long requests are not {sorted(self.long_handles)}")
         if not self.preempted.keys() <= self.placed.keys():
@@ -194,7 +194,7 @@ class Worker:
             raise InvariantViolation(f"{self.key}: is not connected and holds {sorted(self.placed)}")
         for handle, tracked in self.placed.items():
             if tracked.worker != self.key or tracked.handle != handle:
-                raise InvariantViolation(f"{self.key}: {tracked.request.request_id} thinks it is elsewhere")
+                raise InvariantViolation(f"{self.key}: {tracked.request.request_id} records another worker")
 
 
 def _key_of(worker: Worker) -> WorkerKey:
@@ -209,7 +209,7 @@ class Fleet:
         self.model: ModelInfo | None = None  # model of the last worker that connected; all serve the same
         self.lives: dict[WorkerId, Incarnation] = {}  # incarnations of all members of the layout
         self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; may contain removed workers
-        self.most_tokens = 0  # largest capacity of any worker so far
+        self.most_tokens = 0  # largest capacity of any worker so far, in tokens
         self._workers: dict[WorkerKey, Worker] = {}
         self._former: set[WorkerKey] = set()  # workers that are no longer leaders
 
@@ -226,7 +226,7 @@ class Fleet:
         return None if incarnation is None else self._workers.get(WorkerKey(worker_id, incarnation))
 
     def request_count_at(self, worker_id: WorkerId) -> int:
-        """Running and waiting requests of the worker's group, by its leader's last report; 0 if unknown."""
+        """Running and waiting requests of the worker's group, from its leader's last load report; 0 if unknown."""
         groups = self.layout.groups if self.layout is not None else ()
         for group in groups:
             if any(member.worker_id == worker_id for member in group.members):
@@ -245,8 +245,8 @@ class Fleet:
         return any(worker.usable for worker in self._workers.values())
 
     def fits_nobody(self, token_count: int) -> bool:
-        """True if a request of this many tokens exceeds every usable worker. A worker that has reported no blocks yet,
-        as when it has just woken, counts as large enough.
+        """True if no usable worker can hold a request of this many tokens. A worker that has not reported its blocks
+        yet, such as one just taken out of parking, counts as large enough.
         """
         for worker in self._workers.values():
             load = worker.load
@@ -257,7 +257,7 @@ class Fleet:
         return True
 
     def remember(self, load: LoadReport) -> None:
-        """Record the largest capacity of any worker, to tell which requests were right to accept."""
+        """Record the largest capacity seen on any worker; requests up to it were rightly accepted."""
         self.most_tokens = max(self.most_tokens, load.block_count * load.block_tokens)
 
     @property

@@ -1,9 +1,9 @@
 """Expected remaining tokens of an answer, learnt from past answers.
 
-The estimate is the tokens of all answers divided by the number of ended ones: tokens of running answers count, too,
-otherwise short answers would dominate at first. For memoryless lengths this is the expected remainder at any time, so
-it is used for new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start with
-a few pseudo-answers of the configured length, and decay.
+The estimate is the tokens of all answers divided by the number of ended ones: tokens of running answers are included,
+as otherwise short answers would dominate at first. For memoryless lengths this is the expected remainder at any time,
+so it is used for new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start
+with a few pseudo-answers of the configured length, and decay.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,7 @@ from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.tracked import Tracked
 
 _PRIOR_COUNT = 4.0  # pseudo-answers of the configured length
-_MEMORY_COUNT = 1_000.0  # ended answers after which older ones have a third of their weight
+_MEMORY_COUNT = 1_000.0  # ended answers after which an older one's weight has decayed to 1/e
 _INTERVAL_S = 1.0  # interval of scans of running answers
 
 

@@ -1,8 +1,8 @@
 """Online requests that do not fit on any one instance: they wait, in order, for a group that can hold them.
 
 The planner publishes the longest context that a group could hold (`Reach`), and forms such a group when requests wait
-for it. They have their own queue, so that they do not count as demand of ordinary requests, and no worker is searched
-for them in vain.
+for it. They have a queue of their own, so that they do not count as ordinary demand, and placement does not search in
+vain for a worker.
 """
 
 import math
@@ -17,7 +17,7 @@ from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import blocks_for
 
-_SHARE = 0.5  # fraction of a group's blocks within which several long requests may run
+_SHARE = 0.5  # several long requests share a group if they need at most this fraction of its blocks
 _SHRUNK_S = 5.0  # how long requests wait for lost capacity to return
 _RETRY_S = 1.0  # retry delay when the cluster has become too small
 
@@ -30,7 +30,7 @@ class LongRequests(ArrivalOrder):
         self._wait_s = wait_s
 
     def takes(self, tracked: Tracked) -> bool:
-        """True if an online request does not fit on any one instance, or did not before."""
+        """True if an online request does not fit on any one instance, or was found not to fit earlier."""
         too_long = self.reach is not None and tracked.token_count + 1 > self.reach.alone_tokens
         return not tracked.offline and (tracked.long or too_long)
 
@@ -81,7 +81,7 @@ class LongRequests(ArrivalOrder):
 
 
 def has_room(worker: Worker, tracked: Tracked) -> bool:
-    """True if the group can hold this long request beside those it has."""
+    """True if the group can hold this long request in addition to those it has."""
     load = worker.load
     others = [worker.placed[handle].token_count for handle in worker.long_handles]
     if load is None or not others:

@@ -1,4 +1,6 @@
-"""Places requests from the backlog on workers, in order; others may overtake one that fits nowhere yet."""
+"""Places requests from the backlog on workers, in order, except that others may overtake a request that does not fit
+yet.
+"""
 
 import math
 from collections.abc import Sequence
@@ -42,8 +44,8 @@ class PlacementRules:
     refused_hold_s: float = 0.05  # pause in sending to a worker after a refusal
     scan_count: int = 64  # requests examined when the first ones do not fit
     lift_s: float = 10.0  # requests that have waited for longer take turns with the class above
-    prefix_marks: int = 1 << 17  # maximum number of prefix marks known of all workers; LRU
-    recall_after_s: float = 0.1  # wait on a worker before a recall to another with room; inf: never
+    prefix_marks: int = 1 << 17  # maximum number of prefix marks kept for all workers; LRU
+    recall_after_s: float = 0.1  # wait on a worker before a recall, if another worker has room; inf: never
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +110,7 @@ class Placement:
         return PlacementOutcome([*placed, *self._claim(at_s)], hopeless)
 
     def _claim(self, at_s: float) -> list[PlaceOnWorker]:
-        """Send requests of light callers to full workers, which preempt a heavy caller for them."""
+        """Send requests of light callers to full workers, which will preempt requests of heavy callers for them."""
         placed, refused = list[PlaceOnWorker](), set[str]()
         for tracked in self._backlog.slice(0, _BATCH_COUNT, at_s):
             caller = tracked.request.caller
@@ -123,8 +125,8 @@ class Placement:
         return placed
 
     def _run_long(self, at_s: float) -> list[PlaceOnWorker]:
-        """Place long requests, each in the fitting group with most room. If one has to wait for its group, later long
-        ones wait too.
+        """Place long requests, each in the fitting group with the most room. If one has to wait for its group, later
+        long ones wait too.
         """
         placed, waited_for = list[PlaceOnWorker](), set[WorkerKey]()
         usable = [worker for worker in self._fleet.usable if worker.hold_until_s <= at_s]
@@ -146,8 +148,8 @@ class Placement:
         return placed
 
     def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
-        """True if the request would run on the worker at once, or may queue there after letting others overtake it.
-        While it lets them, the next look is scheduled.
+        """True if the request would run on the worker at once, or may queue there because it has let others overtake it
+        for long enough. Until then, schedules the next check.
         """
         view = worker.view()
         if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
@@ -208,7 +210,7 @@ class Placement:
         worker.touch()
 
     def _look_around(self, at_s: float) -> None:
-        """Update the ranking with changed workers and those whose pause has ended."""
+        """Update the ranking with the workers that have changed or whose pause has ended."""
         fleet, ranking = self._fleet, self._ranking
         keys = [*fleet.changed, *self._held]
         fleet.changed.clear()

@@ -1,7 +1,7 @@
-"""Map of the prompt prefixes whose KV workers have cached, by their reports and the requests sent to them.
+"""Map of the prompt prefixes whose KV workers have cached, according to their reports and the requests sent to them.
 
-Evictions are not reported: a worker evicts by LRU and reports the time since which it has kept everything
-(`LoadReport.prefixes_kept_s`). Prefixes last used before that are ignored.
+Evictions are not reported: a worker evicts by LRU, and reports a time such that everything used since then is still
+cached (`LoadReport.prefixes_kept_s`). Prefixes last used before that time are ignored.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from ballast.common.errors import InvariantViolation
 from ballast.common.marks import MARK_TOKENS, Mark
 from services.dispatcher.policy.freeness import Hits, WorkerKey
 
-_MOST_FOUND = 8  # workers with cached prefixes that are considered beside the freest
+_MOST_FOUND = 8  # workers with cached prefixes that are considered in addition to the freest
 
 
 class PrefixMap:
@@ -20,7 +20,7 @@ class PrefixMap:
         """`most_marks`: maximum number of known marks; LRU."""
         self._most_marks = most_marks
         self._used: OrderedDict[Mark, dict[WorkerKey, float]] = OrderedDict()  # mark -> last use by worker, latest last
-        self._kept_since_s: dict[WorkerKey, float] = {}  # connected worker -> since when it has kept all: see `report`
+        self._kept_since_s: dict[WorkerKey, float] = {}  # connected worker -> time passed to `report`
 
     def __len__(self) -> int:
         return len(self._used)
@@ -46,8 +46,8 @@ class PrefixMap:
             used[worker] = at_s
 
     def hits(self, marks: Sequence[Mark]) -> Hits:
-        """Cached tokens of a prompt on the few workers with the most. A worker with the end of a prefix has all of it,
-        as ends are evicted first.
+        """Cached tokens of a prompt, on up to `_MOST_FOUND` workers that have the most. A worker that has the end of a
+        prefix has all of it, as ends are evicted first.
         """
         found: dict[WorkerKey, int] = {}
         kept_since_s = self._kept_since_s

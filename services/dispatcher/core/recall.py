@@ -1,8 +1,8 @@
 """Chooses the request to recall from a full worker's queue while another worker has room.
 
 A placement may turn out wrong: a drop gives a group several times the memory, while requests wait on another worker. So
-with each report of a worker one of its waiting requests may be recalled. Until the worker has returned it, the request
-stays the worker's, and its messages are handled as usual.
+with each report of a worker one of its waiting requests may be recalled. Until that worker has returned it, the request
+remains assigned to it, and its messages about the request are handled as usual.
 """
 
 from itertools import islice
@@ -14,8 +14,8 @@ _MOST_PATIENCE = 8.0  # factor on the patience of the first recall
 
 
 def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """The request to recall: the newest that has waited on the worker for `after_s`, otherwise the one preempted
-    longest ago, as recomputing it elsewhere takes a second or two, while it might wait for a minute.
+    """The request to recall: the newest that has waited on the worker for `after_s`; if there is none, the one
+    preempted longest ago, as recomputing it elsewhere takes a second or two, whereas it might wait here for a minute.
 
     Each recall doubles the patience, up to a limit, so that a request neither bounces with every report nor waits
     forever.

@@ -19,7 +19,7 @@ class Tracked:
     worker: WorkerKey | None = None
     handle: int = 0
     placed_at_s: float = 0.0  # time of its last placement
-    recalled: bool = False  # its worker was told to give it back, as another one has room
+    recalled: bool = False  # its worker was asked to return it, as another one has room
     recall_count: int = 0
     moving: bool = False  # True: handed over, and the stream to its new worker is not open yet
     attempt: int = 0
@@ -31,7 +31,7 @@ class Tracked:
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0
     longest_gap_s: float = 0.0  # longest time between two tokens
-    longest_gap_token: int = 0  # index of the token after it
+    longest_gap_token: int = 0  # index of the token after that gap
     awaits_token: bool = True  # True: no token since the last placement
     move_count: int = 0
     cached_token_count: int = 0

@@ -24,10 +24,11 @@ from ballast.common.traffic import (
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
-# A burst begins with a bin of more than _BURST calm counts plus _CHANCE standard deviations, and counts if it exceeds
-# the calm count by _SURE ones. Its end is unknown once it is _LONGER times as long as the longest one before.
+# A burst begins with a bin of more than _BURST times the calm count plus _CHANCE standard deviations, and counts if it
+# exceeds the calm count by _SURE standard deviations. Its end is unknown once it is _LONGER times as long as the
+# longest earlier burst.
 _BURST, _CHANCE, _SURE, _LONGER = 2.0, 2.0, 4.0, 1.5
-_INTERVAL_S = 0.25  # interval of reads if only tokens come: within the monitor's lease of an entry
+_INTERVAL_S = 0.25  # interval of reads while only tokens arrive; shorter than the monitor's timeout of an entry
 
 
 _NONE = LongDemand()
@@ -84,8 +85,8 @@ class _TrafficSums:
 
 
 class TrafficCounter:
-    """Counts arrivals and ended answers in bins of two seconds over WINDOW_S, without empty bins; delivered tokens as
-    running totals.
+    """Counts arrivals and ended answers in bins of two seconds over WINDOW_S, skipping empty bins; delivered tokens are
+    kept as running totals.
     """
 
     def __init__(self) -> None:
@@ -163,7 +164,9 @@ class TrafficCounter:
         return self._read != (self._change_count, queued_count) or at_s - self._read_at_s >= _INTERVAL_S
 
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
-        """Read the traffic counted until now, with the demand that waits: requests, their tokens, and long requests."""
+        """The traffic counted so far, together with the waiting demand: number of requests, their tokens, and long
+        requests.
+        """
         self._read, self._read_at_s = (self._change_count, queued_count), at_s
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
         sums = self._sums(int(at_s // _BIN_S), int(max(MINUTE_S, known_s) / RECENT_S))
@@ -236,8 +239,9 @@ def _told(counts: list[int]) -> tuple[int, ...]:
 
 
 def _bursts(counts: Mapping[int, int], newest: int, calm_count: float) -> _Bursts:
-    """Bursts, if there was one recently, and others before: the present one is expected to be as long as the mean of
-    these, at least until the end of the present bin. Unknown also if it is much longer than these.
+    """The latest burst, if it is recent and others preceded it; otherwise unknown. One that is still on is expected to
+    be as long as the mean of the earlier ones, and to last at least to the end of the present bin; it is also unknown
+    if it is already much longer than they were.
 
     Args:
         counts: Requests by complete bin.

@@ -7,7 +7,7 @@ otherwise it stays in the backlog, from where it can still go to any worker.
 
 After a drop there are workers of different shapes. A merged group has several times the memory and would be the freest
 until it has all the load, although its tokens take longer. So among the freest of each shape, freeness counts only up
-to a request's expected growth; beyond that the fewest requests per instance decide. If no worker has room for all the
+to a request's expected growth; beyond that, the fewest requests per instance decides. If no worker has room for all the
 growth, the request goes where it runs now.
 
 Batches are slow while a worker computes a prompt that does not fit on any one instance: other requests avoid that
@@ -20,9 +20,9 @@ A caller with few requests is not blocked by one with many: if all workers are f
 will preempt for it (`claims`).
 
 A request is *large* if it needs more than `large_fraction` of a worker's blocks. In a worker's queue it would block all
-behind it, so a large one that cannot run at once first lets others overtake it, until the caller says
-`may_queue_large`. From then on its need counts as virtual usage of one worker, which takes nothing more until the
-request fits: it cannot starve.
+behind it, so a large one that cannot run at once lets others overtake it until the caller sets `may_queue_large`. From
+then on its need counts as virtual usage of one worker, which accepts nothing else until the request fits, so that it
+cannot starve.
 """
 
 import math
@@ -104,7 +104,7 @@ class Need:
 class RoutingRules:
     worker_queue_count: int = 2  # requests that may wait on a full worker
     large_fraction: float = 0.25  # fraction of a worker's blocks from which on a request is large
-    growth_tokens: int = 64  # assumed length of an answer until it is learnt
+    growth_tokens: int = 64  # assumed length of an answer until one is learnt
 
 
 def freeness(view: WorkerView) -> float:
@@ -130,7 +130,7 @@ class PlaceRank(NamedTuple):
     """Sort key among the freest of each shape and those with a cached prefix: the smallest is chosen."""
 
     has_long_prompt: bool  # such workers are avoided if possible
-    token_count: int  # tokens to compute before its first; 0 for all workers if none has its prefix cached
+    token_count: int  # tokens to compute before the answer's first; 0 for all workers if none has its prefix cached
     minus_growth: float  # minus freeness, capped at the growth in blocks
     requests_per_instance: float
     minus_freeness: float
@@ -151,7 +151,7 @@ def runs_at_once(view: WorkerView, block_count: int) -> bool:
 
 
 def has_room(view: WorkerView, block_count: int) -> bool:
-    """True if a request of that many blocks would wait there for nothing but earlier prompts."""
+    """True if a request of that many blocks would have to wait there only for earlier prompts, if at all."""
     coming = view.waiting_count + view.unseen_count
     return (
         not view.draining

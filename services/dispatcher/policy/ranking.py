@@ -122,8 +122,8 @@ class Ranking:
         return None if best is None else best.worker
 
     def at_once(self, need: Need, hits: Hits = NO_HITS) -> WorkerKey | None:
-        """The worker on which a request runs without waiting, or one with so much of its prefix cached that its first
-        token is earlier there, behind other prompts; None: neither exists.
+        """The worker on which a request runs without waiting, or one with so much of its prefix cached that the first
+        token is earlier there, even behind other prompts; None: neither exists.
         """
         room = need
         if not (found := self._contenders(room)):

@@ -1,7 +1,7 @@
 """Access log and history: a log line for each request, and the histories of the last ones.
 
-A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects: a few lines are written in
-each iteration of the event loop.
+A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects, so only a few lines are
+written in each iteration of the event loop.
 
 Contains no prompts or answers, only counts, times, names of workers, and this system's errors.
 """
@@ -80,7 +80,7 @@ class Chronicle:
         self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
-        """Add to the history of an accepted request why it has to wait, if it has to."""
+        """If an accepted request has to wait, add the reason to its history."""
         tracked = self._core.requests.get(request_id)
         if tracked is not None and tracked.worker is None and not tracked.moving:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
@@ -142,7 +142,7 @@ class Chronicle:
                 _log(self._unwritten.popleft())
 
     def past_after(self, number: int) -> list[Past]:
-        """Ended requests after the first `number`, as far as they are kept."""
+        """The requests that ended after the first `number` of them, as far as they are still kept."""
         count = min(len(self._past), max(0, self.past_count - number))
         return list(islice(self._past, len(self._past) - count, None))
 
@@ -209,7 +209,7 @@ def quantile(ascending: Sequence[float], fraction: float) -> float:
 def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
     loads = [worker.load for worker in core.fleet.usable if worker.load is not None]
     if not loads:
-        return "no worker is there"
+        return "there is no worker"
     emptiest = min(load.kv_usage_fraction for load in loads)
     if tracked.long:
         return f"behind {core.long.count_before(tracked)} others that no single instance holds, until a group is formed"
@@ -249,7 +249,7 @@ def _rounded(value_s: float | None) -> float | None:
 
 
 def _showable(error: BallastError) -> str:
-    """Text of an error, without a reason that may quote the client, as those of chat templates and grammars."""
+    """Text of an error; leaves out a reason that may quote the client, such as that of a chat template or grammar."""
     if isinstance(error, InvalidRequest) and error.field.startswith(("conversation", "sampling.grammar")):
         return f"{error.field}: refused, for the reason that the client was told"
     return str(error)

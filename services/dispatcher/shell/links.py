@@ -125,7 +125,7 @@ class WorkerLink:
         if self._worker != (welcome.worker_id, welcome.incarnation):
             raise PeerViolation(self._worker.worker_id, f"is {welcome.worker_id}, life {welcome.incarnation}")
         if not may_be_dispatched_to(welcome.protocol):
-            why = f"speaks protocol {welcome.protocol}, this dispatcher {PROTOCOL} and the numbers beside it"
+            why = f"speaks protocol {welcome.protocol}, this dispatcher {PROTOCOL} and the adjacent versions"
             raise PeerViolation(self._worker.worker_id, why)
         self._log.info("stream to worker is up", address=self._address)
         self._feed(
@@ -165,7 +165,7 @@ class WorkerLink:
         handles, counts, token_ids = list(step.handles), list(step.token_counts), list(step.token_ids)
         texts = list(step.texts)
         if len(counts) != len(handles) or sum(counts) != len(token_ids) or len(texts) not in (0, len(handles)):
-            raise PeerViolation(self._worker.worker_id, "sent a step whose arrays do not fit together")
+            raise PeerViolation(self._worker.worker_id, "sent a step whose arrays have inconsistent lengths")
         return StepReceived(
             self._clock.now_s(),
             self._worker,

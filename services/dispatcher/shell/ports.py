@@ -39,7 +39,8 @@ class RequestClaims(Protocol):
         """Claim a request id.
 
         Returns:
-            True if another dispatcher was serving an earlier attempt with the same secret; it is told to stop.
+            True if another dispatcher was serving an earlier attempt with the same secret; that one is notified to
+            stop.
 
         Raises:
             AlreadyExists: another dispatcher serves this id, and this is not a later attempt of the same client.

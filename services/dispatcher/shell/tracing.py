@@ -52,7 +52,7 @@ class Tracer:
         self._changes: deque[Change] = deque(maxlen=_REMEMBERED)
 
     def layout(self, layout: Layout) -> None:
-        """Record a new layout if workers hold other layers in it than before."""
+        """Record a new layout if it changes which layers workers hold."""
         before = self._held
         self._held = {m.worker_id: (m.first_layer, m.last_layer) for group in layout.groups for m in group.members}
         changed = {w for w, layers in self._held.items() if before.get(w, layers) != layers}

@@ -72,7 +72,7 @@ class Thoughts:
     likely: bool = False
 
     def before(self, grammar: Grammar) -> Grammar:
-        """The grammar with an unconstrained thought before it, if the model may begin one or the prompt has."""
+        """The grammar, after an unconstrained thought if the model may begin one or the prompt has begun one."""
         if not (self.open or self.likely):
             return grammar
         return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)

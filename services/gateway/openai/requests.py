@@ -1,5 +1,5 @@
-"""Requests as clients send them. Fields that affect the answer are followed, or refused by name (`UNSUPPORTED`).
-Fields that are unknown everywhere are ignored.
+"""Requests as clients send them. Fields that affect the answer are honoured, or refused by name (`UNSUPPORTED`). Fields
+that neither OpenAI nor vLLM has are ignored.
 
 Beyond OpenAI's fields, requests may have vLLM's: top_k, min_p, repetition_penalty, min_tokens, stop_token_ids,
 bad_words, allowed_token_ids, ignore_eos, skip_special_tokens, include_stop_str_in_output, return_token_ids,
@@ -123,10 +123,10 @@ UNSUPPORTED = {
     "add_special_tokens": "send the token ids that you want; /tokenize makes them",
     "return_tokens_as_token_ids": "use return_token_ids",
     "repetition_detection": "use repetition_penalty, or stop",
-    "kv_transfer_params": "where KV goes is the cluster's own business",
+    "kv_transfer_params": "the cluster itself decides about transfers of KV",
     "vllm_xargs": "is for extensions of vLLM",
-    "verbosity": "say in the conversation how long the answer shall be",
-    "moderation": "put a moderating server beside it",
+    "verbosity": "state the desired length in the conversation",
+    "moderation": "use a separate moderation service",
     "chat_template": "conversations are written with the model's own template; /v1/completions takes any text",
     "echo": "is for /v1/completions",
     "functions": "are OpenAI's older form; use tools",
@@ -135,7 +135,7 @@ UNSUPPORTED = {
     "web_search_options": "use tools",
     "suffix": "is not supported",
 }
-# Values of these fields that mean the same as leaving the field out (of function_call, without functions).
+# Values that mean the same as leaving the field out (for function_call: if there are no functions).
 _DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}
 # Fields of these APIs that do not affect the answer: accepted and ignored.
 IGNORED = frozenset(

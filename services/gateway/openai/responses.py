@@ -1,4 +1,6 @@
-"""/v1/responses, as far as chats support it. Nothing is stored, so requests cannot refer to earlier answers."""
+"""/v1/responses, as far as /v1/chat/completions supports its features. Nothing is stored, so requests cannot refer to
+earlier answers.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
@@ -19,7 +21,7 @@ _NEEDS_STORE = ("previous_response_id", "conversation", "background", "prompt")
 _UNSUPPORTED = {
     "context_management": "shorten the input",
     "image": "this model writes text only",
-    "moderation": "put a moderating server beside it",
+    "moderation": "use a separate moderation service",
     "top_logprobs": "/v1/chat/completions has them",
     "truncation": "shorten the input",
 }

@@ -62,7 +62,7 @@ def sampling_of(
 
 
 def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """The parameters of each choice. If there is a seed, each further choice has the next one, so that choices differ
+    """The parameters of each choice. A given seed is increased by one for each further choice, so that choices differ
     but are reproducible.
     """
     seed = sampling.seed

@@ -158,7 +158,7 @@ class AnswerParser:
 
 
 def _add(events: list[Event], event: Event) -> None:
-    """Append an event, or merge it with the last one if both are text of the same kind: a chunk has one delta."""
+    """Append an event, or merge it with the last one if both are text of the same kind, as a chunk has one delta."""
     last = events[-1] if events else None
     if isinstance(event, (Text, Reasoning, Arguments)) and type(last) is type(event):
         assert isinstance(last, (Text, Reasoning, Arguments)), "of the same type"
@@ -218,7 +218,9 @@ def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most
 
 
 def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, None, tuple[str, str | None]]:
-    """Consume text up to and including the first of the tags; return (text, tag), where tag is None if none came."""
+    """Consume text up to and including the first of the tags; return (text, tag), where tag is None if the answer ended
+    before one.
+    """
     parts: list[str] = []
     reading = until(scanner, tags, Text)
     while True:

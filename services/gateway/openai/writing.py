@@ -9,7 +9,7 @@ from ballast.client import GenerationChunk, Logprobs, TokenLogprob, Usage
 from services.gateway.openai.requests import UsageWish
 
 DONE = b"data: [DONE]\n\n"
-_LEAST_LOGPROB = -9999.0  # OpenAI's value for an impossible token, as JSON has no infinity
+_LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks: an impossible token
 
 __all__ = ["DONE", "chat_logprobs", "completion_logprobs", "dumps", "event", "quote", "usage_of"]
 

@@ -103,8 +103,8 @@ class JobBatch:
         return replace(self, completed=self.completed + completed, failed=self.failed + failed)
 
     def due(self, now_s: float, *, calls: int) -> "JobBatch":
-        """The batch FINALIZING if all lines have results, its window is over, or it is cancelled and has no open calls;
-        otherwise unchanged. `calls`: number of its open calls.
+        """The batch FINALIZING if all lines have results, its completion window is over, or it is cancelled and has no
+        open calls; otherwise unchanged. `calls`: number of its open calls.
         """
         if self.state is BatchState.CANCELLING:
             return self if calls else self._finalize(BatchState.CANCELLED, now_s)

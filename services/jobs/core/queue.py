@@ -20,7 +20,7 @@ class Pick:
 
 @dataclass(slots=True)
 class _Open:
-    """The queue's state of a batch in progress.
+    """A batch in progress, as seen by the queue.
 
     Attributes:
         ready: Lines that may be sent now.
@@ -28,7 +28,7 @@ class _Open:
         last_number: Number of the last line read from the store.
         is_read: All lines were read from the store.
         in_flight: Number of lines being answered.
-        served_at: Number of the queue's pick that was the batch's last one.
+        served_at: Serial number of the last pick from this batch.
     """
 
     owner: str
@@ -41,10 +41,12 @@ class _Open:
 
 
 class Queue:
-    """The lines of all batches that may be sent. They are read from the store in portions, as `wants` asks for."""
+    """The lines of all batches that may be sent, read from the store in portions: `wants` names the batches that need
+    more.
+    """
 
     def __init__(self, low: int) -> None:
-        """`low`: `wants` names a batch that has fewer lines than this ready."""
+        """`low`: `wants` names a batch with fewer ready lines than this."""
         self._low = low
         self._open: dict[str, _Open] = {}
         self._in_flight: dict[str, int] = {}  # number of lines being answered, by owner
@@ -69,7 +71,7 @@ class Queue:
         ]
 
     def add(self, batch_id: str, lines: list[JobLine]) -> None:
-        """Add the next lines without a result of a batch; an empty list means that there are no more."""
+        """Add a batch's next lines without a result; an empty list means that there are no more."""
         one = self._open.get(batch_id)
         if one is None:
             return

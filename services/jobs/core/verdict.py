@@ -1,10 +1,10 @@
-"""Decides whether an answer to a line is its result, or the line is sent again."""
+"""Decides whether a gateway's answer becomes a line's result or the line is sent again."""
 
 from dataclasses import dataclass
 from typing import Final
 
 _BUSY: Final = frozenset({429, 503})
-_IN_VAIN: Final = frozenset({408, 409, 425, 499})  # client errors that a retry may avoid
+_IN_VAIN: Final = frozenset({408, 409, 425, 499})  # client errors that may not recur on a retry
 _MOST_TRIES: Final = 5
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1.0, 60.0
 _NO_RIGHTS_PAUSE_S: Final = 10.0

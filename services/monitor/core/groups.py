@@ -49,8 +49,8 @@ class Groups:
     def loads(self, entries: Entries) -> tuple[tuple[GroupLoad, ...], bool]:
         """The serving groups, and whether all their reports are known.
 
-        Draining, leaving and parked groups are left out: they get no new requests, and their memory goes with their
-        present ones.
+        Draining, leaving and parked groups are left out: they get no new requests, and their memory is released as
+        their present ones end.
         """
         if self.layout is None:
             return (), False
@@ -96,7 +96,7 @@ class Groups:
         queued = [waiting_bytes(sample.load, token_bytes) for sample in reversed(recent)]
         wanted = [(at, held + more) for (at, held), more in zip(used, queued, strict=True)]
         generated = slope_per_s([(s.at_s, s.load.generation_tokens_total * token_bytes) for s in reversed(recent)])
-        # Admission moves demand from waiting to used: only generated tokens add to it.
+        # Admission moves demand from waiting to used, so only generated tokens add to it.
         growth = max(0.0, min(slope_per_s(used), generated)) * horizon_s
         return GroupDemand(
             leader_id=load.leader_id,

@@ -2,7 +2,8 @@
 changes it.
 
 An instance counts as lost:
-- after `lease_s` without a message. The planner is told that there is no other evidence, and asks the instance itself.
+- after `lease_s` without a message. The planner is notified that there is no other evidence, and probes the instance
+  itself.
 - at once when its worker closes the stream on purpose.
 - when its stream is broken and its address refuses connections, which shows that the process is gone. A broken stream
   alone proves nothing, as the network may be at fault.
@@ -36,10 +37,11 @@ _TYPICAL = Chunk(1000, 128)  # batch by which machines are compared
 # Slowdown factors. From the first one up, an instance counts as another kind of machine: instances of one kind differ
 # by less. Above the second one, the factor is implausible and ignored.
 _UNLIKE, _MISTAKEN = 1.25, 30.0
-_REPORTS_PER_S = 150.0  # maximum of all instances, as far as the lease allows: each costs a millisecond on both sides
+_REPORTS_PER_S = 150.0  # of all instances together, if the lease permits: each costs a millisecond on both sides
 _REPORTS_PER_LEASE = 4
 LONG_S = 1.0  # minimum interval of `LongRequest` signals
-# A request that fills this fraction of its instance, and may continue, asks for a group this factor larger.
+# A request that fills the first fraction of its instance, and may grow further, needs a group with room for the second
+# factor times its tokens.
 _OUTGROWN, _GROWS = 0.9, 1.5
 LEAST_LOOK_S = 0.02  # minimum between two evaluations of total demand
 
@@ -66,7 +68,7 @@ class MonitorRules:
     lease_s: float  # silence for longer means lost
     pressure: PressureRules
     registry_interval_s: float = 1.0  # interval of writes of the registry, which standbys show
-    max_instances: int = 1 << 16  # limit that bounds the memory against invented names
+    max_instances: int = 1 << 16  # bounds the memory used, in case peers report made-up names
     history_length: int = 50  # load samples per instance: the trend's window at twice the report rate
     backlog_lease_s: float = 1.0  # a dispatcher without a new entry for longer counts as lost
     backlog_forget_s: float = 60.0
@@ -85,12 +87,12 @@ class MonitorCore:
     pressure: Pressure = field(init=False)
     _backlogs: Backlogs = field(init=False)
     _wholes: dict[tuple[WorkerId, Incarnation], m.WholeMemory] = (
-        field(  # from the previous monitor's registry, for instances not heard yet
+        field(  # from the previous monitor's registry, for instances that have not reported yet
             default_factory=dict[tuple[WorkerId, Incarnation], m.WholeMemory]
         )
     )
     _streams: dict[m.StreamId, WorkerId] = field(default_factory=dict[m.StreamId, WorkerId])
-    # Newest known incarnation of each worker, most recently heard last.
+    # Newest known incarnation of each worker, those that reported most recently last.
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None
@@ -107,7 +109,7 @@ class MonitorCore:
 
     @property
     def least_report_interval_s(self) -> float:
-        """Minimum interval in seconds between two reports of a worker, as told to all workers."""
+        """Minimum interval in seconds between two reports of a worker, which all workers are sent."""
         return min(len(self.entries) / _REPORTS_PER_S, self.rules.lease_s / _REPORTS_PER_LEASE)
 
     @property
@@ -131,7 +133,7 @@ class MonitorCore:
                 entry = self.entries.get(event.worker_id)
                 if entry is None or entry.instance.incarnation != event.incarnation or entry.stream_id is not None:
                     return []
-                return self._lose(event.worker_id, "its process is gone: connection refused", event.cause_id)
+                return self._lose(event.worker_id, "its process has ended: connection refused", event.cause_id)
             case m.RegistryLoaded():
                 return self._registry_loaded(event)
             case m.SurroundingsRead():
@@ -155,7 +157,7 @@ class MonitorCore:
         if entry is not None and entry.stream_id not in (None, stream_id):
             commands.append(self._close(entry, m.CloseReason.SUPERSEDED))
         if entry is not None and entry.instance.incarnation < instance.incarnation:
-            commands += self._lose(instance.worker_id, "replaced by a newer life of the worker", event.cause_id)
+            commands += self._lose(instance.worker_id, "replaced by a newer incarnation of the worker", event.cause_id)
             entry = None
         if entry is None:
             entry = WorkerEntry(instance, event.at_s, stream_id, deque(maxlen=self.rules.history_length))
@@ -232,7 +234,7 @@ class MonitorCore:
             self._remember(worker_id, incarnation)
             entry = self.entries.get(worker_id)
             if entry is not None and entry.instance.incarnation < incarnation:
-                commands += self._lose(worker_id, "a newer life of the worker is known", event.cause_id)
+                commands += self._lose(worker_id, "a newer incarnation of the worker is known", event.cause_id)
         return commands
 
     def _surroundings_read(self, event: m.SurroundingsRead) -> list[m.Command]:
@@ -382,14 +384,14 @@ class MonitorCore:
         for stream_id, worker_id in self._streams.items():
             entry = self.entries.get(worker_id)
             if entry is None or entry.stream_id != stream_id:
-                raise InvariantViolation(f"stream {stream_id} belongs to {worker_id}, which does not know it")
+                raise InvariantViolation(f"stream {stream_id} belongs to {worker_id}, which has no such stream")
         for worker_id, entry in self.entries.items():
             if entry.stream_id is not None and self._streams.get(entry.stream_id) != worker_id:
-                raise InvariantViolation(f"{worker_id} names stream {entry.stream_id}, which is not its own")
+                raise InvariantViolation(f"{worker_id} refers to stream {entry.stream_id}, which is not its own")
             if entry.instance.incarnation < self._newest.get(worker_id, entry.instance.incarnation):
-                raise InvariantViolation(f"{worker_id} is registered in an old life {entry.instance.incarnation}")
+                raise InvariantViolation(f"{worker_id} is registered as old incarnation {entry.instance.incarnation}")
         if not self._outgrown <= self.entries.keys():
-            raise InvariantViolation(f"{sorted(self._outgrown - self.entries.keys())} are gone, and outgrown")
+            raise InvariantViolation(f"{sorted(self._outgrown - self.entries.keys())} are outgrown, but not registered")
         if len(self.entries) > self.rules.max_instances:
             raise InvariantViolation(f"{len(self.entries)} instances, more than {self.rules.max_instances}")
         self.pressure.check()

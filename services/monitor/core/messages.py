@@ -124,7 +124,7 @@ class InstanceUp:
     instance: Instance
     draining: bool
     place: Place | None = None  # last reported place; None: alone, with all layers
-    parked: bool = False  # True if it reports to be parked
+    parked: bool = False  # True if it reports that it is parked
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,7 +22,7 @@ class GroupLoad:
     member_ids: tuple[WorkerId, ...]
     used_bytes: int  # bytes held by running requests
     spare_bytes: int = 0  # part of used and waiting bytes: held by the leader's draining group, and not needed
-    waiting_bytes: int  # needed by prompts in the leader's waiting line, head of line included
+    waiting_bytes: int  # needed by prompts in the leader's waiting queue, its head included
     capacity_bytes: int
     undropped_bytes: int  # the members' KV if each held all layers
 
@@ -62,11 +62,11 @@ class ClusterDemand:
     undropped_bytes: int
     groups: tuple[tuple[WorkerId, ...], ...]  # members of each group, leaders first
     complete: bool  # True: all reports are known
-    small_fill: float = 0.0  # fraction taken of the memory of instances with little, where others have much more
+    small_fill: float = 0.0  # used fraction of the small instances' memory, if others have much more
 
     @property
     def backlog_bytes(self) -> int:
-        """Needed by requests that wait in dispatchers."""
+        """Bytes needed by requests that wait in dispatchers."""
         return self.wanted_bytes - self.engaged_bytes
 
     @property

@@ -3,20 +3,20 @@
 Forecast: the bytes wanted now, plus their trend over the horizon if it rises. Wanted bytes include all waiting
 requests, so a burst counts in full when it arrives, before it becomes a trend.
 
-- Overload: the forecast exceeds the threshold, and the workers' own memory is nearly taken. Before that a drop gains
-  nothing, and a pipeline is slower: requests that wait in a backlog while workers have free memory wait for something
-  else. In small clusters chance raises overloads again and again; the planner compares what a drop would bring, and
-  evaluates a second time where that is unclear.
-- Overload, too: requests wait while instances with much less memory than the others are full. They compute no prompts
-  then, although the cluster has memory left.
+- Overload: the forecast exceeds the threshold, and the workers' own memory is nearly used up. Before that a drop gains
+  nothing, and a pipeline is slower: requests that wait in a backlog while workers have free memory do not wait for
+  memory. In small clusters random fluctuation raises overloads again and again; the planner predicts what a drop would
+  gain, and evaluates a second time if the gain is unclear.
+- Also an overload: requests wait while instances with much less memory than the others are full. These compute no
+  prompts then, although the cluster has memory left.
 - Relief: parameters are dropped, and wanted bytes (with their trend) and usage have been below a fraction of the
   un-dropped memory for a while. The planner may then restore layers. If a burst came soon after the last relief, the
   next relief waits for as long as would have avoided that drop: staying dropped has a small constant cost, but a
   restore in vain leaves the burst without memory.
-- Between two signals lies at least the dwell time, and each change of the merged groups restarts it: an oscillating
-  load causes at most one transition per dwell time. Exception: after a relief that has not changed the groups yet, an
+- Two signals are at least the dwell time apart, and each change of the merged groups restarts it: an oscillating load
+  causes at most one transition per dwell time. Exception: after a relief that has not changed the groups yet, an
   overload is raised at once, as aborting a restore costs nothing. During a restore there is temporarily less memory
-  than before and after it: demand is compared with what there will be.
+  than before and after it: demand is compared with the memory after it.
 """
 
 import math
@@ -49,8 +49,8 @@ class PressureRules:
     # Subtracted from the threshold: the fraction of the memory that must be used, or waited for on workers, before an
     # overload. An early drop gains nothing, and a pipeline is slower.
     arming_below_fraction: float = 0.05
-    # Fraction of the forecast demand freed in excess where the planner cannot compare: with only some groups merged,
-    # new requests all go there, and wait for computation.
+    # Fraction of the forecast demand that is freed in addition if the planner cannot compare: if only some groups were
+    # merged, all new requests would be routed to them, and wait for computation.
     overload_margin_fraction: float = 0.25
     relief_after_s: float = 2.0  # minimum duration of low usage: as long as a trend
 
@@ -84,7 +84,9 @@ _NOWHERE = WorkerId("")
 
 @dataclass(frozen=True, slots=True)
 class LongRequest:
-    """A request waits for a group that holds it, or is about to outgrow its instance; no shortage for others."""
+    """A request waits for a group that can hold it, or is about to outgrow its instance; other requests have enough
+    memory.
+    """
 
     need_tokens: int
     prompt_tokens: int = 0  # part of `need_tokens` that is still to be computed
@@ -151,7 +153,7 @@ class Pressure:
         if before is not None and sample.at_s < before.at_s:
             raise InvariantViolation(f"sample of {sample.at_s} after {before.at_s}")
         if before is not None and before.groups != sample.groups:
-            self.history.clear()  # sums over other groups are no trend
+            self.history.clear()  # sums over different groups form no trend
             if before.merged != sample.merged:
                 self._learn(before, sample)
                 self._relieving = False
@@ -180,7 +182,7 @@ class Pressure:
         wanted = slope_per_s([(s.at_s, s.wanted_bytes) for s in self.history], at_quantile=_SURE_QUANTILE)
         level = self._level_count >= len(self.history)
         capacity = 0.0 if level else slope_per_s([(s.at_s, s.capacity_bytes) for s in self.history])
-        # Memory being returned to parameters shrinks by plan, down to what all parameters leave.
+        # During a restore KV memory shrinks as planned, down to what full replicas leave.
         now_bytes = self._settled_bytes(sample)
         floor = min(now_bytes, sample.undropped_bytes)
         shrunk = max(floor, now_bytes + min(0.0, capacity) * rules.horizon_s)

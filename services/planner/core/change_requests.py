@@ -33,9 +33,11 @@ from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, pl
 from services.planner.policy.snapshot import ModelShape, Snapshot, columns_of
 from services.planner.policy.split import is_unlike, kinds_of
 
-# A drop predicted to be better by this factor starts at the first evaluation, others if a second one agrees.
+# A drop whose predicted gain is at least this factor starts at the first evaluation; a smaller gain has to be confirmed
+# by a second one.
 _CLEAR = 1.5
-# Without data for a comparison an overload drops by need after this time, if it needs this fraction of the KV memory.
+# If data for a comparison has been missing for this long, an overload drops by need, provided it needs at least this
+# fraction of the KV memory.
 _BLIND_S, _BLIND_NEED = 10.0, 0.25
 
 
@@ -44,7 +46,7 @@ class Planning:
     """Policy for overloads."""
 
     targets: ComparisonTargets = field(default_factory=ComparisonTargets)
-    compares: bool = True  # True: compare by predicted loss, also with no change; False, or without data: drop by need
+    compares: bool = True  # True: compare candidates by predicted loss; False, or without data: drop by need
     # By need, groups become deeper than pairs only if pairs would leave more than this fraction of the wanted KV unmet.
     tolerable_shortfall: float = 0.65
 
@@ -135,8 +137,8 @@ def decide(
 
 
 def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
-    """A plan for instances that lack layers and load them from disk. Survivors of a pipeline load missing layers by
-    themselves.
+    """A restore plan for instances that lack layers: each loads its layers from the host copy or disk and then serves
+    alone. Survivors of a pipeline load missing layers without a plan.
     """
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
@@ -154,7 +156,7 @@ def explain_now(
     from.
 
     Raises:
-        NoSurvey: too little is known.
+        NoSurvey: too little is known about the cluster.
     """
     surveyed = survey(base, model, load.workers, load.slowness)
     snapshot = surveyed.snapshot
@@ -186,12 +188,14 @@ def _drop(
     if needed is None:
         needed = demand_bytes(snapshot)
         if not needed:
-            return Rejected("demand fits into the KV memory there is: nothing lacks; say how much, or which workers")
+            return Rejected(
+                "demand fits into the KV memory, nothing lacks; specify the bytes to free, or the workers to merge"
+            )
     by_comparison = planning.compares and not change.request_id
     compared = _compared(surveyed, load, model, planning.targets) if by_comparison else None
     why = f"{change.by}: {human_bytes(needed)} of KV needed"
     if compared is None and by_comparison and not _must_act_blind(change, snapshot, needed):
-        why = f"not known yet {_unknown(load, model)}: nothing is dropped before"
+        why = f"not known yet {_unknown(load, model)}: nothing is dropped until then"
         return Rejected(why, needed, for_now=True, blind=True)
     if compared is None:
         tolerable = 0.0 if change.request_id else planning.tolerable_shortfall
@@ -201,7 +205,7 @@ def _drop(
         why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
         return Rejected(why, needed, for_now=True, compared=compared)
     elif not change.again and compared.gain < _CLEAR:
-        why = "; ".join(("a little better would be a drop, if that is so at a second look", *compared.lines()))
+        why = "; ".join(("a drop may be slightly better, to be evaluated again", *compared.lines()))
         return Rejected(why, needed, for_now=True)
     else:
         chosen = compared.chosen.candidate
@@ -209,7 +213,7 @@ def _drop(
         lines = (*compared.lines(), *explain(found, snapshot.model))
         why = f"{why}; predicted {compared.chosen.told()} ({compared.candidates[0].told()})"
     if not found.groups:
-        return Rejected("no groups are left that could be merged and are worth it", found.shortfall_bytes)
+        return Rejected("there are no groups left whose merge would be worthwhile", found.shortfall_bytes)
     target = dropped(base, found, epoch, why)
     if not changed_members(base, target):
         return Rejected("nothing would change", found.shortfall_bytes)
@@ -226,7 +230,9 @@ def _for_long(
     epoch: Epoch,
     planning: Planning,
 ) -> Approved | Rejected:
-    """Plan the smallest group with room for the request beside those that run there, if the others can bear it."""
+    """Plan the smallest group with room for the request in addition to those running there, if the latencies of other
+    requests remain acceptable.
+    """
     snapshot, led = surveyed
     if (holder := held_by(snapshot, need)) is not None:
         return Rejected(f"{holder} holds {need.need_tokens} tokens already", for_now=True)
@@ -235,7 +241,7 @@ def _for_long(
             need = replace(need, held_tokens=load_of_leader.longest_token_count)
     made = group_for(snapshot, need)
     if made is None:
-        why = f"no group of the instances here has room for {need.need_tokens} tokens beside what runs there"
+        why = f"no possible group has room for {need.need_tokens} tokens in addition to its running requests"
         return Rejected(why, for_now=True)
     compared = None
     if planning.compares and load.pace is not None and not _unknown(load, model):
@@ -305,7 +311,8 @@ def _compared(
     fresh = load.fresh_traffic
     if fresh is None or not compared.chosen.merges:
         return compared
-    # A silent dispatcher may be stopped, or dead with its clients elsewhere: the choice must be right in both cases.
+    # A silent dispatcher may be paused, or dead, with its clients now at others, so the choice must be right in both
+    # cases.
     if not fresh.known_s:
         fresh = replace(load.traffic, queued_count=0, queued_tokens=0, oldest_wait_s=0.0)
     without = compare(snapshot, running, fresh, load.pace, targets)
@@ -344,7 +351,7 @@ def _restore(
         )
         if compared is not None and compared.chosen is compared.candidates[0]:
             return Rejected(
-                "; ".join(("to give back would be worse, or take too long", *compared.lines())), compared=compared
+                "; ".join(("a restore would be worse, or take too long", *compared.lines())), compared=compared
             )
     return Approved(
         TransitionKind.RESTORE,

@@ -1,7 +1,7 @@
 """Rebuilds a layout that the state server has lost from the places that instances report (pure).
 
-A reported place counts if its epoch is newer than the known layout's: an instance enters a group only after the layout
-was stored, so a newer layout was stored and has been lost.
+A reported place counts if its epoch is newer than the known layout's. An instance enters a group only after the layout
+was stored, so a newer epoch shows that a stored layout was lost.
 """
 
 from collections.abc import Mapping
@@ -56,7 +56,7 @@ def rebuild(layout: Layout, claims: Mapping[WorkerId, WorkerClaim], layer_count:
         for worker_id, claim in sorted(telling.items())
         if worker_id not in placed and _layers(worker_id, claim) != range(layer_count)
     )
-    rebuilt = Layout(Epoch(epoch), layer_count, groups, "as the instances say")
+    rebuilt = Layout(Epoch(epoch), layer_count, groups, "rebuilt from the instances' reports")
     rebuilt.check()
     return Rebuilt(rebuilt, partial)
 

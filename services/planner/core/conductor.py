@@ -1,7 +1,7 @@
-"""The cluster's transitions, one at a time: requests, progress, history; and the reasons to abort one (pure).
+"""Runs the cluster's transitions one at a time: decides when they begin or abort, and keeps their history (pure).
 
-Rule 1: a transition begins only when the layout is at rest, and delays other changes of it until the decision.
-Rule 2: the last journal is authoritative. A new leader completes or aborts what it finds.
+Rule 1: a transition begins only when the layout is at rest. Until it is decided, no other change of the layout is made.
+Rule 2: the last journal is authoritative. A new leader completes or aborts the transition that it describes.
 """
 
 import dataclasses
@@ -110,7 +110,7 @@ class Conductor:
     _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
     _began_by_planner: bool = False  # the transition may be aborted for other requests while it is prepared
     _requests: OrderedDict[str, _OperatorRequest] = field(default_factory=OrderedDict[str, _OperatorRequest])
-    _own_at_s: float = 0.0  # earliest time of the next transition of the planner's own
+    _own_at_s: float = 0.0  # earliest time at which the planner may begin another transition by itself
     _again_at_s: float = math.inf  # when an overload is evaluated again
     _again_bytes: int = 0  # shortfall of that overload
     _again_until_s: float = -math.inf  # time until which that overload is evaluated again
@@ -153,7 +153,7 @@ class Conductor:
         return self._own_at_s
 
     def held_s(self, at_s: float) -> float:
-        """Seconds for which no automatic restore happens, by an operator's request."""
+        """Seconds for which automatic restores remain suspended at an operator's request."""
         return max(0.0, self._held_until_s - at_s)
 
     def records(self) -> list[TransitionRecord]:
@@ -177,8 +177,8 @@ class Conductor:
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
 
     def long_request(self, event: p.LongRequestRaised) -> list[p.Command]:
-        """Request a group for a long request, or abort a restore that is only prepared, as it may take the memory. The
-        event is repeated each second, so an impossible change is evaluated again.
+        """Request a group for a long request. If a restore is still being prepared, abort it first, as it might take
+        the memory. The event is repeated each second, so a change that is impossible now is evaluated again.
         """
         if self.rules.policy is not OverloadPolicy.DROP or self._has_change:
             return []
@@ -192,12 +192,12 @@ class Conductor:
 
     @property
     def _must_end(self) -> bool:
-        """True for a restore that a draining member waits for: it is not aborted for demand."""
+        """True for a restore that a draining member waits for: rising demand does not abort it."""
         return self.record is not None and self.record.by == "drain"
 
     @property
     def _reduces_memory(self) -> bool:
-        """True for a restore that reduces KV memory; that of stranded survivors adds some."""
+        """True for a restore that reduces KV memory; a restore of stranded survivors adds some."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return False
         journal = self.coordinator.journal
@@ -227,13 +227,13 @@ class Conductor:
         earlier = self._requests.get(event.request_id)
         if earlier is not None:
             if earlier.what != what:
-                why = f"request id {event.request_id!r} was given for another change"
+                why = f"request id {event.request_id!r} was already used for another change"
                 return [p.RefuseChange(event.request_id, p.ChangeRefusal.ID_REUSED, why)]
             return [] if earlier.epoch is None else [p.AnswerChange(event.request_id, earlier.epoch, earlier.lines)]
         if self._has_change or (self.busy and not self._is_preemptible):
             return [p.RefuseChange(event.request_id, p.ChangeRefusal.BUSY, self._why_busy())]
         if isinstance(change, RestoreRequest) and self.rules.policy is OverloadPolicy.STATIC_PIPELINE:
-            why = "pipelines are for good: the policy is static-pipeline"
+            why = "pipelines are permanent, as the policy is static-pipeline"
             return [p.RefuseChange(event.request_id, p.ChangeRefusal.NOT_POSSIBLE, why)]
         if isinstance(change, RestoreRequest):
             self._held_until_s = 0.0
@@ -250,7 +250,7 @@ class Conductor:
 
     @property
     def _is_preemptible(self) -> bool:
-        """True while a restore of the planner's own is prepared: other requests have precedence."""
+        """True while a restore that the planner itself began is being prepared: other requests may preempt it."""
         return self.coordinator is not None and self._began_by_planner and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
@@ -322,7 +322,9 @@ class Conductor:
         return told + self.start(approved, context, at_s, change)
 
     def _blind_for_s(self, at_s: float) -> float:
-        """Seconds for which overloads could not be compared; 0 if the last of these is not recent."""
+        """Seconds since the first overload that could not be compared for lack of data; 0 if the last one is not
+        recent.
+        """
         if self._blind_s is None or at_s - self._blind_s[1] > 2 * _LOOK_FOR_S:
             return 0.0
         return at_s - self._blind_s[0]
@@ -345,8 +347,8 @@ class Conductor:
         return []
 
     def _defer(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[p.Command]:
-        """Reject a change; schedule another evaluation if it is not worthwhile only for now. An overload is reported
-        once, however often it is evaluated.
+        """Reject a change. If it is merely not worthwhile at present, schedule another evaluation. An overload is
+        reported once, however often it is evaluated.
         """
         told = self._deny(p.ChangeRefusal.NOT_POSSIBLE, rejected)
         if not rejected.for_now:
@@ -366,7 +368,7 @@ class Conductor:
         return self.start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
     def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """Begin a drop that merges instances which serve alone into static pipelines, as many as are complete."""
+        """Begin a drop that merges instances which serve alone into as many complete static pipelines as possible."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
         degree = self.rules.pipeline_degree
@@ -393,7 +395,7 @@ class Conductor:
     def _deny(self, refusal: p.ChangeRefusal, rejected: Rejected) -> list[p.Command]:
         change, self._change, self._load = self._change, None, None
         if change is None:
-            raise InvariantViolation("nobody requested for what is rejected")
+            raise InvariantViolation("a change was rejected that is not pending")
         if change.request_id:
             self._requests.pop(change.request_id, None)
             return [p.RefuseChange(change.request_id, refusal, rejected.why)]
@@ -510,7 +512,7 @@ class Conductor:
         record.journal, record.lost = journal, step.lost
         record.reached_at_s.setdefault(journal.stage, at_s)
         self.history.append(record)
-        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # an overload waits for its end
+        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # an overload waits for this end
             self._again_at_s = at_s
         given_up = tuple(sorted(self.coordinator.given_up))
         self.coordinator = self.record = None
@@ -550,7 +552,7 @@ class Conductor:
         self.newest = journal
         if journal is None or journal.stage.over:
             return []
-        self.record = TransitionRecord(journal, at_s, "a planner before", "")
+        self.record = TransitionRecord(journal, at_s, "previous planner", "")
         self.coordinator, steps = Coordinator.resume(journal, at_s, self.rules.coordinator)
         return self._carry_out(steps, at_s, cause_id)
 

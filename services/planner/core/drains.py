@@ -48,15 +48,13 @@ class Drains:
         return True
 
     def ordered(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """True if this incarnation is to be drained. It may have counted as lost meanwhile and have returned without
-        having been told.
+        """True if a drain of this incarnation was requested. It may have counted as lost in between and have returned
+        without receiving the order.
         """
         return any((d.worker_id, d.incarnation) == (worker_id, incarnation) for d in self._by_request.values())
 
     def settle(self, layout: Layout) -> list[tuple[str, Epoch]]:
-        """Settle the drains that this layout completes, as their workers get no new requests any more. Returns request
-        ids and epochs.
-        """
+        """Settle the drains whose workers get no new requests in this layout. Returns request ids and epochs."""
         taking = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members if not m.draining}
         settled: list[tuple[str, Epoch]] = []
         for request_id, drain in self._by_request.items():

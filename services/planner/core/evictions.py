@@ -1,12 +1,14 @@
-"""Members that do not report to the monitor: evicted on evidence, not for their silence (pure).
+"""Evicts members that do not report to the monitor, but only on evidence: silence alone is not enough (pure).
 
 A monitor that has just become active, or is cut off from the workers, receives no reports although all members are
-well. So a member missing from a snapshot, or silent for too long, stays in the layout until the planner has probed it:
+healthy. So a member missing from a snapshot, or silent for too long, stays in the layout until the planner has probed
+it:
 
 - the same incarnation answers: it stays, and is probed repeatedly until it reports again;
 - nothing listens at its address, or another incarnation does: it is evicted;
-- no answer: it is evicted if there is a witness, such as a member that has left its group. Without a witness only a
-  minority is evicted: if most members are silent towards both, the network is suspected.
+- no answer: it is evicted if another member reports that it has left their group, which is evidence. Without such a
+  witness only a minority is evicted: if most members answer neither the monitor nor the planner, the network is
+  suspected.
 """
 
 import math

@@ -1,7 +1,7 @@
 """Instances whose reports contradict the layout, and since when (pure).
 
-A persistent contradiction is resolved in favour of the report: the instance leaves its group by a plan that contains it
-in none. It is then stranded, loads its missing layers, and is placed again.
+A persistent contradiction is resolved in favour of the report: the next plan places the instance in no group. It is
+then stranded, loads its missing layers, and is placed again.
 """
 
 import math
@@ -56,7 +56,7 @@ class Inconsistent:
         return True
 
     def transition_ended(self, at_s: float, before_s: float) -> None:
-        """Keep the duration of contradictions that began before `before_s` and did not count yet; that of the others is
+        """Contradictions that began before `before_s` and do not count yet keep their duration; that of all others is
         measured anew.
         """
         odd = self._since_s.items()

@@ -1,4 +1,4 @@
-"""Instances that must serve on their own, and why: their protocol is not that of most, or their group broke (pure)."""
+"""Instances that must serve on their own, and why: most workers use another protocol, or their group broke (pure)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -29,7 +29,7 @@ class KeptOut:
     def why(self, at_s: float) -> dict[WorkerId, str]:
         """Workers currently kept out of groups, and why; those of another model are kept out of the layout."""
         backing_off = {
-            worker_id: f"its group broke soon after it was made (time {broken.count});"
+            worker_id: f"its group broke soon after it was made (failure {broken.count});"
             f" it serves alone for {broken.until_s - at_s:.0f} s more"
             for worker_id, broken in self._broken.items()
             if at_s < broken.until_s and self._membership.has(worker_id, broken.incarnation)
@@ -46,24 +46,23 @@ class KeptOut:
             return {}
         most = max(counts, key=lambda protocol: (counts[protocol], protocol))
         return {
-            worker_id: f"it speaks protocol {protocol}, and most workers protocol {most}: upgrade one or the other"
+            worker_id: f"it uses protocol {protocol}, most workers use protocol {most}: upgrade one or the other"
             for worker_id, protocol in protocols.items()
             if protocol != most
         }
 
     def why_not_together(self, names: Iterable[WorkerId]) -> str:
-        """Reason why these workers cannot form a group; empty if they speak the same protocol."""
+        """Reason why these workers cannot form a group; empty if they use the same protocol."""
         protocols = self._membership.protocols()
         spoken = {name: protocols[name] for name in names if name in protocols}
         if len(set(spoken.values())) < 2:
             return ""
-        return "they do not speak the same protocol: " + ", ".join(
-            f"{name} {number}" for name, number in spoken.items()
-        )
+        return "they do not use the same protocol: " + ", ".join(f"{name} {number}" for name, number in spoken.items())
 
     def regrouped(self, before: Layout, after: Layout, age_s: Callable[[GroupId, float], float], at_s: float) -> None:
-        """Handle a change of the layout outside a transition. If a new pipeline has gone although all its members are
-        alive, it broke, and they are not merged again. `age_s`: age of a group at that time.
+        """Handle a change of the layout outside a transition. If a young pipeline is gone although all its members are
+        alive, it counts as broken, and its members are not merged again for a while. `age_s`: age of a group at that
+        time.
         """
         left = {group.group_id for group in after.groups if len(group.members) > 1}
         for group in before.groups:

@@ -1,15 +1,15 @@
 """The layout of the cluster and its changes (pure; `handle` is the only entry).
 
-Reading and writing it: `store_sync`. Joins close together share an epoch; a loss is planned at once. While the state
-server is unreachable the newest change is kept and written later.
+`store_sync` reads and writes it. Joins close together share an epoch; a loss is planned at once. While the state server
+is unreachable the newest change is kept and written later.
 
 Epochs never decrease or repeat: a state server that has lost the layout gets it again under the next epoch. A new
-leader that finds the layout lost cannot know the last epochs: it waits for the monitor's snapshot and continues with
-the seconds in its token, which no earlier leader can have reached. Only if all planners and the state server are lost
-at once do epochs restart; those of transitions continue from the highest that an instance has reported. Groups are then
-rebuilt from their members' reports (`claims`).
+leader that finds the layout lost cannot know the last epochs: it waits for the monitor's snapshot and continues from
+the time (in seconds) of its fencing token, which no epoch of an earlier leader can have reached. Only if all planners
+and the state server are lost at once do epochs restart; epochs of transitions continue from the highest that an
+instance has reported. Groups are then rebuilt from their members' reports (`claims`).
 
-Until a transition (the conductor's) is decided, the layout is unchanged; joins and losses are written afterwards. If a
+Until a transition (see `conductor`) is decided, the layout is unchanged; joins and losses are written afterwards. If a
 pipeline loses a member, the others leave the layout, too, and return once they hold all layers.
 """
 
@@ -45,9 +45,9 @@ NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 class PlannerRules:
     coalesce_s: float = 0.1  # joins within this time share an epoch, as in the start of a cluster
     verify_interval_s: float = 1.0  # interval of reads of the stored layout: only a second leader changes it
-    retry_s: float = 0.5  # wait after the state server gave no answer
+    retry_s: float = 0.5  # wait before the next attempt if the state server did not answer
     max_drains: int = 1000  # number of drains whose answers are remembered
-    disagree_s: float = 2.0  # how long a report has to contradict the layout to count instead of it
+    disagree_s: float = 2.0  # how long a report must contradict the layout before it takes precedence
     transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
@@ -58,7 +58,7 @@ class PlannerCore:
     layout_model: ModelInfo | None = None  # model served by its instances
     membership: Membership = field(default_factory=Membership)
     partial: Partial = ()  # incarnations that hold only some layers, as last written
-    suspects: Suspects = field(default_factory=Suspects)  # members that the monitor does not hear
+    suspects: Suspects = field(default_factory=Suspects)  # members that do not report to the monitor
     conductor: Conductor = field(init=False)
     store: StoreSync = field(init=False)
     _drains: Drains = field(init=False)
@@ -95,7 +95,7 @@ class PlannerCore:
     def settled_epoch(self) -> Epoch:
         """The highest epoch up to which no transition will be committed any more; 0 if none is certain.
 
-        It is a stored epoch: a number that was never stored may be another leader's.
+        It is always a stored epoch, as another leader may use a number that was never stored.
         """
         certain = self._may_write and self.store.stored_epoch == self.layout.epoch
         if not certain or self.conductor.busy:
@@ -285,7 +285,7 @@ class PlannerCore:
             self._replan(at_s)
 
     def _evict_gone(self, event: p.Event) -> list[p.Command]:
-        """Evict the members that the monitor does not hear and for whose end there is evidence."""
+        """Evict the members that do not report to the monitor and are known to have ended."""
         left = self.inconsistent.worker_ids
         gone = self.suspects.gone(len(self.membership.known), self.inconsistent.grouped, left)
         for worker_id, incarnation, why in gone:
@@ -309,7 +309,8 @@ class PlannerCore:
             why = difference(event.model, self.membership.model)
             commands.append(p.RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
-            # It was to be drained and was not told: the previous planner ended, or it was unreachable.
+            # Its drain was requested, but it did not receive the order: the previous planner ended, or the worker was
+            # unreachable.
             commands.append(p.AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
@@ -325,7 +326,7 @@ class PlannerCore:
             there = known is not None and known.placeable.incarnation == member.incarnation
             named = isinstance(event, (p.InstanceUp, p.InstanceLost)) and event.worker_id == member.worker_id
             if not there and (named or self.membership.complete):
-                lost[member.worker_id] = self._why_lost.get(member.worker_id, "it is not there any more")
+                lost[member.worker_id] = self._why_lost.get(member.worker_id, "it has left the cluster")
         commands = self.conductor.members_lost(lost, event.at_s, event.cause_id)
         if lost:
             commands += self.conductor.abort_restore("another instance was lost", event.at_s, event.cause_id)
@@ -379,7 +380,7 @@ class PlannerCore:
         if self.conductor.busy or not self.membership.complete:
             return
         for worker_id in self.inconsistent.overdue(at_s):
-            self._note_lost(worker_id, "it says that it is not what the layout has it for")
+            self._note_lost(worker_id, "its reports contradict the layout")
         self._replan(at_s)
 
     def _inconsistent_at_s(self) -> float:

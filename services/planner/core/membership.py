@@ -1,7 +1,7 @@
 """The instances known to the planner, with incarnation and model (pure).
 
-Rule 1: an instance enters by an event of the monitor or, before the monitor's snapshot, because the layout names it.
-Rule 2: it leaves by an event of the monitor, which has evidence of its end, or on the planner's own evidence
+Rule 1: an instance is added on an event of the monitor or, before the monitor's snapshot, because the layout names it.
+Rule 2: it is removed on an event of the monitor, which has evidence of its end, or on the planner's own evidence
 (`evictions`). A lost connection to the monitor proves nothing about instances.
 """
 
@@ -26,7 +26,7 @@ class Known:
     protocol: int | None = None  # number of the protocol between workers; None: from a layout
     fresh: bool = True  # True: it has reported since the layout assigned its group
     away: bool | None = None  # True: it should be parked; None: undecided
-    parked: bool = False  # True if it reports to be parked
+    parked: bool = False  # True if it reports that it is parked
 
     def stand(self) -> None:
         """Update the standing from the intended and the reported state."""
@@ -44,7 +44,7 @@ class Membership:
     model: ModelInfo | None = None  # the cluster's model
     complete: bool = False  # the monitor's snapshot over the present connection is complete
     known: dict[WorkerId, Known] = field(default_factory=dict[WorkerId, Known])
-    # Incarnations that ended before the snapshot was complete: a layout that still names them does not restore them.
+    # Incarnations that ended before the snapshot was complete: a layout that still names them must not add them again.
     _gone: dict[WorkerId, Incarnation] = field(default_factory=dict[WorkerId, Incarnation])
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
 
@@ -221,7 +221,7 @@ class Membership:
         for worker_id, known in self.known.items():
             if known.placeable.incarnation < self.newest(worker_id):
                 raise InvariantViolation(
-                    f"{worker_id} is known in life {known.placeable.incarnation}, but {self.newest(worker_id)} was seen"
+                    f"{worker_id} is incarnation {known.placeable.incarnation}, but {self.newest(worker_id)} was seen"
                 )
 
 

@@ -26,7 +26,7 @@ class ClusterLoad:
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
     pace: Pace | None = None  # speed of a typical instance, with the most layers that any holds; None: unknown
-    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors on `pace`, if unlike it
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors on `pace`, if not 1
     fresh_traffic: Traffic | None = None  # traffic without silent dispatchers; None: none is silent
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
@@ -112,7 +112,7 @@ class InstanceUp:
     data_address: str = ""  # host:port of its data plane
     place: Place | None = None  # reported place in the layout; None: alone, with all layers
     protocol: int = PROTOCOL  # number of the protocol between workers
-    parked: bool = False  # True if it reports to be parked
+    parked: bool = False  # True if it reports that it is parked
 
 
 @dataclass(frozen=True, slots=True)

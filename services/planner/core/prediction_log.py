@@ -38,7 +38,7 @@ class Predicted:
         if self.settled_at_s is None:
             return f"{predicted}; in {max(0.0, self.at_s + self.horizon_s - now_s):.0f} s it can be said what came"
         if self.served is None:
-            return f"{predicted}; what came is not known, as a dispatcher is gone"
+            return f"{predicted}; the outcome is unknown, as a dispatcher is gone"
         ttft_s, tpot_s, per_s = self.served.ttft_p99_s, self.served.tpot_s, self.tokens_per_s
         ttft = "no request had its first token" if ttft_s is None else f"P99 TTFT {ttft_s:.2f} s"
         tpot = "" if tpot_s is None else f", TPOT {1e3 * tpot_s:.0f} ms"

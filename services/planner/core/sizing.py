@@ -1,8 +1,8 @@
 """Decides by prediction how many instances serve, and which are parked or woken (pure).
 
-Against oscillation, one more instance serves as soon as the current number fails at the expected rate; one less must
-suffice at a higher rate, and for some time. If an instance was needed again soon after one had left, the next leave
-waits twice as long.
+To avoid oscillation, one more instance serves as soon as the current number does not suffice for the expected rate, but
+one leaves only if the others have sufficed for a higher rate for some time. If an instance was needed again soon after
+one had left, the next leave waits twice as long.
 """
 
 import math
@@ -114,7 +114,7 @@ class Sizing:
         return Learnt(self._jumps.largest, self._dwell_s)
 
     def begin(self, before: Learnt) -> None:
-        """Go on from what the planner before has learnt."""
+        """Continue from what the previous planner has learnt."""
         self._jumps.begin(before.jumps)
         self._dwell_s = max(self._dwell_s, min(_MOST_DWELL_S, before.dwell_s))
 
@@ -124,7 +124,7 @@ class Sizing:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """The instances that could serve in addition, if as many again can be started externally; and all members."""
+        """The reserve, on the assumption that as many instances again could be started externally; and all members."""
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
         waking = [m.worker_id for m in members if m.standing is Standing.WAKING]

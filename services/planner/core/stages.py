@@ -36,7 +36,7 @@ class CoordinatorRules:
     commit_timeout_s: float = 30.0  # time for the end of a step and remapping
     exchange_timeout_s: float = 60.0  # time without progress of any member
     abort_timeout_s: float = 10.0
-    bereaved_s: float = 1.0  # time after a loss that follows the commit, for members that depend on the lost one
+    bereaved_s: float = 1.0  # after the loss of a member, time left to those that depend on it (once committed)
     poll_s: float = 0.02  # polling interval for a member that will be ready soon, as requests wait
     slow_poll_s: float = 0.1  # polling interval for a member that is busy for longer: loading parameters, exchanging KV
 
@@ -64,9 +64,9 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
         Stage.PREPARING: StageRow(
             next=MappingProxyType(
                 {
-                    Stage.COMMITTING: "every member is prepared, or is already what the plan makes of it",
+                    Stage.COMMITTING: "every member is prepared, or already in the planned state",
                     Stage.ABORTING: "a member fails or is lost; demand is back; the planner has changed",
-                    Stage.ABORTED: "the journal refuses the plan: nobody has heard of it",
+                    Stage.ABORTED: "the journal refuses the plan; no member has received it",
                 }
             ),
             deadline=MappingProxyType(
@@ -78,24 +78,24 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
             way_out="it is aborted",
         ),
         Stage.COMMITTING: StageRow(
-            next=MappingProxyType({Stage.EXCHANGING: "every member that is left has the new layout in force"}),
+            next=MappingProxyType({Stage.EXCHANGING: "the new layout is in force at every remaining member"}),
             deadline=_always("commit_timeout_s"),
-            way_out="who has not taken it up is given up: it stands outside of the layout until it is whole",
+            way_out="members without the new layout count as lost, and stay out of it until they hold all layers",
         ),
         Stage.EXCHANGING: StageRow(
-            next=MappingProxyType({Stage.DONE: "every member that is left has all KV"}),
+            next=MappingProxyType({Stage.DONE: "every remaining member has all its KV"}),
             deadline=_always("exchange_timeout_s"),
-            way_out="counted from the last progress; who still waits is given up likewise",
+            way_out="measured from the last progress; members that still wait count as lost, too",
         ),
         Stage.ABORTING: StageRow(
             next=MappingProxyType(
                 {
-                    Stage.ABORTED: "every member has taken it back",
-                    Stage.COMMITTING: "a member has committed: the journal had gone back in time",
+                    Stage.ABORTED: "every member has rolled back",
+                    Stage.COMMITTING: "a member has committed: the journal in the state server was outdated",
                 }
             ),
             deadline=_always("abort_timeout_s"),
-            way_out="who has not answered is given up likewise",
+            way_out="members that have not answered count as lost, too",
         ),
         Stage.DONE: StageRow(MappingProxyType({}), MappingProxyType({}), "at rest"),
         Stage.ABORTED: StageRow(MappingProxyType({}), MappingProxyType({}), "at rest"),
@@ -106,4 +106,4 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
 def check_step(before: Stage, after: Stage) -> None:
     """Raise InvariantViolation unless the table permits this step."""
     if after is not before and after not in STAGES[before].next:
-        raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not have")
+        raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not permit")

@@ -1,9 +1,9 @@
 """The instances that are to be parked, and the steps that park them (pure).
 
 An instance's standing follows from two facts: whether it should be away, which is decided here and stored in the
-layout, and whether it has parked, which it reports. So no step can be missed: changes of leader, late reports and lost
-orders all converge. Orders are repeated while the instance is leaving or waking in the layout, which dispatchers know
-by then.
+layout, and whether it has parked, which it reports. So no step can be missed: standings converge despite changes of
+leader, late reports and lost orders. Orders are repeated while the instance is leaving or waking in the layout, which
+dispatchers know by then.
 """
 
 import math
@@ -29,7 +29,7 @@ class Standings:
         """Handle an operator's request to park or wake an instance; `settle` answers it once the layout contains it."""
         earlier = self._waiting.get(event.request_id)
         if earlier is not None and (earlier.worker_id, earlier.away) != (event.worker_id, event.away):
-            why = f"request id {event.request_id!r} was given for another change"
+            why = f"request id {event.request_id!r} was already used for another change"
             return [p.RefuseChange(event.request_id, p.ChangeRefusal.ID_REUSED, why)]
         if why := self._why_not(event, layout, busy=busy):
             return [p.RefuseChange(event.request_id, p.ChangeRefusal.NOT_POSSIBLE, why)]

@@ -38,13 +38,13 @@ class NoSurvey(Exception):
 def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
     """Sizes of the model's layers and blocks. Raises NoSurvey if instances do not report them."""
     if model is None or not loads:
-        raise NoSurvey("no instance is there")
+        raise NoSurvey("there is no instance")
     if not model.layer_parameter_bytes or not model.block_bytes:
-        raise NoSurvey(f"the workers do not say how large the layers of {model.name} are")
+        raise NoSurvey(f"the workers do not report the layer sizes of {model.name}")
     first = next(iter(loads.values()))
     block_tokens = first.block_tokens
     if min(*model.layer_parameter_bytes, model.block_bytes, block_tokens) < 1 or model.other_parameter_bytes < 0:
-        raise NoSurvey(f"what the workers say of the sizes of {model.name} makes no sense")
+        raise NoSurvey(f"the workers report impossible sizes for {model.name}")
     return ModelShape(
         layer_parameter_bytes=model.layer_parameter_bytes,
         other_parameter_bytes=model.other_parameter_bytes,
@@ -67,8 +67,8 @@ def survey(
     *,
     draining: bool = False,
 ) -> Survey:
-    """The groups that take part in plans: all members have reported, none is parked or about to be, and, unless
-    `draining`, none drains.
+    """The groups that take part in plans: those whose members have all reported, with none parked, about to be parked
+    or, unless `draining`, draining.
 
     Groups with an impossible report are left out: one instance's error must neither end the planner nor enter a plan.
     """

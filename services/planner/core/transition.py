@@ -323,9 +323,9 @@ class Coordinator:
         if news:
             self._progress_s = event.at_s
         if self.stage is Stage.ABORTING and event.phase in _FORWARD and self._writing is None:
-            # The journal was written before the commit: the member's state counts.
+            # The journal predates the commit, so the member's state counts.
             return self._write(Stage.COMMITTING)
-        has_left = event.phase is Phase.DONE and event.why and self.decided  # and holds all layers already
+        has_left = event.phase is Phase.DONE and event.why and self.decided  # it left, and holds all layers
         if event.phase in (Phase.FAILED, Phase.ABORTED) or has_left:
             if self.stage is Stage.PREPARING:
                 return self._abort(f"{event.worker_id}: {event.why}")

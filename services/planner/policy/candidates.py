@@ -1,8 +1,8 @@
-"""Candidate layouts for an overload: which groups merge, and what the fluid model needs to know of them (pure).
+"""Candidate layouts for an overload: which groups merge, and the fluid model's input for them (pure).
 
-A new candidate is one more layout yielded by `Candidates.all`. Groups of equal depth on machines of similar speed form
-a pool, ordered by load. A candidate merges groups of one or two pools; each merge combines the most with the least
-loaded ones. All sums are differences of prefix sums, so a candidate costs as much for a thousand groups as for two.
+To add a candidate, yield it from `Candidates.all`. Groups of equal depth on machines of similar speed form a pool,
+ordered by load. A candidate merges groups of one or two pools; each merge combines the most with the least loaded ones.
+All sums are differences of prefix sums, so a candidate costs as much for a thousand groups as for two.
 """
 
 import math
@@ -21,13 +21,14 @@ from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitToleranc
 MOST_STAGES = 8  # maximum stages of a group made by a comparison
 _LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
 _LIKE_MEMORY = 1.5  # groups that hold more than this times as many blocks as the next smaller one are of another size
-# A drop stalls moved sequences for this time plus that of moving the KV over a card of 200 Gbps in both directions.
+# A drop stalls moved sequences for this time plus the time to exchange their KV over a 200 Gbps NIC, both directions at
+# once.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
 # As in `services.worker.policy.leaving`: a draining pipeline runs for DISSOLVES_S, and until its blocks take at most
 # ROOM_SHARE of the members' memory. It keeps KEPT_SHARE of its blocks in reserve, and releases memory in KEPT_STEPS.
 DISSOLVES_S, ROOM_SHARE, KEPT_SHARE, KEPT_STEPS = 10.0, 0.75, 0.5, 8
 _MOST_LIVES, _HALVINGS = 16.0, 12  # horizon for draining as a multiple of the mean remaining time of running requests
-_SAMPLED = 8  # merges of unlike members whose capacity is computed; the others are assumed to have its mean
+_SAMPLED = 8  # merges of unlike members whose capacity is computed; the others are assumed to have their mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Running:
     """Running and waiting requests of a snapshot's groups."""
 
     max_running_count: int  # maximum for an instance that does not report its own
-    waiting_count: int  # requests in the workers' waiting lines
+    waiting_count: int  # requests in the workers' waiting queues
 
 
 class _Sums(NamedTuple):
@@ -96,8 +97,8 @@ class Pool:
         return (f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else "") + self.size
 
     def by_size(self, running: Running) -> "list[Pool]":
-        """This pool; or one of the groups with little and one of those with much memory, if these differ greatly: the
-        small ones fill up first, and gain most by merging with each other.
+        """This pool; or, if memories differ greatly, one pool of the groups with little memory and one of those with
+        much, as the small ones fill up first and gain most by merging with each other.
         """
         blocks = self.columns.blocks
         if len(self.columns.members) == 1:
@@ -286,7 +287,9 @@ class Candidates:
             yield from (_grouped(pool, sizes) for sizes in layouts if max(sizes) <= self._most_stages)
 
     def _of_pipelines(self) -> Iterator[Candidate]:
-        """Pairs of groups of which at least one is a pipeline: as many as possible, and for unlike pools also one."""
+        """Pairs of groups of which at least one is a pipeline: as many as possible and, for unlike pools, also a single
+        one.
+        """
         for i, short in enumerate(self.pools):
             for long in self.pools[i:]:
                 if long.stages == 1 or short.stages + long.stages > self._most_stages:
@@ -307,12 +310,12 @@ class Candidates:
 
     @property
     def differ_in_size(self) -> bool:
-        """True if some groups have little memory beside others."""
+        """True if some groups have much less memory than others."""
         return len(self._sized_pools) > len(self.pools)
 
     def kinds(self, candidate: Candidate, *, by_size: bool = False) -> list[GroupKind]:
-        """The kinds of groups that result. `by_size`: groups that are not merged with little memory apart from others,
-        which a candidate that merges some of both does not support.
+        """The kinds of groups that result. `by_size`: unmerged groups with little memory are a kind of their own; not
+        possible for candidates that merge groups of a pool with both sizes.
         """
         tokens = self.model.block_tokens
         found: list[GroupKind] = []
@@ -403,8 +406,8 @@ class Candidates:
         return [*found, replace(alone, slowness=math.fsum(slow) / len(slow), kept_tokens=kept, kept_s=max(times))]
 
     def _dissolves_s(self, group: GroupState, blocks: Sequence[int], remaining_s: float, prompt_tokens: float) -> float:
-        """Seconds until the members can take over the running requests beside their own. Before that some must end,
-        while the rest grows.
+        """Seconds until the members' memory suffices for the pipeline's running requests in addition to their own.
+        Until then some of these must end, while the others grow.
         """
         layers = [(m.last_layer - m.first_layer) / self.model.layer_count for m in group.members]
         fits = min(ROOM_SHARE * own / (share + own / sum(blocks)) for share, own in zip(layers, blocks, strict=True))

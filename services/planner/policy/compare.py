@@ -3,10 +3,10 @@
 The duration of a burst is unknown, so each candidate is evaluated in several futures. The loss of a prediction is the
 logarithm of how far P99 TTFT and TPOT exceed their targets: doubled waits weigh as much as doubled token times. Beyond
 `LOST` targets a wait is lost, however long: from there on the fraction of lost requests counts, and slower tokens are
-not accepted for shortening lost waits. Half of the wait's loss counts from arrival, half only what is still ahead: the
-past part would hide the difference between candidates, and without it a drop would seem to help requests that have
-waited for long. Of all candidates within a factor `_UNSURE` of the least loss the one with the smallest change is
-chosen.
+not accepted for shortening lost waits. Half of the wait's loss is that of the whole wait since arrival, half that of
+the wait still ahead. With the whole wait alone, the past would hide the differences between candidates; with the wait
+ahead alone, a drop would seem to help requests that have already waited for long. Of all candidates within a factor
+`_UNSURE` of the least loss the one with the smallest change is chosen.
 """
 
 import math
@@ -46,7 +46,7 @@ _BEARABLE = 1.5  # factor by which others' waits or token times may grow for one
 # without one; elsewhere an instance leaves only if the peak demand of the last minute would fit, too. The highest
 # arrival count of that minute may recur, up to `_JUMP` times the mean.
 _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
-_PRICED = 2.0  # an instance has a cost, a drop has none: this multiple of the targets suffices for one instance less
+_PRICED = 2.0  # as instances cost money, one leaves if the others keep latencies within this multiple of the targets
 _MOST_GAIN = 50.0  # bound of a reported gain's logarithm
 _DISSOLVED_WITHIN_S = (
     60.0  # maximum predicted drain time of a restore: the planner gives up on a member without progress then
@@ -56,14 +56,14 @@ _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # pseudo-answers, so that the first one do
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComparisonTargets:
-    """Latency targets; better values count as equal."""
+    """Latency targets. All values within a target count as equally good."""
 
     ttft_s: float = 0.5  # or, if longer, a long prompt's time on an instance with half-full memory
     tpot_s: float | None = None  # None: the token time of an instance with half-full memory
 
     @property
     def lost_s(self) -> float:
-        """Wait from which on requests count as lost: increasingly, up to twice this wait."""
+        """Wait from which on requests count as lost: partly at first, entirely at twice this wait."""
         return LOST * self.ttft_s
 
 
@@ -119,7 +119,7 @@ def compare(
         return found[number].loss
 
     chosen = choose([one.loss for one in found], [one.change_count for one in candidates], finish)
-    if evaluator.candidates.differ_in_size:  # the choice is made without it, as not all candidates can be seen so
+    if evaluator.candidates.differ_in_size:  # only after the choice, as not every candidate supports `by_size`
         kinds[0] = evaluator.candidates.kinds(NOTHING, by_size=True)
     if traffic.burst_s or evaluator.candidates.differ_in_size:
         for number in {0, chosen}:
@@ -404,7 +404,7 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
 def _remaining_tokens(traffic: Traffic, running_count: int, answer_tokens: float) -> float:
     """Remaining tokens of running answers: in the steady state as many as they have generated.
 
-    0, unless that is more than `_OUTLIVED` times the mean of all answers: as many as for a new answer.
+    0, which means as many as for a new answer, unless they exceed `_OUTLIVED` times the mean of all answers.
     """
     age_tokens = traffic.open_tokens / running_count if running_count else 0.0
     return age_tokens if age_tokens > _OUTLIVED * answer_tokens else 0.0

@@ -16,7 +16,7 @@ class DropPlan:
     needed_bytes: int
     freed_bytes: int
     shortfall_bytes: int  # 0: the need is met
-    usable_bytes: int  # additional KV that admission can use; less than freed where layers split unevenly
+    usable_bytes: int  # additional KV that admission can use; less than freed if layers are split unevenly
     exchange_bytes: int
     groups: tuple[GroupPlan, ...]  # groups that change, by id
     unchanged: tuple[GroupState, ...]
@@ -46,7 +46,7 @@ def by_need(snapshot: Snapshot, needed_bytes: int, *, tolerable_shortfall: float
 def _fewest(
     snapshot: Snapshot, merges: Sequence[Sequence[GroupId]], needed_bytes: int, toward_memory: float
 ) -> DropPlan:
-    """The plan of as few merges as are enough, or of all."""
+    """The plan with the fewest merges that suffice, or with all of them if none does."""
 
     def plan_first(count: int) -> DropPlan:
         return plan_of(snapshot, merges[:count], needed_bytes, toward_memory)

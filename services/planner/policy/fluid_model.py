@@ -1,14 +1,14 @@
 """Fluid model: predicts the latencies of a layout over the next minutes (pure, no clock).
 
-Groups of equal depth are one `GroupKind`. Requests arrive at a rate and wait in one line; a kind admits them while it
-has memory and places, computes their prompts beside the decodes of running requests, and loses those whose answers end.
-The cumulative curves of arrivals and of first tokens give the waits, to which a request's own prefill is added
-(`prompt_s`); the step duration gives the token time. When running requests outgrow the memory, some are preempted, and
-wait before all others to be recomputed.
+Groups of equal depth are one `GroupKind`. Requests arrive at a rate and wait in one queue; a kind admits them while it
+has memory and places, computes their prompts alongside the decodes of running requests, and releases those whose
+answers end. The cumulative curves of arrivals and of first tokens give the waits, to which a request's own prefill is
+added (`prompt_s`); the step duration gives the token time. When running requests outgrow the memory, some are
+preempted, and wait at the head of the queue to be recomputed.
 
 Costs are those of `ballast.common.cost`, for the mean batch of each kind. Answers end at a constant rate per token,
-which differs between running and arriving requests: where lengths differ, long answers hold the memory, and their
-expected remainder equals their present length.
+which differs between running and arriving requests: if lengths differ, long answers hold the memory, and their expected
+remainder equals their present length.
 """
 
 import math
@@ -32,8 +32,8 @@ PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
 _MOST_SHARING = 2.0  # the first waiting prompt gets half of every batch, however many there are
 _PRECISION_S = 0.005  # precision of a wait
 _HALVINGS = 40  # maximum: waits beyond 10^12 s, from reported costs, are less precise
-_COHORTS = 8  # parts of the requests waiting at the beginning, by waiting time
-_NEARLY = 0.1  # fraction of a request that may be missing, as flows have no last one
+_COHORTS = 8  # number of parts of the initially waiting requests, by waiting time
+_NEARLY = 0.1  # fraction of a request that may be missing at the end, as flows are continuous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,7 +45,7 @@ class GroupKind:
     capacity_tokens: float  # KV tokens of all groups together
     running_count: float
     used_tokens: float  # used KV tokens
-    uncomputed_tokens: float = 0.0  # prompt tokens of admitted requests without a token
+    uncomputed_tokens: float = 0.0  # prompt tokens of admitted requests without a first token
     max_running_count: float = 0.0  # maximum of all groups together; 0: from the machine's
     stall_s: float = 0.0  # nothing progresses until then, because of a transition
     kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
@@ -195,14 +195,14 @@ class _Flow:
         self.capacity = kind.capacity_tokens
         self.admitted = kind.capacity_tokens * (1 - _RESERVE)
         self.kept, self.kept_s = kind.kept_tokens, kind.kept_s
-        self.left_over = kind.group_count * future.spread / 2  # room in mean requests that is lost at groups' ends
+        self.left_over = kind.group_count * future.spread / 2  # unusable room of all groups, in mean requests
         self.places = kind.max_running_count or float(self.instances * machine.max_running_count)
         self.used: float = kind.used_tokens
         self.uncomputed: float = kind.uncomputed_tokens
-        # Admitted requests without a token.
+        # Admitted requests without a first token.
         self.prefills: float = min(kind.running_count, kind.uncomputed_tokens / future.prompt_tokens)
         self.running: float = kind.running_count - self.prefills
-        self.old: float = self.running  # running requests that ran at the beginning
+        self.old: float = self.running  # running requests that have been running since the beginning
         self.busy: float = 0.0  # fraction of the last step in which batches had prompts
         self.free: float = 0.0  # requests that could still be admitted in this step
         # Requests with a first token, and sums over them of `busy`, decodes and context at that time.
@@ -445,7 +445,7 @@ def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
 
 
 def _own_s(flow: _Flow, length: float) -> float:
-    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # of other prompts
+    busy = flow.seen_busy / flow.seen * max(0.0, 1 - flow.group_count / flow.seen)  # due to other prompts
     sharing = _MOST_SHARING if busy > 1 - 1 / _MOST_SHARING else 1 / (1 - busy)
     decodes, context = flow.seen_decodes / flow.seen, flow.seen_context / flow.seen
     return prompt_s(flow.cost, flow.stages, flow.max_batch_tokens, decodes, context, length, sharing)

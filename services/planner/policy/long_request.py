@@ -25,7 +25,7 @@ class LongNeed:
 
 @dataclass(frozen=True, slots=True)
 class LongGroup:
-    """Merged groups that hold the request beside their present ones."""
+    """Merged groups that hold the request in addition to their present ones."""
 
     merged: tuple[GroupState, ...]
     plan: GroupPlan
@@ -100,8 +100,8 @@ def _made(merge: Sequence[GroupState], splitter: Splitter) -> LongGroup | None:
 
 
 def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[GroupKind]:
-    """Groups that serve other requests beside the long one: all but its own, which dispatchers avoid during its
-    prefill; if there are no others, its own.
+    """The groups that serve the other requests: all except that of the long request, which dispatchers avoid during its
+    prefill; if there is no other group, that one.
     """
     model, tokens = snapshot.model, snapshot.model.block_tokens
     rest = [group for group in snapshot.groups if group.group_id not in made.ids]

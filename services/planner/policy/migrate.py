@@ -1,16 +1,16 @@
 """Load balancing by live migration between groups, as in Llumnix (Sun et al., OSDI '24); most groups are one instance.
 
-Virtual usage of a group is the blocks of its running requests plus the needs of its waiting line: a request for which
-memory is free elsewhere, but fragmented, makes its group look full, and running requests are moved away until it fits.
-Freeness is the free tokens per running request: the steps that all of them can still make. A group with a draining or
-leaving member has none.
+Virtual usage of a group is the blocks of its running requests plus those that its waiting requests need: a request for
+which memory is free elsewhere, but fragmented, makes its group look full, and running requests are moved away until it
+fits. Freeness is the free tokens per running request: the steps that all of them can still make. A group with a
+draining or leaving member has none.
 
-Periodically the groups below one bound are paired with those above another, the least free with the freest. The amount
-evens the two out; the source chooses the sequences.
+Periodically the groups below one bound are paired with those above another, the least free with the freest. As many
+blocks move as even the two out; the source chooses the sequences.
 
 Requests are spread evenly over instances, but answers are not alike. Where long ones fill an instance, most of all
 one with little memory, it computes no new prompts and preempts, while others have memory to spare. So an instance that
-is nearly full gives its longest requests to one that is at most half as full, until both are as full.
+is nearly full gives its longest requests to one that is at most three fifths as full, until both are as full.
 """
 
 import math
@@ -23,6 +23,7 @@ from ballast.common.load import LoadReport
 
 _MORE_TARGETS = 3  # further targets per round of a group that gives all its requests away
 _FREEST = 32  # number of the freest targets from which nearly full groups choose
+_EMPTIER = 0.6  # maximum fill of their target, as a fraction of their own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class _MigrationCandidate:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks neither used nor needed by the waiting line; negative if that needs more than there are."""
+        """Blocks neither used nor needed by waiting requests; negative if these need more than there are."""
         load = self.load
         return load.block_count - load.used_block_count - load.waiting_block_count
 
@@ -99,11 +100,11 @@ def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: Migr
 def _relieved(
     candidates: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate], rules: MigrationRules
 ) -> list[Move]:
-    """Moves from each nearly full group to one that is at most half as full, of the freest ones in turn."""
+    """Moves from each nearly full group to a much emptier one; the freest targets are taken in turn."""
     moves: list[Move] = []
     full = [c for c in candidates if c.load.running_count > 1 and not c.drains and c.freeness < rules.above_tokens]
     for number, source in enumerate(full):
-        emptier = [target for target in targets[:_FREEST] if target.fill < source.fill / 2]
+        emptier = [target for target in targets[:_FREEST] if target.fill < _EMPTIER * source.fill]
         if not emptier:
             continue
         target = emptier[number % len(emptier)]

@@ -46,7 +46,9 @@ def more(reserve: Reserve) -> list[Candidate]:
 
 
 def home_tokens(snapshot: Snapshot) -> float:
-    """KV tokens of an instance with all layers: the mean of those that serve alone, or by memory."""
+    """KV tokens of an instance with all layers: the mean of those that serve alone or, if there are none, computed from
+    memory sizes.
+    """
     columns, model = columns_of(snapshot.groups), snapshot.model
     alone = [blocks for blocks, stages in zip(columns.blocks, columns.stages, strict=True) if stages == 1]
     if alone:
@@ -101,7 +103,7 @@ class Jumps:
         return tuple(self._largest)
 
     def begin(self, before: Sequence[float]) -> None:
-        """Go on from the rises of spans before those seen here."""
+        """Continue from the rises that the previous planner observed."""
         self._largest = deque([*before, *self._largest], maxlen=_SPANS)
 
     def look(self, reserve: Reserve, wanted: float, recent_count: int, within_s: float, at_s: float) -> Reserve:

@@ -82,6 +82,6 @@ def drain_error(planner_id: str, refusal: DrainRefusal, request_id: str) -> Ball
         case DrainRefusal.NOT_READY:
             return Unavailable(planner_id, "has just become active and does not know all workers yet")
         case DrainRefusal.ID_REUSED:
-            return AlreadyExists(f"request id {request_id!r} was given for another worker")
+            return AlreadyExists(f"request id {request_id!r} was already used for another worker")
         case DrainRefusal.FULL:
             return Overloaded("too many drains are under way", 1.0)

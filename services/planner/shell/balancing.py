@@ -1,7 +1,7 @@
 """Periodic load balancing by migration; stateless between rounds.
 
-An order is executed by its two groups: if the planner ends, they finish or cancel it, and the next round starts from
-the reports then.
+The two groups of an order execute it. If the planner ends, they finish or cancel it, and the next round starts from new
+reports.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from services.planner.policy.migrate import MigrationRules, Move, is_round_due, 
 from services.planner.shell.ports import Counting, MembersPort
 
 INTERVAL_S = 0.25
-WITHIN_S = 2 * INTERVAL_S  # deadline of an order: the next one replaces it before
+WITHIN_S = 2 * INTERVAL_S  # deadline of an order; a newer order replaces it earlier
 _TIMEOUT_S = 2.0
 _LOOKED_AT_PER_S = 1000.0
 

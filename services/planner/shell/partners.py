@@ -1,4 +1,4 @@
-"""Periodically sends each worker its likely future group members, and the epoch up to which all is decided.
+"""Periodically sends each worker its likely future group members, and the epoch up to which transitions are settled.
 
 Workers keep links to these open, and cancel preparations that no planner remembers.
 """

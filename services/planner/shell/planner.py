@@ -82,7 +82,7 @@ class PlannerShell:
         self._bug: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises a broken invariant, even one of a timer."""
+        """Runs until cancelled. Raises InvariantViolation for a broken invariant, even if a timer's event broke it."""
         async with self._tasks:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.keep(self._naming.run, "name partners")

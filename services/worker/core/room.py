@@ -1,8 +1,9 @@
 """Capacity of a group while a restore loads its members' parameters (pure).
 
-The parameters need the memory that the drop has given to KV. Beside them the group runs on in the remaining blocks,
-less a minimum with which each member begins to serve alone: see `DeviceMemory.leaving_block_count`. The leader limits
-the group to the smallest stage's remainder, and announces it, in order with its batches, once no block beyond is held.
+The parameters need the memory that the drop has given to KV. Meanwhile the group keeps running in the remaining blocks,
+less a minimum that each member needs to begin serving alone: see `DeviceMemory.leaving_block_count`. The leader limits
+the group to what the smallest stage has left, and announces the limit, in order with its batches, once no block beyond
+it is held.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -99,8 +99,8 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakenUp:
-    """Memory and role are those of the new layout. `own_victims`: sequences that this worker has led and goes on
-    leading. `draining`: the old group, in a restore.
+    """Memory and role are those of the new layout. `own_victims`: sequences that this worker has led and continues to
+    lead. `draining`: the old group, in a restore.
     """
 
     at_s: float
@@ -162,7 +162,7 @@ class RoomGranted:
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
     """From the old leader: every batch of the old group has been sent. `kept`: if a stage was lost, the sequences that
-    the leader has and their tokens in completed batches; all other KV is of batches that were lost.
+    the leader has and their tokens in completed batches; all other KV belongs to lost batches.
     """
 
     at_s: float
@@ -173,7 +173,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class HandoverReceived:
-    """A member is ready for its new role; an old leader's sequences come with it."""
+    """A member is ready for its new role; an old leader's handover includes its sequences."""
 
     at_s: float
     epoch: Epoch
@@ -297,7 +297,7 @@ class ReportRoom:
 @dataclass(frozen=True, slots=True)
 class Quiesce:
     """A leader stops scheduling, in a drop. Answered with BoundaryReached when batches in flight have completed, or at
-    once if a stage is lost, as they never do then.
+    once if a stage is lost, because they then never complete.
     """
 
     epoch: Epoch

@@ -73,7 +73,7 @@ class Totals:
 
     steps: int
     preemptions: int
-    prompt_tokens: int  # tokens of prompts that have got a first token
+    prompt_tokens: int  # tokens of prompts whose first output token has been sampled
     generation_tokens: int
     endings: Mapping[FinishReason, int]
     refused: int

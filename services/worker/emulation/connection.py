@@ -1,8 +1,8 @@
 """A connection between two emulated workers: one TCP connection, on both event loops.
 
-Messages are real, except tensors, which are only sizes. A transfer is announced, takes the card's time, and then its
-marks are sent. Otherwise as over channels: destinations are requested at the opening, receivers may refuse, either end
-may cancel.
+Messages are real, except tensors, which are only sizes. A transfer is announced, takes time on the card, and then its
+marks are sent. Everything else is as over channels: the opening asks the receiver for destinations, which it may
+refuse, and either end may cancel.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class _LongMeta:
 
 
 class EmulatedConnection(Connection):
-    """Sending is thread-safe; all else happens on the event loop."""
+    """A `Connection` between emulated workers. Sending is thread-safe; all else happens on the event loop."""
 
     def __init__(
         self, peer: Hello, receiver: Receiver, loop: asyncio.AbstractEventLoop, card: Card, clock: GpuClock
@@ -170,10 +170,10 @@ class EmulatedConnection(Connection):
         return cast("torch.Tensor", _LongMeta(data))
 
     def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        raise InvariantViolation("nothing goes along with a message over an emulated link")
+        raise InvariantViolation("tensors cannot be packed into a message over an emulated link")
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        raise InvariantViolation("nothing comes along with a message over an emulated link")
+        raise InvariantViolation("tensors cannot be unpacked from a message over an emulated link")
 
     def tell(self, kind: FrameKind, epoch: int) -> None:
         frame = EmulatedFrame(

@@ -48,7 +48,7 @@ class Roofline(_Strict):
         return self.costs.work(parts).on(layer_count, is_last=is_last)
 
     def cost_of(self, layer_count: int, *, is_first: bool, is_last: bool) -> CostModel:
-        """Balancing needs ratios only, so it also serves for stages."""
+        """The cost model of the whole model, for any stage: balancing microbatches needs ratios only."""
         return self.balance
 
 

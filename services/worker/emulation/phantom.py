@@ -164,7 +164,7 @@ class Phantom:
 
 
 def phantom(tensor: torch.Tensor) -> Phantom:
-    """The phantom that an emulated worker's tensor is: a cast for type checkers."""
+    """A cast for type checkers: the tensors of an emulated worker are phantoms."""
     return cast("Phantom", tensor)
 
 

@@ -136,7 +136,7 @@ class Marks:
         block further tokens may have been computed already, in a batch that a later stage has lost.
         """
         if first > len(known.start):
-            raise InvariantViolation(f"a sequence of {len(known.start)} tokens goes on at position {first}")
+            raise InvariantViolation(f"a sequence of {len(known.start)} tokens continues at position {first}")
         marks, size, so_far = list[int](), self._block_tokens, 0
         for at in range(0, first, size):
             so_far = prefix_hash(known.start[at : min(at + size, first)], so_far)
@@ -194,7 +194,7 @@ class EmulatedRunner:
 
     @property
     def wrong_total(self) -> int:
-        """Slices with a wrong read."""
+        """Number of slices that have read wrong KV or parameters."""
         return self._marks.wrong_total
 
     @property
@@ -229,7 +229,7 @@ class EmulatedRunner:
         is_first, is_last = first_layer == 0, last_layer == self._layer_count
         seconds = self._machine.execution.stage_s(batch.slices, len(layers), is_first=is_first, is_last=is_last)
         given_s, step = hidden.at_s if hidden is not None else None, batch.safepoint_layers
-        if step:  # first the time: a preempted step has written nothing
+        if step:  # wait before writing: a preempted step must not have written anything
             self.clock.run(seconds, began_s, given_s, -(-len(layers) // step), preempted)
         wrong = self._marks.compute(batch, block_tables, before, layers)
         out = self._sample(batch, wrong, seconds) if is_last else self._hidden(batch, wrong)

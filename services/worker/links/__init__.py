@@ -1,1 +1,1 @@
-"""The data plane: links between two workers, urgent messages before bulk bytes."""
+"""The data plane: links between pairs of workers, which send urgent messages before bulk bytes."""

@@ -98,17 +98,17 @@ class BulkSender:
         self._least_bytes = min(least_bytes, config.chunk_bytes)
         self._chunks = ChunkSize(
             config.chunk_bytes,
-            config.window_chunks if wire is None else 1,  # on an emulated wire one at a time is sent
+            config.window_chunks if wire is None else 1,  # an emulated wire takes one chunk at a time
             self._least_bytes,
             min(config.most_chunk_bytes, config.max_message_bytes),
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
         )
-        self._free_since_s = 0.0  # time since which only the link's speed limits bulk
+        self._free_since_s = 0.0  # from this time on only the link's speed limits bulk
         self._last_end_s = 0.0  # completion of the last chunk
-        self._share = 1.0  # fraction of time for chunks of the last chunk's class: see `_share_of`
+        self._share = 1.0  # fraction of link time allowed to the last chunk's class: see `_share_of`
         self._in_background = False  # the last chunk was of parameters
         self._changed = Condition()
-        self._reading = Lock()  # held while the callers' memory is read without _changed
+        self._reading = Lock()  # held while callers' memory is read without holding _changed
         self._state = _SenderState()
         self._schedule = BulkSchedule(
             chunk_bytes=config.chunk_bytes, hold_s=config.hold_s, patience_chunks=config.patience_chunks
@@ -172,7 +172,7 @@ class BulkSender:
 
     @property
     def in_flight_bytes(self) -> int:
-        """Maximum bulk bytes in flight beside activations, at the current chunk size."""
+        """Maximum bulk bytes in flight while activations are sent, at the current chunk size."""
         window = self._chunks.window_for(activations_flow=True)
         return self._chunks.bytes_for(self._pace.stage_s) * window
 
@@ -186,7 +186,7 @@ class BulkSender:
             outgoing = self._state.transfers.get(number)
             if outgoing is None or outgoing.verdict is not None:
                 return
-            if self._schedule.remove(number):  # refused early: tell the receiver where the transfer ends
+            if self._schedule.remove(number):  # refused early: notify the receiver of where the transfer ends
                 finished = self._withdraw(outgoing, outcome, why)
             else:
                 outgoing.verdict, outgoing.why = outcome, why
@@ -221,7 +221,7 @@ class BulkSender:
             _settle(finished)
 
     def fail(self, why: str) -> None:
-        """Fail all unfinished transfers. The channel must be aborted, and so no longer read the callers' memory."""
+        """Fail all unfinished transfers. The channel must have been aborted: it no longer reads the callers' memory."""
         with self._changed:
             self._state.refusal, self._state.broken = why, True
             failed = list(self._state.transfers.values())
@@ -236,7 +236,7 @@ class BulkSender:
             _settle(outgoing)
 
     def release(self) -> None:
-        """Drop the posted sends, each of which references the channel; it must be aborted, and `run` have ended."""
+        """Drop the posted sends, which reference the channel. It must have been aborted, and `run` must have ended."""
         self._state.in_flight.clear()
 
     # ------------------------------------------------------------ the thread
@@ -268,9 +268,9 @@ class BulkSender:
                     pass
 
     def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
-        """Fraction of link time for this class. Parameters are throttled, as moving them takes processor time from
-        batches, unless requests wait for the memory that the restore holds. No throttling on an emulated slow link,
-        which leaves the processor idle anyway.
+        """Fraction of link time for this class. Parameters are throttled because moving them takes processor time from
+        batches, except while requests wait for the memory that the restore holds. On an emulated slow link nothing is
+        throttled, as the processor is idle anyway.
         """
         if self._wire is not None or traffic is not TrafficClass.PARAMETERS or self._pace.memory_is_awaited:
             return 1.0
@@ -401,7 +401,7 @@ class BulkSender:
         return decision
 
     def _post_notice(self) -> bool | None:
-        """Post a notification. Returns None if there is none, so that the schedule is consulted."""
+        """Post a queued notice. Returns None if there is none: the caller then asks the schedule for a chunk."""
         if not self._state.notices:
             return None
         kind, outgoing = self._state.notices.popleft()
@@ -428,7 +428,9 @@ class BulkSender:
         self._state.promised = more
 
     def _wait_for_work(self) -> None:
-        """Wait for something to send, with nothing in flight; queue a keepalive if nothing comes, or was promised."""
+        """Wait for something to send while nothing is in flight. Queue a keepalive if nothing is submitted in time, or
+        if the last frame announced another one and there is none.
+        """
         if not self._state.promised and self._changed.wait(self._config.keepalive_s):
             return
         if not self._state.notices and not len(self._schedule):

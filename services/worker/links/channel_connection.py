@@ -200,7 +200,7 @@ class ChannelConnection(Connection):
                 self._finish()
 
     def _break(self, why: str) -> None:
-        """End both lanes at once. While closing, the slower side notices here that the faster one has ended."""
+        """End both lanes at once. While closing this is no fault: the peer has finished first."""
         with self._changed:
             if self._state not in (LinkState.UP, LinkState.CLOSING) or self._channels is None:
                 return
@@ -217,7 +217,9 @@ class ChannelConnection(Connection):
             self._receiver.on_link_end(link, LinkEnding(LinkState.BROKEN, why))
 
     def _finish(self) -> None:
-        """Report the end of the connection, and have its channels destroyed. Runs on its last thread."""
+        """Report the end of the connection, and schedule the destruction of its channels. Runs on the last of its
+        threads to end.
+        """
         with self._changed:
             if self._state is not LinkState.BROKEN:
                 self._state = LinkState.CLOSED
@@ -231,7 +233,7 @@ class ChannelConnection(Connection):
         finally:
             if channels is not None:
                 self._dispose(partial(self._destroy, channels))
-            self._ended.set()  # waiters may end the thread that cleans up
+            self._ended.set()  # last: a waiter may then end the thread that destroys the channels
 
     def _destroy(self, channels: Channels) -> None:
         with self._changed:

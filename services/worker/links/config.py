@@ -1,4 +1,4 @@
-"""Settings of links. One value for all links of a worker."""
+"""Settings of links, the same for all links of a worker."""
 
 from dataclasses import dataclass, replace
 from typing import Self
@@ -18,7 +18,7 @@ class TransportConfig:
     chunk_bytes: int = 512 * 1024  # initial; later it depends on the measured speed of link and stage, see `pace`
     least_chunk_bytes: int = 256 * 1024
     most_chunk_bytes: int = 8 * 1024 * 1024
-    window_chunks: int = 4  # bulk chunks in flight without activations
+    window_chunks: int = 4  # bulk chunks in flight while no activations are sent
     calm_s: float = 0.2  # time without activations after which `window_chunks` applies
     bandwidth_bytes_per_s: float | None = None  # bulk bandwidth of a link, from a profile; refined by measurement
     hold_s: float = 0.005  # maximum time for which urgent traffic holds back one chunk
@@ -83,8 +83,8 @@ class TransportConfig:
         )
 
     def on_device(self) -> Self:
-        """These settings for GPU memory: chunks of one slot, as each costs a copy, an event and a message. Sending
-        takes no time from the processors that serve.
+        """These settings for GPU memory: chunks of one slot, as each costs a copy, an event and a message. The share
+        for parameters is larger, as sending them takes no time from the processors that serve.
         """
         if not self.sized_by_device:
             return self

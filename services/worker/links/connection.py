@@ -33,12 +33,12 @@ _LOOK_S = 0.1  # interval of checks whether the peer has ended this connection
 class Receiver(Protocol):
     """Receives a link's messages and transfers.
 
-    Called on the connection's threads, at most once at a time per lane. Must return at once and not wait for the link;
-    sending is allowed. An exception breaks the connection.
+    Its methods are called on the connection's threads, one call at a time per lane. They must return at once and not
+    wait for the link; sending is allowed. An exception breaks the connection.
     """
 
     def device_of(self, topic: int) -> torch.device | str:
-        """Device to which messages of that topic are delivered: the host if they are read there."""
+        """Device on which tensors of that topic are delivered; the host for those that the CPU reads."""
         ...
 
     def on_message(self, link: Link, message: Message) -> None: ...
@@ -69,7 +69,7 @@ class Link:
         self.peer_id = connection.peer_id
         self.epoch = epoch
         self.retired = False  # this side has retired it: nothing is sent, arriving messages are refused and counted
-        self.met = False  # the peer has joined the epoch at some time
+        self.met = False  # the peer has joined the epoch at some point
         self.ended: LinkState | None = None  # set by the connection, before the receiver is notified
 
     @property
@@ -78,7 +78,7 @@ class Link:
 
     @property
     def has_ended(self) -> bool:
-        """True if this side has retired the epoch, or was told that the link has ended."""
+        """True if this side has retired the epoch, or knows that the link has ended."""
         return self.retired or self.ended is not None
 
     @property
@@ -159,8 +159,8 @@ class Link:
         self.connection.leave(self)
 
     def give_up(self, why: str) -> None:
-        """Break the connection because a required message cannot be sent. No effect if the link has ended: other epochs
-        may use the connection.
+        """Break the connection because a required message cannot be sent. No effect if the link has ended, as other
+        epochs may still use the connection.
         """
         if not self.has_ended:
             self.connection.give_up(why)
@@ -261,7 +261,7 @@ class Connection(ABC):
         self._end(link, LinkEnding(LinkState.CLOSED, "its epoch is over"), tell=was_shared)
 
     def link_of(self, epoch: int) -> Link | None:
-        """The link of an epoch. None: there is none, which is counted."""
+        """The link of a received frame's epoch; None if there is none, and the frame is counted as stale."""
         with self._changed:
             link = self._links.get(epoch)
         self.counts.stale_frames += link is None
@@ -301,8 +301,8 @@ class Connection(ABC):
             self._receiver.on_link_end(link, ending)
 
     def _take_links(self) -> list[Link]:
-        """Detach the links of a connection that ends; returns those whose receivers must be notified. Called with the
-        lock.
+        """Detach the links of a connection that ends. Returns those whose receivers must be notified. Called with the
+        lock held.
         """
         shared = [link for _, link in sorted(self._links.items()) if link.met]
         for link in self._links.values():
@@ -321,7 +321,7 @@ class Connection(ABC):
 
     @abstractmethod
     def tell(self, kind: FrameKind, epoch: int) -> None:
-        """Notify the peer that this side joins an epoch, before all its messages, or leaves it, after all of them."""
+        """Notify the peer that this side joins an epoch (sent before its messages) or leaves it (sent after them)."""
 
     @abstractmethod
     def send(

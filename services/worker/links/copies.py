@@ -1,7 +1,7 @@
 """Copies between a device and the host, concurrent with computation.
 
-On the host they are synchronous. On a GPU, data is valid once the computing stream has reached it, and a copy is
-complete once its own stream has.
+On the host they are synchronous. On a GPU, data is valid once the compute stream has executed the kernels that write
+it, and a copy is complete once the copying stream has executed it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Copies(Protocol):
         ...
 
     def mark(self) -> Mark | None:
-        """The position of the calling thread's launches. None: there is nothing to wait for."""
+        """Mark the end of what the calling thread has launched so far. None: there is nothing to wait for."""
         ...
 
     def copying(self) -> AbstractContextManager[None]:
@@ -47,16 +47,16 @@ class Copies(Protocol):
         ...
 
     def gather(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
-        """Copy the bytes of `pieces` from `offset` on into all of `slot`, like within `copying`."""
+        """Fill `slot` with the bytes of `pieces` from `offset` on. Waits for the copy, but not for computation."""
         ...
 
     def scatter(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
-        """Copy all of `slot` into `pieces` from `offset` on, like within `copying`."""
+        """Copy all of `slot` into `pieces` from `offset` on. Waits for the copy, but not for computation."""
         ...
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
-        """Copy data to the host after the calling thread's launches, and call back from another thread. None: it
-        failed.
+        """Copy data to the host once the calling thread's launches are done. Then another thread calls `then` with the
+        copy, or with None if it failed.
         """
         ...
 
@@ -66,10 +66,10 @@ class Copies(Protocol):
 
 
 class Mark(Protocol):
-    """A position in a device's work."""
+    """A point in a device's sequence of work, like a recorded CUDA event."""
 
     def wait(self) -> None:
-        """Block until the device has reached it, without the GIL."""
+        """Block until the device has reached it, without holding the GIL."""
         ...
 
 

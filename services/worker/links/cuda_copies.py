@@ -50,13 +50,13 @@ class CudaCopies:
         self._teller: threading.Thread | None = None
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """A flat byte buffer. Large ones take whole slots, which torch caches, as pinning memory stalls the GPU."""
+        """A flat byte buffer. Large ones are cut from whole slots, which torch reuses, as pinning stalls the GPU."""
         whole_bytes = size_bytes if size_bytes < _LARGE_BYTES else -(-size_bytes // SLOT_BYTES) * SLOT_BYTES
         whole = torch.empty(whole_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
         return whole[:size_bytes]
 
     def warm(self) -> None:
-        with ThreadPoolExecutor(1) as thread:  # its stream and memory end with it
+        with ThreadPoolExecutor(1) as thread:  # its stream and memory are released with it
             thread.submit(self._warm).result()
 
     def _warm(self) -> None:

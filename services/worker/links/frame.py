@@ -1,7 +1,6 @@
 """Header of every message on a link: 64 bytes, little-endian, fixed layout.
 
-A receive into a buffer smaller than the message aborts the process in C++, so the size of everything received is known
-before: frames are bounded by the handshake, payloads by the frame before them.
+Sizes are known before anything is received: the handshake bounds frames, and a frame has the size of its payload.
 """
 
 import struct

@@ -64,8 +64,8 @@ class SharedWire:
             return crossed_at_s
 
     def cross(self, size_bytes: int, since_s: float, timeout_s: float) -> bool:
-        """Wait until bulk may use the wire, and until it has crossed it. False: the link has ended, or urgent traffic
-        never paused.
+        """Wait until bulk may use the wire, and then until it has crossed. Returns False if the link has ended, or if
+        urgent traffic never paused.
         """
         give_up_at_s = time.monotonic() + timeout_s
         with self._changed:

@@ -4,7 +4,7 @@
     host    challenge  a nonce
     caller  proof
     host    hello      the host's, with its proof                    (when it wants that link, which may be later)
-    caller  "!"        it still waits
+    caller  "!"        it is still waiting
 
 With a cluster secret, a proof is an HMAC over all lines so far and the sender's role, so it is invalid on another
 connection, for another worker, incarnation or lane, or in the other direction. Without one, proofs are empty and
@@ -83,7 +83,7 @@ def parse_line(line: bytes) -> Mapping[str, object]:
     """Parse a line of the protocol.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the line is malformed.
     """
     try:
         said = json.loads(line)
@@ -98,7 +98,7 @@ def parse_hello(line: bytes) -> Hello:
     """Parse a hello.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the line is malformed.
     """
     said = parse_line(line)
     terms = said.get("terms")
@@ -119,7 +119,7 @@ def parse_proof(line: bytes) -> str:
     """Parse a proof.
 
     Raises:
-        ValueError: it is not one.
+        ValueError: the line is malformed.
     """
     proof = parse_line(line).get("proof")
     if not isinstance(proof, str):
@@ -181,5 +181,5 @@ def read_exactly(connection: socket.socket, size: int, deadline_s: float) -> byt
 
 
 def left_s(deadline_s: float) -> float:
-    """Seconds left, never zero, as this would make a socket non-blocking."""
+    """Seconds left, but never zero, which would make a socket non-blocking."""
     return max(deadline_s - time.monotonic(), 0.001)

@@ -14,8 +14,8 @@ from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Channel, Pending
 
 _SEQUENCE_MODULUS = 1 << 32
-_LEAST_DIRECT_BYTES = 256 << 10  # copying less costs less processor time than a message
-_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # a kernel gathers less faster than separate messages are sent
+_LEAST_DIRECT_BYTES = 256 << 10  # below it, a copy takes less processor time than a separate message
+_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # below it, a gathering kernel is faster than separate messages
 
 
 class FrameWriter:
@@ -68,7 +68,7 @@ class FrameWriter:
         self._copies.fetch(payload, self._carried(payload.device, payload.numel()), then)
 
     def mark(self, pieces: Pieces) -> Mark | None:
-        """The mark to wait for before the pieces have the contents that the calling thread sees; None: no wait."""
+        """The mark after which the pieces have what the calling thread has launched so far; None: no wait needed."""
         return None if pieces.device == HOST else self._copies.mark()
 
     def gathered(self, pieces: Pieces, offset: int, size: int) -> tuple[torch.Tensor, bool]:

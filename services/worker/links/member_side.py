@@ -1,5 +1,5 @@
-"""The interface between a worker's links and its member. Free of threads and sockets, as it has several
-implementations.
+"""The interface through which a worker's group member uses its links. It has several implementations, so it needs
+no threads or sockets.
 """
 
 from collections.abc import Collection

@@ -3,7 +3,7 @@
 from collections import deque
 from dataclasses import dataclass
 
-_STAGE_SHARE = 1 / 8  # weight of a new measurement in the mean: covers some ten steps
+_STAGE_SHARE = 1 / 8  # weight of a new measurement in the moving average, which covers about ten steps
 _LATE_SHARE = 0.25  # fraction of a stage's time after which an activation counts as late
 _BESIDE_ACTIVATIONS = 2  # chunks in flight while activations are sent
 _MEASURED_CHUNKS = 16
@@ -22,7 +22,7 @@ class StagePace:
     memory_is_awaited: bool = False  # requests wait for memory, which is available once parameters are loaded
 
     def is_late(self, at_s: float) -> bool:
-        """True if the expected activation is so late that its time is unknown."""
+        """True if the expected activation is so late that its time can no longer be predicted."""
         return self.due_at_s is None or self.stage_s is None or at_s > self.due_at_s + _LATE_SHARE * self.stage_s
 
     def begins(self, at_s: float) -> None:
@@ -38,8 +38,8 @@ class ChunkSize:
     """Chunk size of one link: two chunks take about as long as the stage executes (EuroSys '26, section 4.2).
 
     Two are in flight while activations are sent, as a single one would leave the link idle in between. So an activation
-    waits for bulk for at most a stage's time. Otherwise more are in flight. The minimum size prevents a feedback loop:
-    small chunks cost wake-ups, which make the link seem slow, which would make chunks even smaller.
+    waits for bulk for at most a stage's time. At other times more are in flight. The minimum size prevents a feedback
+    loop: small chunks cost wake-ups, which make the link seem slow, which would make chunks even smaller.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class ChunkSize:
         return max(self._rates, default=None)
 
     def moved(self, size_bytes: int, took_s: float) -> None:
-        """Record a chunk sent `took_s` after the previous one, or after it was posted, without a hold in between."""
+        """Record a chunk that was sent without a hold, `took_s` after the previous one or after it was posted."""
         self._chunks += 1
         self._bytes += size_bytes
         self._seconds += took_s

@@ -1,6 +1,6 @@
 """Decides which chunk of which transfer is sent next, or how long bulk is held back. No threads, clock or tensors.
 
-Order: by class; within a class by rank; among equals the transfer with the fewest bytes sent. Two limits exclude
+Order: by class; within a class by rank; among equals the transfer with the fewest bytes sent. Two limits prevent
 starvation: a waiting class gets one chunk after `patience_chunks` chunks of higher classes, and bulk as a whole gets
 one after being held back for `hold_s`.
 """
@@ -48,15 +48,15 @@ class Wire:
     def urgent_goes(self) -> None:
         self._urgent_waiting -= 1
         if self._urgent_waiting < 0:
-            raise InvariantViolation("more urgent messages left a wire than came")
+            raise InvariantViolation("more urgent messages left a wire than were announced")
 
     def take(self, size_bytes: int, *, urgent: bool, since_s: float, at_s: float) -> float | None:
-        """Time at which the message will have crossed; None: another one is first. An urgent message no longer counts
+        """Time at which the message will have crossed; None if another one is first. An urgent message no longer counts
         as waiting.
 
-        A message that has been ready since `since_s` follows without a gap, however late its thread calls this, as a
-        link with a queue does not pause. The gap closed is at most `CATCH_UP_S`, so that pauses of the machine do not
-        count as the link's.
+        A message that has been ready since `since_s` follows the previous one without a gap even if its thread calls
+        this late, as a real link with a queue would not idle. At most `CATCH_UP_S` is made up for, so that a pause of
+        the machine does not look like a faster link.
         """
         if at_s < self.free_at_s or (self._urgent_first and self._urgent_waiting and not urgent):
             return None

@@ -25,7 +25,7 @@ class Pieces:
     def __init__(self, tensors: Sequence[torch.Tensor], name: str) -> None:
         for index, tensor in enumerate(tensors):
             if not tensor.is_contiguous():
-                as_bytes(tensor, f"{name}[{index}]")  # which reports errors
+                as_bytes(tensor, f"{name}[{index}]")  # raises an error that names the tensor
         self._pieces = [tensor for tensor in tensors if tensor.nbytes]
         self._ends = list(accumulate(piece.nbytes for piece in self._pieces))
 

@@ -60,7 +60,7 @@ class DataPlane:
         timeout_s: float = 10.0,
         port: int = 0,
     ) -> None:
-        """`host`, `port`: address for peers; port 0: any free one. `secret`: only peers that prove to know it are
+        """`host`, `port`: address for peers; port 0: any free one. `secret`: only peers that prove they have it are
         accepted; None: all are. `timeout_s`: default wait for a peer.
         """
         self.worker_id = worker_id
@@ -94,11 +94,11 @@ class DataPlane:
     def connect(
         self, peer_id: str, address: str, epoch: int, timeout_s: float | None = None, incarnation: int = 0
     ) -> Link:
-        """The link to a peer for an epoch. Blocks until the peer has called this, too, at most `timeout_s`;
+        """The link to a peer for an epoch. Blocks for up to `timeout_s` until the peer has called `connect` as well;
         establishing a connection takes some milliseconds. `incarnation`: the peer's, if known.
 
         Raises:
-            DeadlineExceeded: the peer did not come.
+            DeadlineExceeded: the peer did not call it in time.
             Unavailable: it is unreachable, lost or too late, or this plane is closing.
             StaleEpoch: the epoch is retired.
             PeerViolation: it is another worker than expected, or refuses this one.
@@ -135,7 +135,7 @@ class DataPlane:
         mine.set_result(link)
         if not is_wanted:
             link.retire()
-            raise Unavailable(peer_id, f"link for epoch {epoch} was given up while it was made")
+            raise Unavailable(peer_id, f"link for epoch {epoch} was abandoned while it was being opened")
         return link
 
     def warm(

@@ -4,7 +4,7 @@ DataPlane   all links of a worker: see `plane`
 Connection  between two incarnations of workers, kept while both may need it: see `connection`
 Link        one epoch of a connection that both take part in: see `connection`
 Receiver    gets a link's messages and transfers
-Opener      makes a connection of the sockets of a rendezvous
+Opener      makes a connection from the sockets of a rendezvous
 Transport   makes the two channels of a real connection
 Channel     messages and memory between two processes
 """
@@ -51,7 +51,7 @@ class ConnectionFacts:
 class Message:
     """An urgent message. The tensor has the sender's dtype and shape and belongs to the receiver.
 
-    It is on the device that the receiver wants for that topic, whatever the route.
+    It is on the device that the receiver has chosen for the topic (`Receiver.device_of`).
     """
 
     traffic: TrafficClass

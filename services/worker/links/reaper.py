@@ -16,8 +16,8 @@ class Reaper:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Execute `work` on the thread, or by the caller if the reaper is closed, as a link of an old epoch may end
-        last.
+        """Run `work` on the thread, or on the calling thread if the reaper is closed: a link of an old epoch may end
+        after it.
         """
         with self._lock:
             if not self._closed:

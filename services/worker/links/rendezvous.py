@@ -183,7 +183,7 @@ class Rendezvous:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _listen_to(self, stranger: _Stranger) -> None:
-        """Read from a caller, which sends one line, and no more before it is answered."""
+        """Read from a caller, which must send one line, and nothing more until it is answered."""
         try:
             part = stranger.connection.recv(MAX_LINE_BYTES - len(stranger.line))
         except BlockingIOError:
@@ -237,7 +237,7 @@ class Rendezvous:
             self._refuse(next(iter(self._strangers.values())), "too many at once")
 
     def _refuse(self, stranger: _Stranger, why: str) -> None:
-        """Refuse a caller: counted by reason, and each reason is logged once."""
+        """Refuse a caller. Refusals are counted by reason, and each reason is logged once."""
         self.refused[why] += 1
         if self.refused[why] == 1:
             said_by = None if stranger.hello is None else stranger.hello.worker_id[:64]
@@ -293,7 +293,7 @@ def _introduce(connection: socket.socket, mine: Hello, deadline_s: float, secret
     answer = _heard(connection, peer_id, deadline_s)
     theirs = parse_hello(answer)
     if theirs.worker_id != peer_id:
-        raise PeerViolation(peer_id, f"{theirs.worker_id} answers at its address")
+        raise PeerViolation(peer_id, f"another worker, {theirs.worker_id}, answers at its address")
     if not is_proof(parse_proof(read_line(connection, deadline_s)), secret, "host", hello, challenge, proof, answer):
         raise PeerViolation(peer_id, "does not prove that it has this cluster's secret")
     check_terms(mine, theirs)

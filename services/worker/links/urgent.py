@@ -99,9 +99,7 @@ class UrgentSender:
             return self._accept(header, meta, payload, size_bytes)
 
     def tell(self, header: Header, meta: bytes = b"") -> None:
-        """Send a frame of the link itself, not subject to the limits: there are no more of them than of the frames they
-        answer.
-        """
+        """Send a frame of the link itself. No limits apply, as there are no more than the frames they answer."""
         with self._changed:
             if self._refusal is None:
                 self._accept(header, meta, None, len(meta))
@@ -127,7 +125,7 @@ class UrgentSender:
             _settle(outgoing.done, Unavailable(self._peer, why))
 
     def release(self) -> None:
-        """Drop the posted sends, each of which references the channel; it must be aborted, and `run` have ended."""
+        """Drop the posted sends, which reference the channel. It must have been aborted, and `run` must have ended."""
         self._in_flight.clear()
 
     def run(self) -> None:
@@ -143,7 +141,7 @@ class UrgentSender:
             if outgoing.header.kind is FrameKind.CLOSE:
                 return
 
-    # ------------------------------------------------------------ below: called with _changed held, but for _complete
+    # ------------------------------------------------------------ below: called with _changed held, except _complete
 
     def _oldest_in_flight(self) -> _UrgentMessage | None:
         """Post what may be posted. Returns the oldest message in flight; None if there is none after a short wait."""
@@ -182,7 +180,7 @@ class UrgentSender:
                 self._gate.activation_at_s = outgoing.queued_at_s
             if self._wire is None:
                 self._gate.enter()
-        if self._wire is not None:  # it lets no bulk pass before this message
+        if self._wire is not None:  # which then holds back bulk until this message has crossed
             self._wire.urgent_waits()
         self._unsent_bytes += size_bytes
         if payload is not None and not self._writer.is_ready(payload):
@@ -193,7 +191,7 @@ class UrgentSender:
         return done
 
     def _fetched(self, outgoing: _UrgentMessage, payload: torch.Tensor | None) -> None:
-        """Make a message ready whose payload was fetched; it keeps its place in its class. Called on any thread."""
+        """Mark a message whose payload was fetched as ready; it keeps its place in its class. Called on any thread."""
         with self._changed:
             outgoing.payload, outgoing.is_ready = payload, True
             outgoing.failure = "" if payload is not None else "its tensor could not be read from the device"
@@ -211,7 +209,7 @@ class UrgentSender:
                     raise ChannelBroken(outgoing.failure)
                 outgoing.pending = self._writer.post(outgoing.header, outgoing.meta, outgoing.payload)
             except ChannelBroken as error:
-                # The sending thread finds it; the caller gets the error from the future.
+                # The sending thread takes it from `_in_flight` and reports the error through the caller's future.
                 outgoing.pending = [Broken(str(error))]
             if outgoing.header.kind is FrameKind.MESSAGE:
                 counted = self._counts.sent[outgoing.header.traffic]
@@ -220,7 +218,7 @@ class UrgentSender:
                 counted.waited_s += time.monotonic() - outgoing.queued_at_s
 
     def _next_to_post(self) -> _UrgentMessage | None:
-        """The next message of the queue; on an emulated wire once it has crossed it."""
+        """The next message of the queue; on an emulated wire, only once it has crossed."""
         if self._wire is None:
             return heapq.heappop(self._queue) if self._has_ready else None
         if self._crossing is None:

@@ -76,8 +76,8 @@ class MemoryBackend(Protocol):
         ...
 
     def export(self, first: int, count: int) -> list[int]:
-        """Files by which another process can map the extents `[first, first + count)`, as far as they exist. The caller
-        closes them.
+        """File descriptors through which another process can map the extents `[first, first + count)`; those beyond the
+        last extent are left out. The caller closes them.
 
         Raises:
             ConfigError: the extents cannot be shared.

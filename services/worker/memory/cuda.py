@@ -1,4 +1,4 @@
-"""Device memory of a GPU, by the driver's virtual memory management. Can be imported without a GPU.
+"""Device memory of a GPU, through the driver's virtual memory management. Can be imported without a GPU.
 
 `CudaBackend` contains the logic, `VmmDriver` declares the dozen driver calls that it needs, and `BindingsDriver`
 implements them with the `cuda-bindings` package. Requirements of the driver: every extent is a separate mapping and is
@@ -42,7 +42,7 @@ class VmmDriver(Protocol):
     def release(self, handle: Handle) -> None: ...
 
     def export(self, handle: Handle) -> int:
-        """A file descriptor for another process."""
+        """Export an allocation as a file descriptor that another process can `take`."""
         ...
 
     def take(self, file: int) -> Handle:
@@ -85,7 +85,7 @@ class CudaBackend(TensorOperations):
         self._driver = driver
         self._handles: list[Handle] = []  # by extent; None: given up
         self._extent_bytes = 0
-        self._taken = False  # the extents are another process's
+        self._taken = False  # the extents belong to another process
 
     @property
     def device(self) -> torch.device:
@@ -98,7 +98,7 @@ class CudaBackend(TensorOperations):
     def create(self, extent_bytes: int, count: int) -> None:
         if self._taken and not self._extent_bytes:
             if len(self._handles) != count:
-                raise InvariantViolation(f"{count} extents are wanted, another process has {len(self._handles)}")
+                raise InvariantViolation(f"{count} extents requested, but the other process has {len(self._handles)}")
             self._extent_bytes = extent_bytes
             return
         if self._handles:
@@ -296,7 +296,7 @@ class BindingsDriver:
     def export(self, handle: Handle) -> int:
         kinds = self._cuda.CUmemAllocationHandleType
         if self._properties.requestedHandleTypes != kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR:
-            raise ConfigError(f"device {self._device}", "the driver lets no other process have memory of this one")
+            raise ConfigError(f"device {self._device}", "the driver does not permit other processes to map its memory")
         return int(self._call("cuMemExportToShareableHandle", handle, self._properties.requestedHandleTypes, 0))
 
     def take(self, file: int) -> Handle:

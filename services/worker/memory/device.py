@@ -16,10 +16,10 @@ from services.worker.memory.parameters import ParameterStore, PartLayout, PartSp
 from services.worker.memory.pool import PhysicalPool, Purpose
 
 _Layers = tuple[int, ...]
-# The draining window, the current one, held layers of parameters, and each window's layers.
+# What `undo` restores: the draining window, the current one, held layers of parameters, and each window's layers.
 _Books = tuple[KvWindow | None, KvWindow, _Layers, tuple[tuple[_Layers, _Layers], ...]]
 
-_LEAST_SHARE = 8  # the other window has at least this fraction of a layer's KV when all layers are held
+_LEAST_SHARE = 8  # the other window has at least 1/8 of a layer's KV with all layers held
 
 
 M = TypeVar("M", bound="DeviceMemory")
@@ -231,7 +231,7 @@ class DeviceMemory:
         """
         least = self.kv.extents_for_blocks(1) * self.kv.shape.layer_count
         if self.leaving is not None:
-            raise InvariantViolation("a window is opened, and another one has not been closed yet")
+            raise InvariantViolation("a window is opened, but another one has not been closed yet")
         if len(self.parameters.held_layers) < self.parameters.layer_count:
             raise InvariantViolation(f"a window is opened with the layers {self.parameters.held_layers} only")
         if self.pool.free_count < least:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-_EXTENTS_PER_LAYER = 16  # granularity of a dropped layer, and of a layer's KV with all layers held
+_EXTENTS_PER_LAYER = 16  # in a layer's parameters, and in a layer's KV with all layers held
 _MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers: a GPU's driver takes some 60 us per mapped extent
 _MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no extents are adjacent
 _MIN_EXTENT_BYTES = 16 << 10
@@ -13,7 +13,7 @@ def choose_extent_bytes(
     granularity_bytes: int, budget_bytes: int, layer_bytes: Sequence[int], other_bytes: int = 0
 ) -> int:
     """The extent size: a sixteenth of the largest layer's parameters, or of a layer's KV with all layers held if that
-    is less; down to half of it if less is then lost to rounding. Large enough for fast drops, and fast mapping of the
+    is less; down to half of it if that loses less to rounding. Large enough for fast drops, and fast mapping of the
     whole budget.
     """
     kv_bytes = max(0, budget_bytes - sum(layer_bytes) - other_bytes) // max(1, len(layer_bytes))

@@ -1,4 +1,4 @@
-"""KV of swapped-out sequences in host memory, and its copies, concurrent with a step.
+"""KV of swapped-out sequences in host memory, copied concurrently with a step.
 
 Copies are made by a separate thread: on a CPU it shares the cores with the step, on a GPU it uses a stream of its own,
 where one kernel gathers all layers of several blocks and one copy moves them over the bus to pinned memory. The core
@@ -23,8 +23,8 @@ from services.worker.memory.runs import Gatherer, RunKernel, Runs
 
 
 class HostBlocks:
-    """KV blocks in host memory. Per step: `start`, execute, `finish`, on the engine thread. For a GPU memory is
-    allocated at once, otherwise on first use of a block.
+    """KV blocks in host memory. Per step: `start`, execute, `finish`, on the engine thread. For a GPU, host
+    memory is allocated at once, otherwise when a block is first used.
     """
 
     def __init__(self, kv: KvCache, block_count: int, kernel: Gatherer | None = None) -> None:
@@ -46,7 +46,7 @@ class HostBlocks:
                 _pin(self._host_BLR2TKH)
         except RuntimeError as error:
             size_bytes = block_count * kv.block_bytes * layer_count
-            raise ConfigError("swap_space_bytes", f"{size_bytes} bytes of host memory are not to be had") from error
+            raise ConfigError("swap_space_bytes", f"{size_bytes} bytes of host memory cannot be allocated") from error
         self._layers_B2TKH = [[self._host_BLR2TKH[:, layer, rank] for rank in ranks] for layer in range(layer_count)]
         self._stream = torch.cuda.Stream(device) if self._on_gpu else None
         self._kernel = RunKernel(device) if self._on_gpu else kernel

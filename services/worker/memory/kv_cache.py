@@ -128,11 +128,11 @@ class KvWindow:
         """Map `extents_per_layer` more extents in every held layer. Returns the new `block_count`.
 
         Reused extents contain old bytes, and a NaN among them would spread through masked attention (0 x NaN), so they
-        are cleared unless the caller excludes that.
+        are cleared unless the caller knows that there is none.
         """
         wanted = extents_per_layer * len(self._held_layers)
         if wanted > self._pool.free_count:
-            raise InvariantViolation(f"the KV cache wants {wanted} extents, {self._pool.free_count} are free")
+            raise InvariantViolation(f"the KV cache needs {wanted} extents, but {self._pool.free_count} are free")
         for owner in self._held_ranges():
             before = owner.mapped_bytes
             owner.grow(extents_per_layer)
@@ -231,7 +231,7 @@ class KvCache:
         self._pool = pool
         self.shape = shape
         self.mirrors: tuple[KvCache, ...] = ()  # caches of the instance's other ranks: the same blocks of their heads
-        self.remote: RemoteKv | None = None  # whose image this is
+        self.remote: RemoteKv | None = None  # the rank on another host of whose memory this is an image
         if pool.extent_count * pool.extent_bytes < shape.block_bytes:
             raise ConfigError(
                 "device_memory_bytes",
@@ -309,13 +309,13 @@ class KvCache:
         return any(cache.remote is not None for cache in self.mirrors)
 
     def fetch(self, layers: range, runs: Runs) -> None:
-        """Before these blocks of all ranks are read here."""
+        """Fetch these blocks from ranks on other hosts, before all ranks' are read here."""
         for cache in self.mirrors:
             if cache.remote is not None:
                 cache.remote.fetch_kv(layers, runs)
 
     def store(self, layers: range, runs: Runs) -> None:
-        """After these blocks of all ranks have been written here."""
+        """Send these blocks to ranks on other hosts, after all ranks' have been written here."""
         for cache in self.mirrors:
             if cache.remote is not None:
                 cache.remote.store_kv(layers, runs)

@@ -77,7 +77,7 @@ class ParameterStore:
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
         self.mirrors: tuple[ParameterStore, ...] = ()  # stores of the instance's other ranks, held and dropped together
-        self.remote: RemoteParameters | None = None  # whose image this is
+        self.remote: RemoteParameters | None = None  # the rank on another host of whose memory this is an image
         self.loaded_checksums: dict[int, bytes] = {}  # layer -> checksum as loaded, which never changes
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)
@@ -166,20 +166,22 @@ class ParameterStore:
         return self._layers[layer].checksum(by, between)
 
     def stored_checksum(self, layer: int, between: Callable[[], None] | None, by: Algorithm | None) -> bytes:
-        """`layer_checksum` of a layer that has been written here. Ranks on other hosts get their parts before."""
+        """`layer_checksum` of a layer that has been written here, after sending ranks on other hosts their parts."""
         for store in self.of_ranks:
             if store.remote is not None:
                 store.remote.store_layer(layer)
         return self.layer_checksum(layer, between, by)
 
     def fetch(self, layer: int) -> None:
-        """Before a layer of all ranks is read here."""
+        """Fetch a layer from ranks on other hosts, before all ranks' parts are read here."""
         for store in self.of_ranks:
             if store.remote is not None:
                 store.remote.fetch_layer(layer)
 
     def fill(self, layer: int, fill_one: Callable[[int, ParameterStore], None]) -> None:
-        """Call `fill_one(rank, store)` for each rank of this host; others fill theirs. Rank 0 is this store."""
+        """Call `fill_one(rank, store)` for each rank of this host; ranks on other hosts read the layer themselves.
+        Rank 0 is this store.
+        """
         for rank, store in enumerate(self.of_ranks):
             if store.remote is not None:
                 store.remote.read_layer(layer)

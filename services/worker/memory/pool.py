@@ -104,7 +104,7 @@ class PhysicalPool:
         self._report = None
         for run in runs:
             if self._owners.count(purpose, run.first, run.end) != run.count:
-                raise InvariantViolation(f"extents {run} come back from {purpose.name}, which does not own them all")
+                raise InvariantViolation(f"extents {run} are returned from {purpose.name}, which does not own them all")
             self._owners[run.first : run.end] = bytes(run.count)
             self._taken[purpose] -= run.count
             self._insert_free(run)

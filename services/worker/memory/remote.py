@@ -13,7 +13,7 @@ Runs = Sequence[tuple[int, int]]  # blocks [first, last)
 
 
 class RemoteKv(Protocol):
-    """Engine thread only."""
+    """KV of a rank on another host. Engine thread only."""
 
     def fetch_kv(self, layers: range, runs: Runs) -> None: ...
 
@@ -21,7 +21,7 @@ class RemoteKv(Protocol):
 
 
 class RemoteParameters(Protocol):
-    """Safe for use from several threads, each with a layer of its own."""
+    """Parameters of a rank on another host. Safe for use from several threads, each with a layer of its own."""
 
     def fetch_layer(self, layer: int) -> None: ...
 
@@ -30,5 +30,5 @@ class RemoteParameters(Protocol):
     def layer_checksum(self, layer: int, by: Algorithm) -> bytes: ...
 
     def read_layer(self, layer: int) -> None:
-        """From that host's own source."""
+        """Have the rank read the layer from its own host's source."""
         ...

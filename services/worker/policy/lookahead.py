@@ -1,8 +1,8 @@
 """Microbatches of equal cost, formed one at a time from the whole backlog (KunServe, EuroSys '26, section 4.3).
 
-The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So it is evaluated each
-time, and only the next microbatch is formed, by filling it. For a constant backlog this comes as close to the optimum
-as the recursive halving of figure 11 (benchmarks/results: microbatching).
+The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So the backlog is
+evaluated for each microbatch, and only the next one is formed, by filling it. For a constant backlog this comes as
+close to the optimum as the recursive halving of figure 11 (benchmarks/results: microbatching).
 
 Unlike with token counts, successive chunks of a prompt may be in flight at once: a stage executes batches in order, so
 the KV of a chunk is available when the next one runs, and a single prompt keeps all stages busy.
@@ -16,7 +16,6 @@ from services.worker.policy.microbatching import MicrobatchCandidate, Microbatch
 from services.worker.policy.splitting import SequenceWork, added_s, cut
 
 MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the better balance saves
-_PREFILL = 0.25  # minimum fraction of a full microbatch for prefill, however many decodes there are
 # Rounds of the pipeline over which running prompts are spread while others wait for memory. If requests are admitted as
 # others end, 8 instead of 1 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four, and the mean
 # TTFT from 6.2 to 5.8 s (simulated; 4 is in between, 16 is no better).
@@ -67,8 +66,7 @@ class _Former:
 
     def _ahead_pays(self) -> bool:
         """True if one more microbatch than stages is worthwhile: the next one is then ready at each stage when one
-        ends, which hides its way back to the leader and out again, but every round has the fixed cost of one more
-        batch.
+        ends, which hides the round trip to the leader, but every round has the fixed cost of one more batch.
         """
         if not (self._view.waiting_count and self._prefills):
             return False
@@ -135,8 +133,12 @@ class _Former:
         # Decodes in each microbatch cover its fixed cost.
         have_decodes = self._decode_count >= self._count
         least_s = 0.0 if have_decodes else self._least_s / _OVERHEAD
-        most_s = max(full_s - self._all_decodes_s / self._count, full_s * _PREFILL, least_s)
-        if most_s == 0.0:
+        # Decodes with long contexts may cost more than a full batch of prompts. As in a lone instance, prompts then
+        # have the tokens that decodes leave: otherwise they would hardly progress, however much memory is free.
+        left_tokens = max(0.0, view.max_batch_tokens - self._decode_count / self._count)
+        left_s = (self._cost.token_s + self._cost.beyond_s) * left_tokens
+        most_s = max(full_s - self._all_decodes_s / self._count, left_s, least_s)
+        if full_s == 0.0:
             return self._prefill_s
         return min(most_s, max(self._prefill_s / batch_count, least_s))
 

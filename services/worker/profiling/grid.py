@@ -55,7 +55,7 @@ def _chunks(limits: GridLimits) -> Iterator[Batch]:
     for count in _powers(2, _LEAST_CHUNK, limits.batch_tokens):
         yield (Chunk(0, count),)
         if count >= 2 * _LEAST_CHUNK:
-            yield (Chunk(0, count // 2),) * 2  # the same tokens, half of the pairs
+            yield (Chunk(0, count // 2),) * 2  # as many tokens, but half of the attention pairs
     for prefix, count in itertools.product(_PREFIXES, _powers(4, _LEAST_CHUNK, limits.batch_tokens)):
         yield (Chunk(prefix, count),)
 

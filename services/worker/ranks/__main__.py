@@ -1,8 +1,9 @@
 """`python -m services.worker.ranks SOCKET`: a rank other than 0, started and ended by rank 0. SOCKET is an inherited
 file descriptor.
 
-`... CONTROL MEMORY LAYERS TETHER FOLDER`: a rank on another host than rank 0, started by `nodes.follow` and ended with
-it or with rank 0: sockets to rank 0 by lane, one to that process, and the model's folder here.
+`... CONTROL MEMORY LAYERS TETHER FOLDER`: a rank on another host, started by `nodes.follow`; it ends with that process
+or with rank 0. CONTROL, MEMORY and LAYERS are sockets to rank 0, TETHER is one to the process that has started it, and
+FOLDER is the model's folder on this host.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _LANES = 3  # `nodes.LANES`, if rank 0 is on another host
 
 
 def _end_with(connections: Sequence[socket.socket]) -> None:
-    """Exit when rank 0 is gone, or who has started this process, whatever it is doing."""
+    """Exit as soon as rank 0, or the process that has started this one, is gone, even in the middle of a step."""
     poll = select.poll()
     for connection in connections:
         poll.register(connection, select.POLLRDHUP)
@@ -59,7 +60,7 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which drains
     threading.Thread(target=_end_with, args=(connections,), daemon=True).start()
     channel, *lanes = [RankChannel(each, "the first rank") for each in connections[:_LANES]]
-    start = cast(Start, channel.receive(None))  # while rank 0 waits for others
+    start = cast(Start, channel.receive(None))  # no time limit: rank 0 may be waiting for other ranks
     if folder is not None:
         load_one = cast(functools.partial[Any], start.load_one)
         start = replace(start, load_one=functools.partial(load_one.func, folder, **load_one.keywords))

@@ -54,7 +54,7 @@ class Start:
 
     rank: int
     devices: Sequence[str]  # devices of all ranks, each on its own host
-    share: int  # ranks of each host
+    share: int  # number of ranks per host
     meeting: str  # a file for their rendezvous, or HOST:PORT of a store
     host: str  # where others reach this rank
     log: RankLog
@@ -130,8 +130,8 @@ def body_of(message: object) -> bytes:
 
 
 class RankChannel:
-    """One side of the connection between two ranks. Messages are pickled: both processes are of one program, and one
-    has started the other, or each has shown the other that it has the cluster's secret.
+    """One side of the connection between two ranks. Messages are pickled, as the two processes trust each other: one
+    has started the other, or each has proved to the other that it has the cluster's secret.
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -165,7 +165,7 @@ class RankChannel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def send_tensors(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
-        """Their bytes in host memory, without their sizes.
+        """Send the bytes of tensors in host memory, without their sizes.
 
         Raises:
             RankLost: the other side is gone, or does not read.
@@ -178,7 +178,7 @@ class RankChannel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def receive_into(self, tensors: Iterable[torch.Tensor], within_s: float) -> None:
-        """Fill them with what the other side's `send_tensors` sends.
+        """Fill tensors with the bytes that the other side's `send_tensors` sends.
 
         Raises:
             RankLost: the other side is gone, or silent.
@@ -219,7 +219,7 @@ class RankChannel:
         if len(files) != count:
             for file in files:
                 os.close(file)
-            raise RankLost(f"{self._name}: {count} files were sent, and {len(files)} could be opened here")
+            raise RankLost(f"{self._name}: {count} files were sent, but only {len(files)} could be opened here")
         return files
 
     def hung_up(self) -> bool:

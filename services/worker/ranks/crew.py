@@ -1,4 +1,4 @@
-"""The other ranks, as seen by rank 0: processes of this host, and of others. They end when it does, for any reason."""
+"""The other ranks, as seen by rank 0: processes of this host and of others. All end when rank 0 does."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _RankProcess:
         return None if status is None else f"{self.name} has ended with status {status}"
 
     def end(self, until_s: float) -> None:
-        """After its channel has been closed."""
+        """Wait for the process to exit, after its channel has been closed; kill it if it has not by `until_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(max(0.0, until_s - time.monotonic()))
         if self.process.poll() is None:
@@ -72,7 +72,7 @@ class _RankElsewhere:
         return f"{self.name} has ended, or its host does not answer" if self.channel.hung_up() else None
 
     def end(self, until_s: float) -> None:
-        """It ends by itself when its connections do."""
+        """Close its connections, whose end makes it exit. Does not wait."""
         self.far.close()
 
 
@@ -80,7 +80,9 @@ class Crew:
     """The processes of the other ranks. Used by one thread at a time, except for `lost`."""
 
     def __init__(self, count: int, elsewhere: Mapping[int, FarRank] | None = None) -> None:
-        """Start a process for each rank but 0 and those elsewhere, which it takes over; `count`: of all ranks."""
+        """Start a process for each rank except 0 and those `elsewhere`, of which it takes ownership. `count`: number of
+        all ranks.
+        """
         self._ranks: list[_RankProcess | _RankElsewhere] = []
         self._closing = False
         far = elsewhere or {}
@@ -92,7 +94,9 @@ class Crew:
             raise
 
     def start(self, start: Start) -> None:
-        """Returns when all are about to join the group. `start`: rank 0's own, to which each has a rank and a host."""
+        """Send each rank its configuration: `start`, rank 0's, with the rank's own number and host. Returns when all
+        are about to join the group.
+        """
         for number, rank in enumerate(self._ranks, start=1):
             host = rank.far.host if isinstance(rank, _RankElsewhere) else start.host
             rank.channel.send(replace(start, rank=number, host=host), _ANSWER_S)
@@ -140,7 +144,7 @@ class Crew:
             first += count
 
     def far(self, rank: int) -> FarRank | None:
-        """None: the rank is on this host."""
+        """The connections of a rank on another host; None if the rank is on this host."""
         of = self._ranks[rank - 1]
         return of.far if isinstance(of, _RankElsewhere) else None
 

@@ -1,7 +1,7 @@
-"""Memory of a rank on another host: rank 0 maps an image of it, and a thread of that rank gives and takes its bytes.
+"""Memory of a rank on another host: rank 0 maps an image of it, and threads of that rank send and receive its bytes.
 
     MEMORY lane   KV; rank 0's engine thread
-    LAYERS lane   parameters; threads beside it
+    LAYERS lane   parameters; other threads of rank 0
 
 The image is host memory of rank 0 through which these bytes pass; its pages are returned when its extents are moved.
 """
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from services.worker.memory.device import DeviceMemory
 
 _ANSWER_S = 30.0
-_READ_S = 1800.0  # a layer from a disk
+_READ_S = 1800.0  # time limit for reading a layer from disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,21 +38,21 @@ class _Blocks:
 
 @dataclass(frozen=True, slots=True)
 class _FetchBytes:
-    """Answered by Done and the bytes."""
+    """Request for bytes of this memory; answered by Done, followed by the bytes."""
 
     what: _Blocks | int  # or a layer's parameters
 
 
 @dataclass(frozen=True, slots=True)
 class _StoreBytes:
-    """Followed by the bytes. Answered by Done."""
+    """Request to write the bytes that follow to these blocks or this layer; answered by Done."""
 
     what: _Blocks | int
 
 
 @dataclass(frozen=True, slots=True)
 class _ChecksumWanted:
-    """Answered by Done of it."""
+    """Request for a layer's checksum; answered by Done with it."""
 
     layer: int
     by: Algorithm
@@ -60,7 +60,7 @@ class _ChecksumWanted:
 
 @dataclass(frozen=True, slots=True)
 class _ReadLayer:
-    """Answered by Done, or Failed."""
+    """Request to read a layer from that host's own source; answered by Done or Failed."""
 
     layer: int
 
@@ -126,7 +126,7 @@ class RemoteRank:
         if isinstance(answer, Failed):
             raise OSError(answer.why)
         if not isinstance(answer, Done):
-            raise RankLost(f"a rank of another host answers {answer}")
+            raise RankLost(f"a rank on another host has answered {answer}")
         return answer.result
 
 
@@ -165,4 +165,4 @@ def _handle(engine: Engine, channel: RankChannel, message: object) -> None:
             else:
                 channel.send(Done(None), _ANSWER_S)
         case _:
-            raise RankLost(f"{message} is not for a rank of another host")
+            raise RankLost(f"{message} is not a request to a rank on another host")

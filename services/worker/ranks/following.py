@@ -1,4 +1,4 @@
-"""A worker on several hosts: what its settings say of them, and the process of a host other than the first one."""
+"""A worker on several hosts: its hosts according to the settings, and the process of each host but the first."""
 
 from __future__ import annotations
 

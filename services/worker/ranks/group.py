@@ -22,7 +22,7 @@ from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost, Start
 
 _MEET_S = 60.0  # time for all ranks to load torch and join
-_TOGETHER_S = 30.0  # maximum wait of a rank at an all-reduce for the others, which may compile a kernel before
+_TOGETHER_S = 30.0  # maximum wait at an all-reduce for the other ranks, which may have to compile a kernel first
 
 
 class _RankGroup(Protocol):
@@ -71,7 +71,7 @@ class RankGroup:
     def abort(self) -> None:
         """End collectives that wait for a rank on a GPU; on the host they end by themselves."""
         if self._device.type == "cuda":
-            self._aborted = True  # set before a result of such a sum is visible
+            self._aborted = True  # set before the result of an aborted all-reduce is visible
             self._group.abort()
 
     def require_whole(self) -> None:
@@ -90,7 +90,7 @@ class RankGroup:
         try:
             self._group.allreduce([tensor], options).wait()
         except RuntimeError as error:
-            if self._is_recorded():  # does not wait
+            if self._is_recorded():  # a capture does not wait for other ranks, so none is lost
                 raise
             raise self._lost(error) from error
 
@@ -104,7 +104,8 @@ class RankGroup:
 
 
 def meet(start: Start, store: Store | None = None) -> RankGroup:
-    """Called by all ranks. `store`: the meeting's, of whoever has opened it.
+    """Form the process group. Called by all ranks. `store`: the rendezvous store on the rank that has opened it;
+    None: connect to it.
 
     Raises:
         RankLost: one has not joined.

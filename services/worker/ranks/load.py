@@ -151,7 +151,7 @@ def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirr
 
 
 def _open_images(engine: Engine, far: Mapping[int, FarRank]) -> list[Mirror]:
-    """As `open_mirrors`, of ranks on other hosts."""
+    """Like `open_mirrors`, for ranks on other hosts."""
     if engine.memory.pool.backend.device.type != "cpu":
         get_logger().warning(
             "this instance takes part in no drop and no migration", why="its GPUs are on several hosts"

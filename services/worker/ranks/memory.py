@@ -4,8 +4,8 @@ Rank 0 also maps the memory of every other rank, in a mirror that follows all ma
 travel over rank 0's links directly to their destination: both sides name the same pieces, rank by rank.
 
 On GPUs rank 0's copies access memory of other processes, between which streams are not ordered. A step is ordered by
-its all-reduces: rank 0 has the last one when the others have written their KV. A change begins after all work of rank
-0's device, and ends after that of the others'.
+its all-reduces: once rank 0 has the last result, the others have written their KV. A change begins when rank 0's
+device has finished its work, and ends when the other devices have finished theirs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -129,4 +129,4 @@ class RankedMemory(DeviceMemory):
     def _require(self, answers: Mapping[str, object], result: object) -> None:
         for who, answer in answers.items():
             if answer != Done(result):
-                raise RankLost(f"{who} is not where the first one is: {answer}, not {Done(result)}")
+                raise RankLost(f"{who} is out of step: it answers {answer}, not {Done(result)}")

@@ -1,4 +1,4 @@
-"""Ranks on other hosts ("nodes"). A process there (`follow`) starts them, each with connections to the first host.
+"""Ranks on other hosts ("nodes"). A process on each (`follow`) connects to the first host and starts its ranks.
 
     caller  hello      its rank and lane; what its instance is; a nonce
     host    challenge  a nonce
@@ -39,12 +39,12 @@ from services.worker.links.handshake import (
 )
 
 CONTROL, MEMORY, LAYERS = LANES = ("control", "memory", "layers")
-SILENT_S = 11.0  # of a host until its connections break: the sum of the following
+SILENT_S = 11.0  # silence of a host until its connections break: the sum of the following
 _IDLE_S, _PROBE_S, _PROBES = 5, 2, 3
 _GREET_S = 5.0
 _RETRY_S = 0.3
 _SAY_EVERY_S = 20.0
-_GATHER_S = 1800.0  # for the other hosts to call
+_GATHER_S = 1800.0  # time limit for the other hosts to connect
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ class Nodes:
     """The hosts of one instance: equal numbers of ranks, in order."""
 
     count: int
-    ranks: int  # of all hosts together
+    ranks: int  # number of ranks of all hosts together
     address: str  # HOST:PORT of the first one
     secret: bytes | None = field(default=None, repr=False)
-    own_host: str | None = None  # from which a host calls the first one; None: by its routes
+    own_host: str | None = None  # address from which this host connects to the first one; None: the system chooses
 
     @property
     def share(self) -> int:
@@ -74,7 +74,7 @@ class Nodes:
 
 @dataclass(slots=True)
 class FarRank:
-    """A rank on another host that has called, by lane."""
+    """A rank on another host, with its connections by lane."""
 
     session: str
     device: str
@@ -98,7 +98,7 @@ class FarRank:
 class _RankHello:
     rank: int
     lane: str
-    session: str  # of the process that calls
+    session: str  # identifies the calling process
     device: str
     ranks: int
     nodes: int
@@ -109,7 +109,8 @@ class NodeListener:
     """Accepts the ranks of other hosts on the first host, while its instance starts."""
 
     def __init__(self, nodes: Nodes) -> None:
-        """
+        """Listen on the first host's address.
+
         Raises:
             ConfigError: the address is not this host's, or in use.
         """
@@ -185,7 +186,7 @@ class NodeListener:
             if (there := getattr(hello, name)) != here:
                 return f"{flags[name]} is {there} there and {here} on the first host"
         if hello.rank not in wanted or hello.lane not in LANES:
-            return f"rank {hello.rank} is none of the other hosts' ({wanted}): look at --node-rank"
+            return f"rank {hello.rank} is none of the other hosts' ({wanted}): check --node-rank"
         return ""
 
 
@@ -193,7 +194,7 @@ def call(nodes: Nodes, rank: int, lane: str, session: str, device: str, stop: th
     """Connect to the first host, as soon as it listens. None: `stop` was set before.
 
     Raises:
-        ConfigError: it has refused this rank, or is not who it says.
+        ConfigError: it has refused this rank, or does not have the cluster's secret.
     """
     hello = asdict(_RankHello(rank, lane, session, device, nodes.ranks, nodes.count))
     source = None if nodes.own_host is None else (nodes.own_host, 0)

@@ -14,7 +14,7 @@ from services.worker.ranks.channel import RankLost, RunLayers
 from services.worker.ranks.crew import Crew
 from services.worker.ranks.group import RankGroup
 
-_TOKENS = torch.int32  # of token ids between ranks
+_TOKENS = torch.int32  # dtype of token ids sent between ranks
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,7 +29,7 @@ from services.worker.links.copies import HOST
 from services.worker.links.ports import ChannelBroken, Channels, Pending
 from services.worker.links.store import PairStore
 
-COMMUNICATOR_BYTES = 64 << 20  # device memory, estimated for this few blocks
+COMMUNICATOR_BYTES = 64 << 20  # device memory, estimated for `_MOST_CTAS` blocks
 _MOST_CTAS = 4  # maximum thread blocks of a communicator; two already saturate a 400 Gb/s link
 
 # torch's reactions to a failed or late collective, which end the process.
@@ -98,7 +98,7 @@ class NcclMover:
 
 
 class CudaStream:
-    """A separate stream, so that a payload does not wait for unrelated kernels. Links ensure that it was computed."""
+    """A separate stream, so that a payload does not wait for unrelated kernels. Links wait until it is computed."""
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)

@@ -6,7 +6,7 @@ many payloads of one lane are sent in each direction: a turn costs the same for 
 payload is known, no bulk is started; an urgent payload waits at most for the current turn.
 
 A single thread does all this and calls the mover. Waiters for a payload wait for that thread's notification, so a
-failure never counts as delivered; an abort notifies all of them at once.
+failed payload never counts as delivered; an abort notifies all of them at once.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ class ChannelTurns:
                 out = [self._out[lane].popleft() for _ in range(sends)]
                 into = [self._into[lane].popleft() for _ in range(receives)]
             except IndexError:
-                raise ChannelBroken("the peer gives a turn to what nobody has posted") from None
+                raise ChannelBroken("the peer gives a turn to payloads that were not posted") from None
             self._moves = True
         try:
             self._mover.move(_tensors(out), _tensors(into))

@@ -110,7 +110,8 @@ def test_an_instance_that_is_nearly_full_gives_its_longest_requests_until_both_a
     assert moves({"w1": load(70), "w2": large}, RELIEVES) == [], "each of its requests can still grow by 120 tokens"
     assert moves({"w1": load(97), "w2": replace(large, used_block_count=890)}, RELIEVES) == []
     assert moves({"w1": load(97), "w2": load(10)}, RELIEVES) == [("w1", "w2", 43)]
-    assert moves({"w1": load(97), "w2": load(50)}, RELIEVES) == [], "more than half as full"
+    assert moves({"w1": load(97), "w2": load(56)}, RELIEVES) == [("w1", "w2", 20)]
+    assert moves({"w1": load(97), "w2": load(60)}, RELIEVES) == [], "not much emptier"
     assert moves({"w1": load(97, 1), "w2": load(0)}, RELIEVES) == [], "it would be as large there"
 
 

@@ -356,4 +356,5 @@ def test_the_shortest_of_the_lowest_class_goes_first() -> None:
 def test_the_longest_goes_first_where_memory_is_what_lacks() -> None:
     candidates = [Decoding(1, 1, 10, 3), Decoding(2, 2, 90, 23), Decoding(3, 2, 40, 10)]
     assert choose_departure(candidates, 100, longest=True) == candidates[1]
-    assert choose_departure(candidates, 20, longest=True) == candidates[2]
+    assert choose_departure(candidates, 16, longest=True) == candidates[1], "up to half again of what evens them out"
+    assert choose_departure(candidates, 15, longest=True) == candidates[2]
