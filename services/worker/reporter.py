@@ -22,7 +22,7 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 
-_LONGEST_INTERVAL_S = 1.0  # maximum, whatever the monitor requests
+_LONGEST_INTERVAL_S = 1.0  # maximum, regardless of what the monitor requests
 _ANSWER_TIMEOUT_S = 3.0
 _GOODBYE_TIMEOUT_S = 1.0
 _FIRST_BACK_OFF_S = 0.1
@@ -45,7 +45,7 @@ class MonitorReporter:
     Args:
         load: Called before each report, on the event loop; must be quick.
         place: Returns the instance's place in the layout; None: it has had no transition.
-        pace: Returns the instance's learnt batch costs; None: not known yet.
+        pace: Returns the instance's learned batch costs; None: not known yet.
         monitor_address: host:port; None: the holder of the lease in the state server.
     """
 

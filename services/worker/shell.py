@@ -257,7 +257,7 @@ class WorkerShell:
 
     @property
     def preempts(self) -> Callable[[], bool]:
-        """A function that tells whether online work has arrived since the engine thread last took events."""
+        """A function that returns True if online work has arrived since the engine thread last took events."""
         return self._preempting.is_set
 
     async def open_stream(self) -> OutputStream:

@@ -213,7 +213,7 @@ class KvArrivals:
         if span is None or arrival.failed:
             return self._lose_kv(arrival)
         if span.first_block != arrival.landed_blocks or not span.first_block <= span.last_block <= arrival.block_count:
-            return self._lose_kv(arrival)  # not the span that was asked for
+            return self._lose_kv(arrival)  # not the requested span
         arrival.landed_blocks = span.last_block
         self._note_missing(at_s, arrival, span.token_count)
         if span.last:

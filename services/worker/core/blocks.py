@@ -196,7 +196,7 @@ class BlockBook:
         self._tables[sequence_id] = (*first, *own[block_count:])
         self._note(sequence_id)
         if own:
-            self.compaction_count += 1  # its KV is elsewhere now
+            self.compaction_count += 1  # its KV is in other blocks now
             self._give_back(own[:block_count])
 
     # ---------------------------------------------------------------- giving back

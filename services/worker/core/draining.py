@@ -84,7 +84,7 @@ class Draining:
                 yield from self._keep(self._tightened(group), now_s, group)
                 return
             # It ends once it holds little more than it needs, so that members have room for new requests, or once its
-            # time is over. Its next batch tells the stages which blocks to release.
+            # time is over. Its next batch carries the blocks that the stages are to release.
             self._tight_by_s = min(self._tight_by_s, now_s + _TIGHTENS_WITHIN_S)
             needed = group.reserved_block_count + group.scheduler.running_count
             yield from self._keep(needed, now_s, group)

@@ -94,7 +94,7 @@ class StepDone:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The oldest batch in flight has failed. Its sequences end with ERROR, the others go on."""
+    """The oldest batch in flight has failed. Its sequences end with ERROR; all others continue."""
 
     at_s: float
     step_id: int
@@ -218,7 +218,7 @@ class HandOver:
 
     at_s: float
     to: WorkerId | Mapping[SequenceId, WorkerId]  # one receiver for all sequences, or one for each of those named
-    frees: bool = False  # their KV is released here: stages are told to forget them
+    frees: bool = False  # True: their KV is released here, and stages drop them
     by_tokens: bool = False  # without KV: the receiver recomputes them
 
 
@@ -242,7 +242,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class RoomWanted:
-    """`block_count` blocks may be needed outside of a batch: release retained blocks and tell the stages."""
+    """`block_count` blocks may be needed outside of a batch: evict retained blocks and notify the stages."""
 
     at_s: float
     block_count: int
@@ -436,7 +436,7 @@ class Emit:
     token_counts: tuple[int, ...]  # aligned with handles
     token_ids: tuple[int, ...]  # new tokens of all handles, in their order
     texts: tuple[str, ...]  # aligned with handles, or empty if there is no text at all
-    logprobs: tuple[TokenLogprobs, ...]  # of new tokens whose requests asked for them, in the order of token_ids
+    logprobs: tuple[TokenLogprobs, ...]  # of the new tokens of requests that want logprobs, in the order of token_ids
     endings: tuple[Ending, ...]
     seen_handle: int  # highest handle received on this stream
     preempted: tuple[int, ...] = ()  # handles of sequences that wait again after an admission, here or elsewhere

@@ -551,7 +551,7 @@ class GroupScheduler:
         reserved = {s.sequence_id: s.reserved_block_count for s in holding}
         scheduler.prefixes.check(self.book.numbers if self.leads else None, reserved)
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
-        returning = scheduler.swap.sequences  # and those away whose blocks the next batch frees
+        returning = scheduler.swap.sequences  # also swapped-out sequences whose blocks the next batch frees
         if self._keeps_book:
             self._check_holders({*holders, *(s.sequence_id for s in returning), *self.batches_in_flight.to_remove})
         for sequence_id, sequence in holders.items():

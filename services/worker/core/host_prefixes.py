@@ -59,7 +59,7 @@ class HostPrefixes:
         return key not in self._kept and number not in self._copying
 
     def copy(self, numbers: Iterable[tuple[BlockNumber, BlockKey]]) -> tuple[int, ...]:
-        """Reserve host blocks for copies beside the batch being formed, and return them. There must be room."""
+        """Reserve host blocks for copies that accompany the batch being formed, and return them. There must be room."""
         host_blocks: list[int] = []
         for number, key in numbers:
             self._copying[number] = key

@@ -68,7 +68,7 @@ class InFlightBatches:
         self._steps = steps
         self._batches: deque[InFlightBatch] = deque()
         self.completed_step_id = 0
-        self.to_remove: list[SequenceId] = []  # sequences that the next batch tells the stages to remove
+        self.to_remove: list[SequenceId] = []  # sequences that the next batch removes from the stages
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -133,7 +133,7 @@ class InFlightBatches:
         return _new(Slice, (sequence.sequence_id, sequence.token_count - 1, (token_ids[-1],), True))
 
     def release_batch(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
-        """Form a batch that only tells the stages what to release and copy, when no other is about to follow."""
+        """Form a batch that only carries releases and copies to the stages, when no other is about to follow."""
         batch = self._batch(self._steps.next(), (), (), copies)
         self._book.apply(batch)
         return Removed(batch, block_copies(batch, self._book))
@@ -175,7 +175,7 @@ class InFlightBatches:
 
     @property
     def carries_changes(self) -> bool:
-        """True if the next batch tells the stages of removed, named, forgotten or taken blocks."""
+        """True if the next batch carries removed, named, forgotten or taken blocks to the stages."""
         return bool(self.to_remove) or self._prefixes.carries_changes
 
     def _batch(

@@ -50,5 +50,5 @@ def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> st
 
 
 def with_seed(sampling: SamplingParams) -> SamplingParams:
-    """The sampling parameters with a seed, which the engine relies on; greedy requests may come without one."""
+    """The sampling parameters with a seed, which the engine relies on; greedy requests may arrive without one."""
     return sampling if sampling.seed is not None else replace(sampling, seed=0)

@@ -1,8 +1,8 @@
 """The prefix cache of a group: the tokens of each numbered KV block, the sequences that read it, and the order of
 eviction.
 
-A full block whose tokens have KV gets a number from the leader, never reused. A number stands for the same tokens after
-the same prefix, whichever physical block each stage has for it. A sequence whose prompt begins with numbered blocks
+A full block whose tokens have KV gets a number from the leader, never reused. A number identifies the same tokens after
+the same prefix, whichever physical block each stage uses for it. A sequence whose prompt begins with numbered blocks
 takes them and computes the rest, at least its last token. A block that no sequence holds is *retained*: it counts as
 free and is evicted when room is needed. Blocks used only by offline sequences are evicted first, then the least
 recently used ones, each prefix from its tail.
@@ -71,7 +71,7 @@ class PrefixIndex:
         self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
         self.shared_count = 0  # blocks saved: how many more would be needed if each sequence had its own
         self.queried_tokens_total = self.hit_tokens_total = 0  # tokens of online sequences at their first admission
-        self.host_hit_tokens_total = 0  # those of the hits that came from the host
+        self.host_hit_tokens_total = 0  # part of the hits: those copied from the host
         # For the next batch:
         self._named: list[NamedBlocks] = []
         self._taken: list[TakenBlocks] = []
@@ -95,7 +95,7 @@ class PrefixIndex:
 
     @property
     def needs_release_batch(self) -> bool:
-        """True if stages have not been told of evicted or taken blocks."""
+        """True if evictions or taken blocks have not been sent to the stages."""
         return bool(self._forgotten or self._taken)
 
     @property

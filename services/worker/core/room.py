@@ -18,7 +18,7 @@ from services.worker.core.waves import Leading
 class RoomSizes:
     """Block counts of one stage: in the draining group, alone, and in host memory."""
 
-    leaving: int  # in its group, beside all parameters
+    leaving: int  # in its group, when all parameters are loaded as well
     home: int  # alone, with all layers
     host: int = 0  # in host memory, for swapped KV
 
@@ -117,7 +117,7 @@ class GroupRoom:
 
     def grant(self, epoch: Epoch, block_count: int) -> None:
         """Follower: its leader uses no block beyond `block_count`. May precede the planner's Prepare."""
-        if epoch >= self._granted[0]:  # otherwise of an earlier restore
+        if epoch >= self._granted[0]:  # otherwise the grant is for an earlier restore
             self._granted = epoch, block_count
 
     def granted(self, epoch: Epoch) -> int | None:

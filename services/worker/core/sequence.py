@@ -114,7 +114,7 @@ class Sequence:
         self.reserved_tokens = 0  # capacity of its reserved blocks
         self.step_id = 0  # step of the last batch that it was in
         self.in_engine = False  # a batch of this leader has added it and none has removed it
-        self.on_stages = False  # stages hold state or blocks for it, and must be told when it leaves
+        self.on_stages = False  # stages hold state or blocks for it, and must be notified when it leaves
         self.snapshot: SequenceSnapshot | None = None  # set for KV whose request has not arrived
         self.may_overfill = False  # admitted before it entered the waiting queue, so the queue's bound does not apply
         self.first_token_at_s: float | None = None  # when this attempt's first token was sampled

@@ -152,7 +152,9 @@ class SwapSpace:
     # ---------------------------------------------------------------- swap out and in
 
     def takes(self, sequence: Sequence) -> bool:
-        """True if the sequence may be swapped out: it has KV, and the host has room beside other online ones."""
+        """True if the sequence may be swapped out: it has KV, and the host has room for it in addition to other online
+        ones.
+        """
         if not self._online or sequence.snapshot is not None:
             return False
         room = self._limit - self._host.used_count + sum(self._mirrors.values())
@@ -410,7 +412,9 @@ class SwapSpace:
 
 
 def block_copies(batch: Batch, book: BlockBook) -> tuple[BlockCopy, ...]:
-    """The copies beside a batch, on a stage whose `book` has applied it: returning sequences have blocks by then."""
+    """The copies that accompany a batch, on a stage whose `book` has applied it, so that returning sequences have
+    blocks.
+    """
     copies: list[BlockCopy] = []
     for copy in batch.copies:
         if copy.numbers:

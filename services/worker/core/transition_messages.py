@@ -258,7 +258,7 @@ class PrepareMemory:
 
 @dataclass(frozen=True, slots=True)
 class GrantRoom:
-    """Tell the followers, in order with batches, that their room is granted."""
+    """Notify the followers, in order with batches, that their room is granted."""
 
     epoch: Epoch
     block_count: int
@@ -422,7 +422,7 @@ class ReleaseSent:
 
 @dataclass(frozen=True, slots=True)
 class SendWaveDone:
-    """Tell the leader that this worker has ended a wave, after the report of ReleaseSent."""
+    """Report to the leader that this worker has ended a wave, after the report of ReleaseSent."""
 
     epoch: Epoch
     wave: int
@@ -438,7 +438,7 @@ class ReleaseLost:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Leave the group in force, which cannot go on: a member is lost."""
+    """Leave the group in force, which cannot continue because a member is lost."""
 
     peer: WorkerId
     why: str

@@ -1,4 +1,4 @@
-"""The activation log of a stage: what it has sent downstream, in host memory, and how a stand-in computes KV from it.
+"""The activation log of a stage (what it has sent downstream, in host memory), and how a stand-in computes KV from it.
 
 A lost stage got its input from the stage before it, which has logged it. From that log a stand-in computes the KV of
 the lost layers, without the other stages. Engine thread only.

@@ -86,7 +86,7 @@ class TransitionDriver:
             self.drive(t.AbortRequested(self._now(), current.epoch, why))
         self._migrations.give_up("the layout changes")
         if self.undoing or not self._migrations.idle:
-            return  # memory that is read or written for it must not be unmapped
+            return  # memory that a migration still reads or writes must not be unmapped
         if plan.kind is TransitionKind.RESTORE and self._role.leads and self._context.room.sizes is None:
             return  # stages report their capacity once the previous transition has ended there
         self._links.retire(self._role.epoch)

@@ -110,7 +110,7 @@ class ActivationsArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RosterArrived(MemberEvent):
-    """A roster has arrived; that of a later wave comes from the leader by way of the stages in between."""
+    """A roster has arrived; that of a later wave is passed on by the stages between the leader and this one."""
 
     epoch: Epoch
     event: RosterReceived

@@ -63,7 +63,7 @@ class Handover:
             log.forget_numbers()
 
     def end_for(self, epoch: Epoch, followers: Iterable[WorkerId]) -> None:
-        """Tell the followers of a broken pipeline, each directly, that the epoch ends, and which sequences are kept."""
+        """Notify each follower of a broken pipeline directly that the epoch ends, and which sequences are kept."""
         body = roster_to_bytes(SendRoster(epoch, self._own_victims(), ()), ())
         for to in followers:
             self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)

@@ -240,5 +240,5 @@ def _reason(message: Message) -> str:
 
 
 def _whole(message: Message) -> bytes:
-    """The body of a message without a tensor: small ones travel as meta, large ones as a tensor of bytes."""
+    """The body of a message without a tensor: small ones are sent as meta, large ones as a tensor of bytes."""
     return message.meta if message.tensor is None else message.tensor.numpy().tobytes()

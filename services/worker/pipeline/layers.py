@@ -116,7 +116,7 @@ class LayerServer:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """Tell a peer that it does not get a layer; it then asks another source."""
+        """Notify a peer that it does not get a layer; it then asks another source."""
         with contextlib.suppress(BallastError):  # the end of a link is reported anyway
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
@@ -399,7 +399,7 @@ class LayerLoading:
 
     def undo(self, kept: range, *, serves: bool = False) -> int | None:
         """Give up all layers except `kept` again. None: something still writes into them, call again later. `serves`:
-        transfers of `kept` layers to peers go on.
+        transfers of `kept` layers to peers continue.
 
         Returns the present number of blocks.
         """

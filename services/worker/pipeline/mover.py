@@ -1,4 +1,4 @@
-"""Executes the commands of `core.mover`: KV goes from the blocks of one stage directly into those of another.
+"""Executes the commands of `core.mover`: KV is sent from the blocks of one stage directly into those of another.
 
 Engine thread only. Incoming KV is written by link threads (`hub`) and reported here.
 """

@@ -190,7 +190,7 @@ class StageRunner:
         assert outcome is None
 
     def run_early(self) -> None:
-        """Run the batches that have arrived early, as far as their turn has come."""
+        """Run the batches that arrived early and can run now."""
         early, self._early = self._early, []
         for event in early:
             self.arrived(event)
