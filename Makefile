@@ -20,7 +20,7 @@ PYTEST := $(BIN)/pytest -q -m "not slow and not gpu" $(ROTATE)
 SPREAD = -n $(PROCESSES) --dist loadgroup --no-loadscope-reorder
 export PYTHONUNBUFFERED = 1
 
-.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness test-families model-types check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check lock audit fuzz gpu-check docs pages clean
+.PHONY: setup kernels demo up test test-again test-sanitized test-clusters test-exactness test-families test-gpu-versions model-types check check-static check-tests fmt bench reproduce proto compose-check kubernetes-check install-check lock audit fuzz gpu-check docs pages clean
 
 setup: $(VENV)/.ready kernels  ## install everything into .venv, and compile the kernels
 
@@ -84,6 +84,19 @@ MODEL_TYPES := out/model-types.jsonl
 model-types: setup  ## every model type of transformers: equal to it, refused, or wrong; the list goes into docs/your-model.md
 	mkdir -p out && $(PY) -m tests.support.model_types --out $(MODEL_TYPES)
 	$(PY) -m tests.support.model_types --out $(MODEL_TYPES) --write
+
+# Interpreter=torch, oldest and newest; triton and numpy are what that torch wants. On Linux such a torch brings 4 GB of CUDA.
+GPU_VERSIONS ?= python3.11=2.11.0 python3.13=2.14.1
+GPU_TESTS = $(addprefix tests/unit/worker/,memory ranks test_put_back.py \
+	$(addprefix links/test_,nccl.py devices.py cuda_copies.py) \
+	$(addprefix engine/test_,attention_cuda.py attention_flashinfer.py decode_graphs.py fake_device.py fused_kernels.py kv_dtype.py \
+		paged_kernel.py products.py quantised.py rehearsal.py runner.py sampler_gpu.py streams.py tensor_parallel.py upload.py))
+test-gpu-versions: kernels  ## the GPU part of the tests, with the oldest and the newest Python and torch, in out/torch-*
+	for pair in $(GPU_VERSIONS); do \
+		at=out/torch-$${pair#*=} && $${pair%=*} -m venv $$at && grep -vE '^(torch|triton|numpy)==' constraints.txt > $$at/constraints.txt && \
+		$$at/bin/pip install -q --disable-pip-version-check --no-cache-dir $(PIP_FLAGS) -c $$at/constraints.txt torch==$${pair#*=} -e '.[dev]' -e cluster && \
+		$$at/bin/pytest -q -m "not slow and not gpu" $(SPREAD) $(GPU_TESTS) || exit 1; \
+	done
 
 fmt: setup
 	$(BIN)/ruff check --fix . && $(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""Measures how long a planner takes to decide on an overload of many instances: survey, comparison and plan.
+"""Measures how long a planner takes to decide how to handle an overload of many instances: survey, comparison and plan.
 
     python -m benchmarks.decide [--instances 1000] [--rounds 5]
 

@@ -9,7 +9,7 @@ Everything is derived from the trace and one measurement of the machine:
   that rate, or its mean AVERAGE_LOAD times, whichever is slower: a trace that is dense throughout should not become a
   single burst. It spans at most `max_span_s`: SHIPPED_SPAN_S for the project's own trace, so that the demo takes
   minutes, and OTHER_SPAN_S for others (`--max-span-s`). If this limit makes the trace too fast, lengths are shortened
-    further.
+  further.
 """
 
 import math
@@ -36,7 +36,7 @@ def scales(trace: Trace, pace: SizingPace, max_span_s: float) -> tuple[float, fl
 
 
 def _excess(trace: Trace, pace: SizingPace) -> float:
-    """Factor by which the trace is too fast, judged by its burst or its mean, whichever is larger."""
+    """Factor by which the trace is too fast: that of its burst or of its mean, whichever is larger."""
     peak_per_s = peak_output_tokens(trace.requests, PEAK_WINDOW_S) / PEAK_WINDOW_S
     mean_per_s = sum(request.output_tokens for request in trace.requests) / max(trace.span_s, PEAK_WINDOW_S)
     return max(peak_per_s / BURST_LOAD, mean_per_s / AVERAGE_LOAD) / pace.output_tokens_per_s

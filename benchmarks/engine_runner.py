@@ -137,7 +137,7 @@ def transformers(job: Job) -> Generator[Callable[[], Tokens]]:
             while waiting:
                 result = manager.get_result(timeout=60)
                 if result is None:
-                    raise SystemExit("transformers' continuous batching gave nothing for a minute")
+                    raise SystemExit("transformers' continuous batching returned nothing for a minute")
                 if result.is_finished():
                     answers[waiting.pop(result.request_id)] = list(result.generated_tokens)
         return answers

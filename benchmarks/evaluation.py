@@ -5,8 +5,9 @@
     python -m benchmarks.evaluation write                             # tables and figures into the page
 
 Results of the runs are kept in --out (out/evaluation). `write` inserts them between the marks of the page, writes the
-figures beside it, and leaves parts that have not been run unchanged. With --traces, a folder with the published slices,
-comparisons also replay a real spike, and the long run the slice it is taken from; without it, only generated traces.
+figures next to it, and leaves parts that have not been run unchanged. With --traces, a folder with the published
+slices, comparisons also replay a real spike, and the long run the slice it is taken from; without it, only generated
+traces.
 """
 
 import argparse

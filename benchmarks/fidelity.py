@@ -3,10 +3,10 @@
     python -m benchmarks.fidelity --out out/fidelity
 
 The real run has two workers with a small model. The simulator and the emulated engine use the measurements of `ballast
-profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a step beyond
-the engine's own, and of a request beyond its steps. The four workloads are steady, bursty (limited by compute, where a
-drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and long prompts.
-Rates follow from profile and calibration, so that they fit any machine.
+profile` (`--profile FILE`, or measured first) and the overheads observed on single requests: the time of a step in
+excess of the engine's own, and of a request in excess of its steps. The four workloads are steady, bursty (limited by
+compute, where a drop rarely pays), long answers (limited by memory in a burst, where a drop pays in simulations), and
+long prompts. Rates follow from profile and calibration, so that they fit any machine.
 
 Workers, dispatcher and client share this machine's cores. The processor time that the other processes use per step and
 per token is measured with a few concurrent requests (benchmarks/fidelity_probes.py), and simulated. The remaining
@@ -194,7 +194,7 @@ def pipelined_s(machine: Machine, profile: CostProfile, budget: int, known: Over
 
 
 def told(seen: Seen, known: Overheads, machine: Machine, profile: CostProfile, budget: int) -> str:
-    """Text with the results of the probes, beside their predictions, and with the calibration."""
+    """Text with the results of the probes, their predictions, and the calibration."""
     shared = known.contention
     assert shared is not None, "measured"
     whole = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)
@@ -447,7 +447,7 @@ async def measured(args: argparse.Namespace, folder: Path, console: Console) -> 
             console.print(f"around {name}:")
             simulations[name] = simulated(machine, profile, budget, known_from(looks[-2:]), trace)
     known = known_from(looks)
-    # The emulated worker runs the real code, so it has the overhead per step already. It waits, where a real engine
+    # The emulated worker runs the real code, so it has the overhead per step already. It waits, whereas a real engine
     # would be slowed down by other processes.
     file = write_machine(folder / "machine.json", slowed(machine, replace(known, step_s=0.0, sequence_s=0.0)))
     async with cluster_of(checkpoint, budget, ["--engine", "emulated", "--profile", str(file)]) as cluster:

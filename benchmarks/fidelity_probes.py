@@ -1,5 +1,5 @@
-"""Probes of a cluster on this machine for a comparison with its simulation: the time of a step beyond the engine's own,
-and the processor time used by everything around the engines.
+"""Probes of a cluster on this machine for a comparison with its simulation: the time of a step in excess of the
+engine's own, and the processor time used by everything but the engines.
 
 Identical requests are sent at several levels of concurrency: one in total, one per worker, and several per worker; then
 again with the workers as stages of one pipeline. Processor time is read from /proc for each process, except that of the
@@ -35,6 +35,7 @@ _TICK_S = 1.0 / os.sysconf("SC_CLK_TCK")
 _AFTER_NAME = 2  # number of the name's field in /proc/PID/stat, from 1; names may contain blanks
 _USER_FIELD, _SYSTEM_FIELD = 14, 15
 _TOGETHER = np.arange(1.0, 1.5, 0.02)
+# Candidates of `fitted`.
 _STEP_SHARES, _SEQUENCE_SHARES = np.arange(0.0, 0.5, 0.01), np.arange(0.0, 0.1, 0.01)  # of a lone request's step
 
 

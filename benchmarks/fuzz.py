@@ -1,4 +1,4 @@
-"""Sends mutated messages to every method and port of the services, beside a real client.
+"""Sends mutated messages to every method and port of the services, alongside a real client.
 
     python -m benchmarks.fuzz --messages 1000000
 
@@ -46,12 +46,12 @@ from tools.model.tiny import make_tiny
 _FILES = {"dispatcher": (inference_pb2, planner_pb2), "planner": (planner_pb2,), "monitor": (monitor_pb2,)}
 _FILES["worker"] = (worker_pb2,)
 _ON_PURPOSE = {"Drain", "DrainWorker", "Park"}  # methods that stop a service on purpose, and are not called
-_CONCURRENT = 64  # calls at a time: with fewer, both cores idle while calls wait
+_CONCURRENT = 64  # calls in flight; with fewer, both cores are idle while calls wait
 _TELL_EVERY_S = 10.0
 _CALL_S = 1.0
-_READ_S = 0.1  # how long a message of a streaming answer is awaited: watchers of a layout that stays hear nothing
+_READ_S = 0.1  # time limit for a message of a response stream: a watcher of an unchanged layout receives none
 _HTTP_S = 10.0
-_HONEST_EACH_S = 1.0  # pause of the real client between two requests: each computes tokens
+_HONEST_EACH_S = 1.0  # pause of the real client between two requests, as each costs computation
 _RAW_SHARE = 0.02  # fraction of messages that are raw bytes for a port
 _HTTP_SHARE = 0.33  # fraction of messages that are requests to a gateway
 _SPOILT_EACH = 1_000  # messages per corrupted key of the state server

@@ -234,7 +234,7 @@ def _attend(step: GpuAttentionStep, kv: torch.Tensor, q: torch.Tensor) -> None:
 # ------------------------------------------------------------ the page
 
 
-# ------------------------------------------------------------ activations beside KV
+# ------------------------------------------------------------ activations alongside KV
 
 
 def priorities(devices: str, transport: str, *options: str) -> Iterator[tuple[str, float]]:

@@ -1,7 +1,7 @@
-"""What the host does between two steps of decodes: `python -m benchmarks.host_steps [--rows 64 256] [--steps 200]`.
+"""Measures the host's work between two decode steps: `python -m benchmarks.host_steps [--rows 64 256] [--steps 200]`.
 
-A worker's real shell, core, member, packer, detokeniser and output stream, without a GPU: the forward pass and the
-choice of tokens are replaced by constants, and a step ends a given time (`--device-ms`) after the one before it, or
+A worker's real shell, core, member, packer, detokeniser and output stream, without a GPU: the forward pass and
+sampling are replaced by constants, and a step ends a given time (`--device-ms`) after the one before it, or
 after its launch. Printed, in milliseconds of the engine thread's processor time, which other load hardly changes: the
 work of a step, and for how long the device has nothing to compute, with steps one at a time and one step ahead.
 """
@@ -39,7 +39,7 @@ _BLOCK_TOKENS = 16
 
 
 class TimedDevice:
-    """A device's time, counted in processor time of the thread that launches: the host's work while it computes."""
+    """An emulated device. Its clock is the processor time of the launching thread, plus the time spent waiting."""
 
     def __init__(self, engine: Engine, rows: int, step_s: float) -> None:
         self._launch = engine.runner.launch
@@ -121,7 +121,7 @@ async def measure(model_dir: Path, rows: int, steps: int, context: int, step_s: 
         advertise_host="127.0.0.1",
     )
     if not ahead:
-        object.__setattr__(limits, "async_scheduling", False)  # launched all the same, and waited for
+        object.__setattr__(limits, "async_scheduling", False)  # a step is then waited for before the next is launched
     task = asyncio.create_task(shell.run())
     stream = await shell.open_stream()
     for handle in range(1, rows + 1):

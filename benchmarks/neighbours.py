@@ -97,8 +97,8 @@ class Bob:
 def _flood(
     addresses: list[str], token: str, ca_file: Path, count: int, begin: Event, leave: Event, refused: "Queue[int]"
 ) -> None:
-    """Set `begin` and send `count` requests at once; when `leave` is set, cancel them and put the number of refused
-    ones.
+    """Set `begin` and send `count` requests at once; when `leave` is set, cancel them and put into `refused` how
+    many were refused.
     """
     sampling = SamplingParams(max_tokens=400, ignore_eos=True)
 

@@ -1,4 +1,4 @@
-"""ConServe's experiments on its hardware, simulated: offline work beside online requests, and how it delays these.
+"""ConServe's experiments on its hardware, simulated: how much offline work delays online requests.
 
     python -m benchmarks.offline 5|6|7|8|curve [--seconds 150] [--write]
     python -m benchmarks.offline regret --traces DIR [--cells 'chat*,code*'] [--write]

@@ -1,4 +1,4 @@
-"""Offline work beside online requests on real services, with an emulated GPU or a small model on a CPU.
+"""Offline work alongside online requests on real services, with an emulated GPU or a small model on a CPU.
 
     python -m benchmarks.offline_real [--cpu] [--seconds 40] [--rounds 3] [--write]
 

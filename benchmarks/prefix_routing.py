@@ -44,10 +44,10 @@ PAGE = Path("benchmarks/results/2026-11-27-prefixes.md")
 MODEL, PIECE_TOKENS = "Llama-3.1-8B", 64
 WAYS = ("off", "cached", "routed")
 _TRACE_BLOCK_TOKENS = 512
-_SHARED_PIECES, _SHARED_PIECE_TOKENS, _SHARED_COUNT = 10, 256, 20  # of a prompt of `shares`, and its prefixes
+_SHARED_PIECES, _SHARED_PIECE_TOKENS, _SHARED_COUNT = 10, 256, 20  # pieces per prompt, tokens per piece, prefixes
 _CHAT_CELLS = "chat-13b-40g-x1.1,chat-14b-80g-x2,chat-70b-160g-x1"
 _HEAD = ("| | | requests | hits | P50 / P99 TTFT ms | P99, x cached | P50 TPOT ms |", f"|{'---|' * 7}")
-Told = Callable[[Sequence[str]], None]  # gets the rows so far: what a run that is ended has done stays
+Told = Callable[[Sequence[str]], None]  # called with the rows so far, so that a run that is stopped early keeps them
 _AGAIN, _LEAST_GAP_S = 0.7, 8.0  # share of requests that continue a chat, where possible; minimum time between turns
 
 
@@ -211,8 +211,8 @@ def merged(before: str, command: str, rows: Sequence[str]) -> str:
 
 
 def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """The arrivals, with the same times and lengths, as turns of chats: a prompt begins with that of an earlier turn,
-    if one is short enough and at random, or else with one of twenty common prefixes of 512 tokens.
+    """The arrivals, with the same times and lengths, as turns of chats: at random, and if one is short enough, a
+    prompt begins with that of an earlier turn, otherwise with one of twenty common prefixes of 512 tokens.
     """
     rng, last, next_id, made = random.Random(seed), list[Arrival](), 10_000, list[Arrival]()
     for arrival in arrivals:

@@ -25,7 +25,7 @@ def quote(page: Path, name: str, text: str) -> None:
         before, found, rest = page.read_text().partition(begin)
         _, closed, after = rest.partition(end)
         if not found or not closed:
-            raise ConfigError(str(page), f"has no lines {begin} and {end} around what is to be replaced")
+            raise ConfigError(str(page), f"has no lines {begin} and {end} around the text to replace")
         page.write_text(f"{before}{begin}\n{text.strip()}\n{end}{after}")
     except OSError as error:
         raise ConfigError(str(page), f"cannot be read or written: {error.strerror}") from error

@@ -12,7 +12,7 @@
 `--traces`: the folder with the open traces' slices (arrival_s, input_tokens, output_tokens). Cells are in
 `regret_cells.py`. Each run writes a file with its figures to --out/runs, and is not repeated.
 
-A cell is judged by draw 0 or, if the best rival's P99 TTFT exceeds 10 s (saturated), by the medians of four draws.
+A cell is judged on draw 0 or, if the best rival's P99 TTFT exceeds 10 s (saturated), on the medians of four draws.
 Waits below a cell's target (1 s, or five times the median of a calm run) count as equal. Rivals are all given policies
 except the judged one.
 """

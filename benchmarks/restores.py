@@ -28,7 +28,7 @@ _ENDS_S = 120.0
 
 
 def _make(folder: Path, mib: int) -> Path:
-    """A Llama whose layers take about `mib` MiB."""
+    """Make a checkpoint of a Llama whose layers take about `mib` MiB."""
     mlp = (mib << 20) // (_LAYERS * _BYTES) - _ATTENTION
     intermediate = mlp // (3 * _HIDDEN * 16) * 16
     out = folder / "model"
@@ -67,7 +67,7 @@ async def _restores(model: Path, memory_bytes: int, setting: str, rounds: int) -
 
 
 def _from_checkpoint(model: Path, memory_bytes: int, rounds: int) -> list[float]:
-    """Seconds of half of the layers, one after the other, each read and verified."""
+    """Seconds to read and verify half of the layers, one after the other, for each round."""
     took_s = list[float]()
     with load_engine(model, device_memory_bytes=memory_bytes) as engine:
         layers = range(_LAYERS // 2)

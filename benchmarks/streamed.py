@@ -1,8 +1,8 @@
-"""What streaming a lone instance's layers from host memory would gain, by the simulator's roofline; no simulation.
+"""What streaming a lone instance's layers from host memory would gain according to the simulator's roofline.
 
     python -m benchmarks.streamed [--write]
 
-Streamed bytes hide while they take no longer than a step. A batch has as many decodes as KV fits, with contexts of
+Streaming is hidden as long as it takes no longer than a step. A batch has as many decodes as KV fits, with contexts of
 `_CONTEXT` tokens. Streamed layers need slots in device memory: two of a whole layer, or two of an eighth of one, if
 layers are streamed in parts. `--write` puts the table into its page under benchmarks/results.
 """
@@ -17,7 +17,7 @@ from sim.hardware import Cluster, Gpu, ModelSpec, find_gpu, models, timings
 PAGE = Path(__file__).parent / "results/2026-11-27-streamed-layers.md"
 _CONTEXT = 1000
 _EIGHTH = 0.125  # of a layer
-_BUBBLES = 0.95  # share of a step that both members of a pair compute
+_BUBBLES = 0.95  # share of a step during which both members of a pair compute
 _TIMINGS = timings()
 
 # Not in the catalogue: a fast link to host memory, and a card that a model almost fills.
@@ -52,9 +52,9 @@ _CASES: tuple[tuple[str | Gpu, str], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Streaming:
-    """The most tokens per second with streamed layers that hide behind the step."""
+    """The most tokens per second with streaming that is hidden behind the step."""
 
-    net_layers: float  # streamed layers less slots: whose memory KV gets
+    net_layers: float  # streamed layers minus slots; KV gets their memory
     decode_count: int
     step_s: float
 
@@ -75,7 +75,7 @@ class StreamingInstance:
         self.layer_s = model.layer_parameter_bytes / gpu.host_bytes_per_s
 
     def step_s(self, decode_count: int, streamed_layers: float) -> float:
-        """Without waits for the link: streamed layers are also written into device memory."""
+        """Duration of a step that never waits for the link. Includes writing streamed layers into device memory."""
         written_s = streamed_layers * self.model.layer_parameter_bytes
         written_s /= self.gpu.memory_bytes_per_s * _TIMINGS.bandwidth_fraction
         work = self._costs.decodes(decode_count, decode_count * _CONTEXT)

@@ -19,7 +19,8 @@ _MARGIN_S = 1e-9  # tolerance for rounding in sums of instants
 Submit = Callable[[Request], None]
 
 
-# Equal values share one object: with thousands of instances, memory access dominates the run time.
+# Equal values share one object, because memory access dominates the run time of simulations with thousands of
+# instances.
 
 
 @lru_cache(maxsize=1 << 14)
@@ -166,7 +167,7 @@ class Clients:
             times_s = record.token_times_s
             place = record.input_tokens + len(times_s)
             if len(token_ids) != count or token_ids[0] != place or token_ids[-1] != place + count - 1:
-                raise InvariantViolation(f"{record.request_id} gets {len(token_ids)} tokens, not {count} from {place}")
+                raise InvariantViolation(f"{record.request_id} gets {len(token_ids)} tokens, not those from {place} on")
             times_s.extend(since_s)
 
     def end(self, command: Finish | Fail | Refuse, at_s: float) -> None:

@@ -1,4 +1,4 @@
-"""An engine in virtual time: execution, checksums and loading take the time given by a cost model."""
+"""An engine in virtual time. Execution, checksums and loading take the time given by a cost model."""
 
 from __future__ import annotations
 

@@ -26,14 +26,14 @@ from sim.processors import Processors
 from sim.streams import Listener, SimStream
 
 _MAX_FRUITLESS = 4
-_MIN_CRUISE = 2  # minimum steps of a fast-forward: it does not speed up a single step
+_MIN_CRUISE = 2  # minimum steps of a fast-forward, which does not speed up a single step
 _LOOK_S = 1.0  # polling interval of an idle engine whose member waits, as in the shell
 
 Times = Generator[float, None, None]  # seconds for which the engine is busy; negative: until an event
 
 
 class SimInstance(Turns):
-    # Slots save memory: there may be thousands of instances.
+    # Slots save memory, as there may be thousands of instances.
     __slots__ = (
         "_acts",
         "_alarm_at_s",

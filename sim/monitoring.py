@@ -247,7 +247,7 @@ class Reporter:
         return 0.0 if self._monitor is None else self._monitor.core.least_report_interval_s
 
     def _report(self) -> None:
-        """Send a report over the open stream, or the stream's end if the worker has crashed."""
+        """Send a report over the open stream, or end the stream if the worker has crashed."""
         if self._ended:
             return
         if self._worker.crashed:

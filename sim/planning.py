@@ -360,8 +360,8 @@ class PlannerNode:
         self._clock.after(self._delays.rpc_s, b"planner probes", answered)
 
     def _call(self, command: p.CallMember) -> None:
-        """Call a member. Its engine handles the call at the next step boundary; the answer contains its progress, and
-        is delayed briefly for it, as on a worker.
+        """Call a member. Its engine handles the call at the next step boundary. The answer contains the member's
+        progress and is delayed briefly to wait for it, as on a worker.
         """
         worker_id = command.member.worker_id
         key = (worker_id, command.call)

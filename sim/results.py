@@ -87,4 +87,4 @@ class SimRun:
     offline_token_count: int  # prompts and answers of offline requests
     offline_lost_token_count: int  # offline tokens recomputed after preemptions
     offline_yield_count: int
-    bubble_fraction: float | None  # idle fraction of pipeline stages while their group had work; None: no pipelines
+    bubble_fraction: float | None  # idle fraction of pipeline stages while their group has work; None: no pipelines

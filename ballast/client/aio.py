@@ -49,8 +49,8 @@ class AsyncClient:
     Args:
         address: host:port, several separated by commas, or a sequence of them. None: BALLAST_ADDRESS, or
             127.0.0.1:50051.
-        overload_retries: How often a request is retried that an overloaded cluster refuses, each time after the delay
-            that the refusal asks for. 0: `Overloaded` is raised at once.
+        overload_retries: How often a request that an overloaded cluster refuses is retried, each time after the delay
+            given in the refusal. 0: `Overloaded` is raised at once.
         max_retry_wait_s: Longest delay to wait for; beyond it `Overloaded` is raised.
         resume_s: How long to look for a dispatcher that continues a request whose dispatcher has died, possibly the
             same one after a restart. 0: the request ends with `Unavailable`.

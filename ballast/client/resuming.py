@@ -74,7 +74,7 @@ class Patience:
             Unavailable: the time limit has passed, or too many dispatchers were lost; the message has both causes.
         """
         if self._vain_count > _MAX_VAIN:
-            why_not = f"{self._vain_count} dispatchers have gone, one after the other, without a token between"
+            why_not = f"{self._vain_count} dispatchers in a row were lost without a new token"
             raise Unavailable(cut.target, f"{cut.why}; the request is given up: {why_not}") from why
         pause_s = why.retry_after_s if isinstance(why, Overloaded) else self._pause_s
         if time.monotonic() + pause_s > self._until_s:

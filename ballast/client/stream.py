@@ -198,8 +198,8 @@ class GenerationStream(AsyncIterator[GenerationChunk]):
                 await self._retry.wait(error, self._time_left_s())
 
     async def _try_each(self) -> pb.GenerateResponse | None:
-        """Send the request to the dispatchers in turn until one answers; then try those again to which there was no
-        connection. The request contains the tokens so far, so that none is repeated.
+        """Send the request to the dispatchers in turn until one answers; then retry those that could not be reached.
+        The request contains the tokens so far, so that none is repeated.
         """
         first: BallastError | None = None
         endpoints = self._endpoints.in_turn()

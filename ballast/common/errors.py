@@ -123,4 +123,4 @@ class InvariantViolation(BallastError):
 
 def broken_core(error: Exception) -> InvariantViolation:
     """Wrap an unexpected exception that a core raised: the core's state may be inconsistent afterwards."""
-    return InvariantViolation(f"a core failed amid a decision: {type(error).__name__}: {error}")
+    return InvariantViolation(f"a core failed while handling an event: {type(error).__name__}: {error}")

@@ -107,8 +107,8 @@ def members_of(group: Group | None) -> tuple[WorkerId, ...]:
 
 
 def participants(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
-    """The workers that take part in forming `group` of `target`: its members, and those of all groups of `base` that a
-    member comes from, without lost ones.
+    """The workers that take part in forming `group` of `target`: its members, and the surviving members of all groups
+    of `base` from which these come.
     """
     chosen = set(members_of(group))
     for worker_id in members_of(group):
@@ -117,7 +117,7 @@ def participants(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
 
 
 def lost_members(base: Layout, target: Layout, group: Group) -> set[WorkerId]:
-    """The workers that are missing in `target`, but in `base` were in a group that a member of `group` comes from."""
+    """The workers that `target` lacks and that shared a group with a member of `group` in `base`."""
     old = {w for worker_id in members_of(group) for w in members_of(group_of(base, worker_id))}
     return {worker_id for worker_id in old - set(members_of(group)) if group_of(target, worker_id) is None}
 

@@ -60,7 +60,7 @@ class LoadReport:
     offline_tokens_total: int = 0  # prompt and answer tokens computed for offline requests
     offline_lost_tokens_total: int = 0  # of these, tokens whose KV was dropped by preemptions
     uncomputed_token_count: int = 0  # uncomputed tokens of running or waiting prompts, without cached ones
-    prefixes_kept_s: float = 0.0  # every prefix used within the last so many seconds is still cached
+    prefixes_kept_s: float = 0.0  # every prefix used within this many past seconds is still cached
     retained_block_count: int = 0  # free blocks with cached prefixes
     prefix_queries_total: int = 0  # prompt tokens of requests admitted for the first time
     prefix_hits_total: int = 0  # of these, tokens found in the prefix cache

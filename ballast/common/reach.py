@@ -20,7 +20,7 @@ class Reach:
     def check(self) -> None:
         """Raise InvariantViolation if `group_tokens` is less than `alone_tokens`, or `group_size` is out of range."""
         if not 0 <= self.alone_tokens <= self.group_tokens or not 1 <= self.group_size <= self.instance_count:
-            raise InvariantViolation(f"no reach: {self}")
+            raise InvariantViolation(f"impossible reach: {self}")
 
     def told(self) -> str:
         """The lengths as text for people."""
@@ -48,5 +48,5 @@ def read_reach(text: str) -> Reach:
     except InvariantViolation as error:
         raise ValueError(error.why) from error
     if group > _MOST:
-        raise ValueError(f"more tokens than there can be: {text}")
+        raise ValueError(f"impossible token counts: {text}")
     return reach

@@ -44,7 +44,9 @@ class PriorityClass(StrEnum):
 
     @property
     def offline(self) -> bool:
-        """Whether this class is offline work: its requests use only what online work leaves, and yield it at once."""
+        """Whether this class is offline work: its requests use only capacity that online work leaves idle, and release
+        it at once when needed.
+        """
         return self is PriorityClass.BATCH
 
 
@@ -112,8 +114,8 @@ class SamplingParams:
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
-    logprobs: int | None = None  # number of alternatives beside the chosen token; None: no logprobs at all
-    prompt_logprobs: int | None = None  # the same for prompt tokens; they come with the logprobs of the first token
+    logprobs: int | None = None  # number of alternatives to the chosen token; None: no logprobs at all
+    prompt_logprobs: int | None = None  # the same for prompt tokens; returned with those of the first token
     logit_bias: Mapping[int, float] = field(default_factory=dict[int, float])  # token id -> added to its logit
     grammar: Grammar | None = None  # constraint on the answer's text; None: no constraint
     adapter: str = ""  # name of the LoRA adapter; empty: the base model
@@ -142,7 +144,7 @@ class SamplingParams:
         if self.prompt_logprobs is not None:
             _whole("prompt_logprobs", self.prompt_logprobs, 0, MAX_LOGPROBS)
             if self.logprobs is None:
-                raise InvalidRequest("sampling.prompt_logprobs", "come with logprobs, which have to be asked for, too")
+                raise InvalidRequest("sampling.prompt_logprobs", "must be requested together with logprobs")
         if len(self.stop) > MAX_STOP_STRINGS:
             raise InvalidRequest("sampling.stop", f"at most {MAX_STOP_STRINGS} stop strings, got {len(self.stop)}")
         for text in self.stop:
@@ -167,7 +169,7 @@ class SamplingParams:
         if len(self.adapter) > MAX_ADAPTER_CHARS:
             raise InvalidRequest("sampling.adapter", f"a name has at most {MAX_ADAPTER_CHARS} characters")
         if self.grammar is not None and (self.min_tokens or self.ignore_eos):
-            raise InvalidRequest("sampling.grammar", "ends where it ends: min_tokens and ignore_eos cannot be kept")
+            raise InvalidRequest("sampling.grammar", "cannot be combined with min_tokens or ignore_eos")
 
     def _check_logit_bias(self) -> None:
         if len(self.logit_bias) > MAX_LOGIT_BIAS:

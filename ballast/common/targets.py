@@ -51,7 +51,7 @@ def read_by_class(text: str | None) -> Mapping[PriorityClass, float]:
         except (OSError, ValueError) as error:
             raise ValueError(f"{text} cannot be read: {error}") from error
         if not isinstance(found, dict):
-            raise ValueError(f"{text} must hold an object, class to seconds")
+            raise ValueError(f"{text} must contain an object that maps classes to seconds")
         pairs = [(str(name), str(value)) for name, value in found.items()]  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     elif "=" in text:
         pairs = [(name, value) for name, _, value in (part.partition("=") for part in text.split(","))]

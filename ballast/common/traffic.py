@@ -45,7 +45,7 @@ class Traffic:
     open_tokens: int = 0  # tokens generated so far for unfinished answers
     known_s: float = 0.0  # observed time, at most WINDOW_S
     oldest_wait_s: float = 0.0  # longest wait of a request without a first token, queued or on a worker
-    # Bursts in WINDOW_S, while one is on, or has just ended, and there were others. All 0: unknown.
+    # Bursts in WINDOW_S: known while one is in progress or has just ended, if there were earlier ones. All 0: unknown.
     burst_since_s: float = 0.0  # since the last one began
     burst_s: float = 0.0  # expected duration
     burst_per_s: float = 0.0  # arrival rate in bursts
@@ -55,7 +55,7 @@ class Traffic:
     later_s: float = 0.0  # sum of the times between these and their predecessors
     # Histogram of the last minute's prompt lengths, by `length_index`, without trailing zeros.
     prompt_counts: tuple[int, ...] = ()
-    long: LongDemand = LongDemand()  # requests that count in no other field except those of answers
+    long: LongDemand = LongDemand()  # requests counted in no other field, except those about answers
 
     @property
     def is_idle(self) -> bool:
@@ -113,7 +113,7 @@ def read_traffic(text: str) -> Traffic:
     told = (*counts, *rates, *first_counts, *prompt_counts)
     too_many = len(first_counts) > WAIT_COUNTS or len(prompt_counts) > LENGTH_COUNTS
     if too_many or not all(0 <= value <= _MOST for value in told):
-        raise ValueError(f"no counts and rates: {text}")
+        raise ValueError(f"impossible counts or rates: {text}")
     return Traffic(
         queued_count=counts[0],
         queued_tokens=counts[1],

@@ -75,7 +75,7 @@ def verify(secret: bytes, body: bytes, signature: str, now_s: float) -> None:
     if not hmac.compare_digest(_digest(secret, body, at).encode(), digest.encode()):
         raise Unauthenticated(f"{SIGNATURE} does not fit the body: another secret?")
     if not at.isdecimal() or abs(now_s - int(at)) > _OLDEST_S:
-        raise Unauthenticated(f"{SIGNATURE} is of {at or 'no'} s, and now is {now_s:.0f}: repeated, or clocks differ")
+        raise Unauthenticated(f"{SIGNATURE} is of {at or 'no'} s, now is {now_s:.0f}: repeated, or clocks differ")
 
 
 def _digest(secret: bytes, body: bytes, at: str) -> str:

@@ -36,7 +36,7 @@ def name(field: str, text: str) -> str:
     if not 0 < len(text) <= MAX_ID_CHARS:
         raise InvalidRequest(field, f"must have 1 to {MAX_ID_CHARS} characters, has {len(text)}")
     if not text.isprintable() or " " in text:
-        raise InvalidRequest(field, f"must have no blanks and nothing unprintable, got {text!r}")
+        raise InvalidRequest(field, f"must not contain blanks or unprintable characters, got {text!r}")
     return text
 
 

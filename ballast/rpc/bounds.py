@@ -102,7 +102,7 @@ class CallBook:
         """
         if self.large_bytes + byte_count > self.bounds.large_bytes:
             raise Overloaded(
-                f"requests of {self.large_bytes:,} bytes are under way, and {self.bounds.large_bytes:,} may be"
+                f"requests of {self.large_bytes:,} bytes are in progress, the limit is {self.bounds.large_bytes:,}"
                 " (max_request_bytes)",
                 _RETRY_S,
             )

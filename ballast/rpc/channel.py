@@ -54,7 +54,7 @@ _CHANNEL_OPTIONS: Sequence[tuple[str, int]] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     # Despite its name, this is the timeout of a connection attempt: a busy peer needs more than the back-off.
     ("grpc.min_reconnect_backoff_ms", 5_000),
-    # By default channels of one process to one address share a connection; a relay needs its own.
+    # By default, channels of one process to one address share a connection; a relay needs one for each channel.
     ("grpc.use_local_subchannel_pool", 1),
 )
 

@@ -25,7 +25,7 @@ def finish_to_proto(reason: FinishReason | None) -> pb.FinishReason.ValueType:
 
 
 def finish_from_proto(number: int) -> FinishReason | None:
-    """The reason with this number; None for 0 (still running), ERROR for an unknown number of a newer peer."""
+    """The reason with this number; None for 0 (still running), ERROR for a number that only a newer peer knows."""
     return FINISH.member(number) if number else None
 
 
@@ -38,7 +38,7 @@ def _grammar_to_proto(grammar: Grammar) -> pb.Grammar:
 def _grammar_from_proto(message: pb.Grammar) -> Grammar:
     kind = message.WhichOneof("kind")
     if kind is None:
-        raise InvalidRequest("sampling.grammar", "is of no kind that is known here")
+        raise InvalidRequest("sampling.grammar", "has an unknown kind")
     return Grammar(GrammarKind(kind), getattr(message, kind), message.thought_end, message.thought_begin)
 
 
@@ -118,7 +118,7 @@ def _check_load(report: pb.LoadReport) -> None:
         report.busiest_caller_count,
     )
     if min(counts) < 0:
-        raise InvalidRequest("load", f"counts must not be negative, and a block has tokens: {report}")
+        raise InvalidRequest("load", f"counts must not be negative, and block_tokens must be positive: {report}")
     if report.newest_epoch > border.MAX_EPOCH:
         raise InvalidRequest("load.newest_epoch", f"must be at most {border.MAX_EPOCH}, got {report.newest_epoch}")
     if not 0.0 <= report.wake_s <= border.MAX_SECONDS:
@@ -186,9 +186,9 @@ def _check_traffic(message: pb.Traffic) -> None:
         ),
     )
     if len(message.prompt_counts) > LENGTH_COUNTS:
-        raise InvalidRequest("traffic", f"no such prompts: {message}")
+        raise InvalidRequest("traffic", f"impossible prompt lengths: {message}")
     if len(message.first_counts) > WAIT_COUNTS or not 0.0 <= message.later_s < math.inf:
-        raise InvalidRequest("traffic", f"no such waits: {message}")
+        raise InvalidRequest("traffic", f"impossible waits: {message}")
     if not all(
         0.0 <= value <= border.MAX_SECONDS
         for value in (

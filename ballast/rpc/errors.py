@@ -100,7 +100,7 @@ def answered(answer: T | None, target: str) -> T:
         PeerViolation: the response is None.
     """
     if answer is None:
-        raise errors.PeerViolation(target, "its answer is no message of the method")
+        raise errors.PeerViolation(target, "its answer is not a valid message of the method")
     return answer
 
 
@@ -143,7 +143,7 @@ def from_rpc_error(error: grpc.RpcError, target: str) -> errors.BallastError:
         try:
             return _rebuild(info, message, retry_after_s, target)
         except ValueError:
-            return errors.PeerViolation(target, f"a status whose details make no sense: {message}")
+            return errors.PeerViolation(target, f"a status with invalid details: {message}")
     match error.code():
         case grpc.StatusCode.INVALID_ARGUMENT | grpc.StatusCode.OUT_OF_RANGE:
             return errors.InvalidRequest("request", message)
@@ -207,7 +207,7 @@ def _rebuild(
             return errors.ConfigError(fields["path"], fields["why"])
         case "InvariantViolation":
             # a bug of another process: a process that relays the error must not stop for it
-            return errors.PeerViolation(target, f"stops for a broken invariant: {fields['why']}")
+            return errors.PeerViolation(target, f"stopped because an invariant is broken: {fields['why']}")
         case _:
             return errors.PeerViolation(info.domain, f"unknown reason {info.reason}: {message}")
 

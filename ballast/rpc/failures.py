@@ -132,7 +132,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):
             case _:
                 name = type(error).__name__
                 self._on_failure(CallFailure(method, name, error))
-                return CallFailed(f"unexpected {name}; the log of the service that was called says more")
+                return CallFailed(f"unexpected {name}; see the log of the called service")
 
 
 @dataclass(frozen=True, slots=True)

@@ -216,7 +216,7 @@ class _Field:
         # An absent field becomes None or the default; a message field without either becomes an empty message.
         self._has_presence = descriptor.has_presence and (self._may_be_none or has_default)
         if self._may_be_none and not self._has_presence and descriptor.enum_type is None:
-            raise InvariantViolation(f"{message.full_name}.{self.name} has no presence: it cannot say None")
+            raise InvariantViolation(f"{message.full_name}.{self.name} has no presence: it cannot represent None")
         self.to, self._of = _converters(bare, descriptor, none_is_zero=self._may_be_none and not self._has_presence)
         if self._may_be_none and self.to is not None:
             self.to = _unless_none(self.to, 0 if not self._has_presence else None)
@@ -309,7 +309,7 @@ def _single(hint: Any, field: FieldDescriptor, *, none_is_zero: bool) -> tuple[_
         mapper = _ENUMS.get((plain, field.enum_type.full_name)) or EnumMapper(plain, field.enum_type)
         return mapper.number_of.__getitem__, _member_or_none(mapper) if none_is_zero else mapper.inner_member
     if plain not in _PLAIN:
-        raise InvariantViolation(f"{field.full_name}: {hint} cannot stand in a plain field")
+        raise InvariantViolation(f"{field.full_name}: {hint} cannot be stored in a scalar field")
     return None, None
 
 
@@ -372,7 +372,7 @@ class Choice(Generic[M]):
         self._names = {mapper.record_type: name for name, mapper in mappers.items()}
 
     def message(self, record: object, *, inner: Mapping[str, Any] | None = None, **outer: Any) -> M:
-        """Convert a record. `inner`: `given` fields for the record's mapper; `outer`: fields beside the oneof."""
+        """Convert a record. `inner`: `given` fields for the record's mapper; `outer`: fields outside the oneof."""
         name = self._names[type(record)]
         return self._message_type(**{name: self._mappers[name].message(record, **(inner or {}))}, **outer)
 

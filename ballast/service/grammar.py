@@ -22,7 +22,7 @@ from ballast.service.one_of import narrowed
 if TYPE_CHECKING:  # exists in the type stubs only
     from llguidance._lib import JsonCompileOptions
 
-MOST_KEPT = 256  # default limit on cached grammars; most requests of an application share a few
+MOST_KEPT = 256  # default limit on cached grammars; most applications use only a few
 _SILENT = 0
 _TRIED_TOKENS = 4  # some grammars compile and exceed limits only from their second token on
 _MAX_WHY_CHARS = 300
@@ -146,7 +146,7 @@ class Grammars:
         return json.dumps({"grammars": [{"lark_grammar": rules}, {**answer, "name": "answer"}]})
 
     def _special(self, tag: str) -> int | None:
-        """The special token that a tag is; None if it is ordinary text."""
+        """Id of the special token that equals a tag; None if the tag is ordinary text."""
         token_ids = self._tokenizer.tokenize_str(tag)
         return token_ids[0] if len(token_ids) == 1 and self._tokenizer.is_special_token(token_ids[0]) else None
 

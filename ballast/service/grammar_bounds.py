@@ -1,4 +1,4 @@
-"""Size limits of grammars, checked before compilation where its cost is more than linear."""
+"""Size limits of grammars, checked before compilation if its cost is more than linear."""
 
 import json
 import re

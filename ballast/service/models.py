@@ -131,7 +131,7 @@ def _fetched(name: Name, patterns: tuple[str, ...]) -> Path:
     except RevisionNotFoundError as error:
         raise ConfigError(where, f"has no revision {name.revision!r}; try one of its page's branches") from error
     except LocalEntryNotFoundError as error:
-        told = "and HF_HUB_OFFLINE=1 forbids to fetch it" if constants.HF_HUB_OFFLINE else "and the hub is out of reach"
+        told = "and HF_HUB_OFFLINE=1 forbids downloads" if constants.HF_HUB_OFFLINE else "and the hub is out of reach"
         raise ConfigError(where, f"is not in the cache {constants.HF_HUB_CACHE}, {told}; or name a folder") from error
     except (HfHubHTTPError, OSError) as error:
         raise ConfigError(where, f"cannot be fetched from {constants.ENDPOINT}: {error}") from error

@@ -1,7 +1,7 @@
 """Access control: TLS with certificates between services, tokens at dispatchers, and the calls permitted to each role.
 
-Without TLS (dispatchers: and tokens), a service listens only on loopback unless `--insecure` is given. The threat model
-is in docs/security.md.
+A service without TLS, or a dispatcher without tokens, listens only on loopback unless `--insecure` is given. The threat
+model is in docs/security.md.
 """
 
 import contextlib
@@ -320,7 +320,7 @@ class TokenAuthority:
             refuse("no_token", Unauthenticated(why))
         token = self._book.find(given)
         if token is None:
-            refuse("unknown_token", Unauthenticated("the token is not known here; was it withdrawn?"))
+            refuse("unknown_token", Unauthenticated("the token is not known here; was it revoked?"))
         operates = token.role is TokenRole.OPERATE
         if not operates and method not in INFERS:
             what = method.rpartition("/")[2]

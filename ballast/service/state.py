@@ -38,7 +38,7 @@ local function grow(last)
 end
 """
 
-# heal(key, kind): delete a key of the wrong type, which would otherwise prevent a leader until an operator deletes it.
+# heal(key, kind): delete a key of the wrong type, which would otherwise prevent elections until an operator deletes it.
 HEAL = """
 local function heal(key, kind)
   local found = redis.call('TYPE', key).ok

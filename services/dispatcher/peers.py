@@ -65,7 +65,7 @@ class PlannerClient:
             call: Called with the stub and the timeout of this attempt in seconds.
 
         Raises:
-            BallastError: the planner's error, or none answers within `timeout_s`.
+            BallastError: the planner's error, or no planner answers within `timeout_s`.
         """
         clock = asyncio.get_running_loop()
         ends_s = clock.time() + timeout_s

@@ -1,9 +1,9 @@
 """Resumption of requests after the death of their dispatcher.
 
 The client has everything needed: the request, with a seed, and the tokens so far. Continuing from these generates the
-same tokens (I2), so prompt and answer are not stored anywhere else. For each claimed request id the state server has
-the dispatcher, the latest attempt and the hash of a secret: only its client can resume it, and if two dispatchers serve
-it, the earlier attempt ends.
+same tokens (I2), so prompt and answer are not stored anywhere else. For each claimed request id, the state server
+stores the dispatcher, the latest attempt and the hash of a secret. So only the request's client can resume it, and if
+two dispatchers serve it, the earlier attempt ends.
 """
 
 import hashlib
@@ -40,10 +40,10 @@ class Resumption:
         if count > max_tokens:
             raise InvalidRequest("resumption.token_ids", f"are {count}, more than max_tokens ({max_tokens})")
         if count and not is_reproducible:
-            raise InvalidRequest("sampling.seed", "is needed to go on with an answer, as no other tokens may follow")
+            raise InvalidRequest("sampling.seed", "is needed to continue an answer: other tokens may follow without it")
         if self.prompt_digest and self.prompt_digest != digest_of(prompt_token_ids):
             why = "the prompt has other tokens than at the dispatcher that began the answer"
-            raise NotPossible(f"{why} (does the chat template look at the date?); send the request anew")
+            raise NotPossible(f"{why} (does the chat template depend on the date?); send the request anew")
 
 
 def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resumption | None:

@@ -205,7 +205,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         at_s = self._clock.now_s()
         account = self._shell.chronicle.find(RequestId(request.request_id), at_s)
         if account is None:
-            why = "neither is such a request served here nor is it among the last that ended here"
+            why = "no such request is running here or among the last that ended here"
             raise NotFound(f"{request.request_id or 'a request id is needed'}: {why}")
         return account_to_proto(account, self._identity.dispatcher_id, at_s)
 
@@ -227,7 +227,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
 
     async def Undrain(self, request: pb.UndrainRequest, context: Context) -> pb.UndrainResponse:
         if not self._shell.undrain():
-            raise Unavailable(self._identity.dispatcher_id, "is shutting down, which is not taken back")
+            raise Unavailable(self._identity.dispatcher_id, "is shutting down, which cannot be undone")
         return pb.UndrainResponse()
 
     async def DrainWorker(self, request: pb.DrainWorkerRequest, context: Context) -> pb.DrainWorkerResponse:

@@ -288,5 +288,5 @@ def _raise_exception(why: str) -> NoReturn:
 
 def _strftime_now(form: str) -> str:
     if len(form) > _MAX_TIME_CHARS:
-        raise TemplateError(f"a form of a date with more than {_MAX_TIME_CHARS} characters")
+        raise TemplateError(f"a date format of more than {_MAX_TIME_CHARS} characters")
     return datetime.datetime.now().astimezone().strftime(form)

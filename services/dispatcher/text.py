@@ -22,7 +22,7 @@ from ballast.service.tokenizer import load_tokenizer
 from services.dispatcher.grammars import GrammarChecks
 from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
-# A longer text is tokenised in a thread: it takes milliseconds, and only the batch call releases the GIL.
+# Longer texts take milliseconds and are tokenised in a thread, by the batch call, as only that releases the GIL.
 _THREAD_CHARS = 4_000
 _HUGE_CHARS = 256_000  # longer texts take a good part of a second each, and are tokenised one at a time
 _LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too

@@ -131,7 +131,7 @@ def build_app(
 
 
 async def _refuse(path: str, what: str, _: Call) -> Reply:
-    why = f"{path}: this server generates text; {what} come from another one, beside it behind a router such as LiteLLM"
+    why = f"{path}: this server generates text; for {what}, put another one behind the same router"
     raise invalid(None, why, code="unsupported_endpoint", status=404)
 
 
@@ -244,7 +244,7 @@ class Door:
             try:
                 self._check_room(route)
                 if jobs is None:
-                    why = f"{scope['path']}: this gateway knows no jobs service; start one, and name it by --jobs"
+                    why = f"{scope['path']}: there is no jobs service; start one and pass its address as --jobs"
                     raise invalid(None, why, code="unknown_url", status=404)
                 answer.status = await forward(jobs, scope, receive, answer.pass_on)
             except ClientGone:
@@ -325,7 +325,7 @@ class Door:
                         unpacked.end()
                         return b"".join(parts)
         except TimeoutError as error:
-            why = f"the body did not come within {self._bounds.body_timeout_s:g} s"
+            why = f"the body did not arrive within {self._bounds.body_timeout_s:g} s"
             raise Failure(408, "invalid_request_error", "body_timeout", why) from error
 
 
@@ -343,7 +343,7 @@ class Unpacked:
     def __init__(self, encoding: str, limit: int) -> None:
         encoding = encoding.strip().lower()
         if encoding not in ("", "identity", "gzip", "deflate"):
-            why = f"content-encoding {encoding!r} is not known here; gzip, deflate and identity are"
+            why = f"content-encoding {encoding!r} is not supported; gzip, deflate and identity are"
             raise invalid(None, why, code="unsupported_encoding", status=415)
         self._limit = limit
         self._inflating = zlib.decompressobj(zlib.MAX_WBITS | 32) if encoding in ("gzip", "deflate") else None
@@ -354,11 +354,11 @@ class Unpacked:
         try:
             return self._inflating.decompress(data, self._limit + 1)
         except zlib.error as error:
-            raise invalid(None, f"the body cannot be unpacked: {error}", code="invalid_encoding") from error
+            raise invalid(None, f"the body cannot be decompressed: {error}", code="invalid_encoding") from error
 
     def end(self) -> None:
         if self._inflating is not None and not self._inflating.eof:
-            raise invalid(None, "the body cannot be unpacked: it breaks off", code="invalid_encoding")
+            raise invalid(None, "the body cannot be decompressed: it is truncated", code="invalid_encoding")
 
 
 class Watch:

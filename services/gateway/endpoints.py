@@ -264,7 +264,7 @@ class HttpEndpoints:
 
     def _for_each_choice(self, sampling: SamplingParams, count: int, prompt_count: int = 1) -> list[SamplingParams]:
         if count * prompt_count > self._max_choices:
-            why = f"{count * prompt_count} choices are asked for, at most {self._max_choices} are allowed"
+            why = f"{count * prompt_count} choices are requested; at most {self._max_choices} are allowed"
             raise invalid("n", why)
         return for_each_choice(sampling, count)
 

@@ -142,7 +142,7 @@ class Desk:
         if own.open_batches >= self._quotas.max_key_batches:
             raise _too_much(f"{own.open_batches} of your batches are open, which is the limit; wait for one to end")
         if own.open_lines >= self._quotas.max_key_lines:
-            raise _too_much(f"{own.open_lines} lines of your batches wait, which is too many; wait for some to end")
+            raise _too_much(f"{own.open_lines} lines of your batches have no result, which is too many; wait for some")
         now_s = runner.now_s()
         batch = JobBatch(
             id=f"batch_{secrets.token_hex(12)}",
@@ -185,7 +185,7 @@ class Desk:
         if runner is None:
             return JSONResponse({"status": "standby"}, 200 if self.leader() is not None else 503)
         if runner.is_full:
-            return JSONResponse({"status": "full", "why": "the disk has no room; results wait in memory"}, 507)
+            return JSONResponse({"status": "full", "why": "the disk is full; results wait in memory"}, 507)
         return JSONResponse({"status": "ok"})
 
     async def live(self, _: Request) -> Response:
@@ -294,7 +294,7 @@ async def _next(pieces: Any) -> bytes | None:  # Any: Starlette's type of stream
         async with asyncio.timeout(_PIECE_TIMEOUT_S):
             return await anext(pieces, None)
     except TimeoutError as error:
-        why = f"nothing more of the body came within {_PIECE_TIMEOUT_S:g} s"
+        why = f"no more of the body arrived within {_PIECE_TIMEOUT_S:g} s"
         raise Failure(408, "invalid_request_error", "body_timeout", why) from error
 
 

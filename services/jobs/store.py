@@ -422,7 +422,7 @@ def _with_names() -> Generator[None]:
             case (sqlite3.SQLITE_FULL, _) | (_, sqlite3.SQLITE_IOERR_WRITE):
                 raise Full(f"no room for the jobs: {error}") from error
             case (sqlite3.SQLITE_BUSY, _):
-                why = "another process is writing to the folder and does not finish"
+                why = "another process writes to the folder and does not finish"
                 raise Unavailable("jobs", why) from error
             case _:
                 raise

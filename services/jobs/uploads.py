@@ -54,7 +54,7 @@ class FileForm:
                 },
             )
         except FormParserError as error:
-            raise invalid(None, f"the form has a wrong boundary: {error}") from error
+            raise invalid(None, f"the form has an invalid boundary: {error}") from error
 
     def feed(self, data: bytes) -> None:
         """Parse a piece of the body.
@@ -75,7 +75,7 @@ class FileForm:
             Failure: the form is incomplete, or has no file.
         """
         if not self._is_whole:
-            raise invalid(None, "the form is cut off")
+            raise invalid(None, "the form is truncated")
         if self.upload is None:
             raise invalid("file", "is missing", code="missing_required_parameter")
         return self.upload
@@ -103,7 +103,7 @@ class FileForm:
                 raise invalid(None, f"the form has more than {_MAX_FIELDS} fields")
             self._field = name
         elif self.upload is not None:
-            raise invalid("file", "may be given once")
+            raise invalid("file", "may be given only once")
         else:
             self._field = None
             self.upload = self._open_file(options.get(b"filename", b"").decode(errors="replace")[:255])
@@ -116,7 +116,7 @@ class FileForm:
             return
         assert self.upload is not None, "the part has a name"
         if self.upload.bytes + end - start > self._max_file_bytes:
-            why = f"has more than {self._max_file_bytes} bytes; cut it into several"
+            why = f"has more than {self._max_file_bytes} bytes; split it into several"
             raise Failure(413, "invalid_request_error", "file_too_large", f"file: {why}", "file")
         self.upload.write(data[start:end])
 

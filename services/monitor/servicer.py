@@ -230,7 +230,7 @@ def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
 
 
 def _within_int64(record: _Sums) -> _Sums:
-    """The record with its integers limited to int64: sums over instances may exceed it where single values do not."""
+    """The record with its integers limited to int64: sums over instances may exceed it even if single values do not."""
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     beyond = {name: _int64(value) for name, value in values.items() if type(value) is int and value != _int64(value)}
     return replace(record, **beyond) if beyond else record

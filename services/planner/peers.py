@@ -121,7 +121,7 @@ class MonitorEvents:
         return self._load
 
     def loads_of(self, answer: pb.GetClusterStatusResponse) -> ClusterLoad:
-        """Convert the valid reports of an answer; not again those that have not changed since the last answer."""
+        """Convert the valid reports of an answer, reusing the results for those unchanged since the last answer."""
         before, self._reports = self._reports, {}
         slowness: dict[WorkerId, float] = {}
         for row in answer.instances:

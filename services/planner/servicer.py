@@ -112,7 +112,7 @@ class PlannerServicer(planner_pb2_grpc.PlannerServiceServicer):
         names = tuple(WorkerId(name) for name in request.worker_ids)
         required = _required(request)
         if names and required is not None:
-            raise InvalidRequest("worker_ids", "exclude required_bytes: they say all")
+            raise InvalidRequest("worker_ids", "cannot be combined with required_bytes")
         at_s, cause_id = time.monotonic(), f"{self._shell.planner_id}/{request.request_id}"
         if not 0.0 <= request.hold_s <= _LONGEST_HOLD_S:
             raise InvalidRequest("hold_s", f"must be between 0 and {_LONGEST_HOLD_S:g}, got {request.hold_s:g}")

@@ -84,7 +84,7 @@ class Kit:
     cost: Callable[[], CostModel | None]  # cost of a batch in the stage executed here, for microbatches
     costs: OnlineCost | None = None  # learns from step durations
     copier: BlockCopier | None = None  # copies KV to and from host memory, for preempted sequences
-    compile_grammar: CompileGrammar | None = None  # compiles ahead of the engine, which would block
+    compile_grammar: CompileGrammar | None = None  # compiles in advance: compiling in the engine would block it
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = None  # replaces the usual data plane
     device: str = "emulated"
     lost_rank: Callable[[], str | None] | None = None  # names the one of several ranks that has ended
@@ -101,7 +101,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
     """Load the engine. `devices`: one for each rank of this host; empty: that of the settings. `secret`: the cluster's.
 
     Raises:
-        ConfigError: the model cannot be loaded that way.
+        ConfigError: the model cannot be loaded with these settings.
     """
     if settings.engine == "emulated":
         if settings.tensor_parallel_size > 1:
@@ -243,7 +243,7 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
 
 
 def link_bandwidth(settings: WorkerSettings) -> float | None:
-    """Bulk bandwidth of a link by the profile; None: to be measured."""
+    """Bulk bandwidth of a link according to the profile; None: to be measured."""
     if settings.cost_profile is None:
         return None
     from services.worker.cost_profile import read_profile  # imports NumPy
@@ -286,7 +286,7 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
 
 
 def target_of(kit: Kit) -> TokenTarget:
-    """The limit on running requests by the costs of all layers, which only an emulated engine knows from the start."""
+    """The limit on running requests, from the costs of all layers, which only an emulated engine knows at the start."""
     return TokenTarget(math.inf, _cost_of_all_layers(kit))
 
 
@@ -389,7 +389,7 @@ class WorkerProcess:
         REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated plane refuses none
 
     def _pace(self) -> Pace | None:
-        """Learnt cost of batches; None: too few were executed."""
+        """Learned cost of batches; None: too few batches were executed."""
         cost = self._cost()
         layer_count = self._membership.member.role.layer_count
         return None if cost is None else Pace(cost, layer_count, step_limits_of(self._settings).tokens)

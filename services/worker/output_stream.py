@@ -44,7 +44,7 @@ class OutputStream:
         return self.seen_handle > self._told_handle
 
     def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
-        """Queue an output; ignored once closed. Closes the stream at the bound."""
+        """Queue an output; ignored once closed. Closes the stream when the bound is reached."""
         if self._closed is not None:
             return
         if len(self._outputs) >= STREAM_OUTPUTS:

@@ -22,7 +22,7 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 
-_LONGEST_INTERVAL_S = 1.0  # maximum, whatever the monitor requests
+_LONGEST_INTERVAL_S = 1.0  # maximum, regardless of what the monitor requests
 _ANSWER_TIMEOUT_S = 3.0
 _GOODBYE_TIMEOUT_S = 1.0
 _FIRST_BACK_OFF_S = 0.1
@@ -40,12 +40,12 @@ def alone() -> None:
 class MonitorReporter:
     """Reports load: `run` keeps a Report stream to the active monitor open until `leave` is called or it is cancelled.
 
-    Monitors report the addresses of all monitors, so the active one is found without the state server, too.
+    Monitors report the addresses of all monitors, so the active one is found even without the state server.
 
     Args:
         load: Called before each report, on the event loop; must be quick.
         place: Returns the instance's place in the layout; None: it has had no transition.
-        pace: Returns the instance's learnt batch costs; None: not known yet.
+        pace: Returns the instance's learned batch costs; None: not known yet.
         monitor_address: host:port; None: the holder of the lease in the state server.
     """
 
@@ -110,7 +110,7 @@ class MonitorReporter:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     def _target(self, attempts: int) -> str | None:
-        """The active monitor by the state server; if that fails, the next known one."""
+        """The active monitor according to the state server; if that fails, the next known one."""
         found = self._monitor.current
         targets = ([] if found is None else [found]) + [address for address in self._others if address != found]
         return targets[attempts % len(targets)] if targets else None

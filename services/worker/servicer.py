@@ -32,7 +32,7 @@ from services.worker.shell import Detokenizing, WorkerShell
 from services.worker.spans import RequestSpans
 
 _HELLO_TIMEOUT_S = 10.0
-_COMPILE_TIMEOUT_S = 15.0  # for a grammar, with those before it; dispatchers have checked that it alone takes less
+_COMPILE_TIMEOUT_S = 15.0  # for a grammar and those queued before it; dispatchers have checked that it alone takes less
 _ENDING = Mapper(Ending, pb.Ending)
 
 # Any: grpc.aio has no better type for the context's messages.
@@ -101,7 +101,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._compile_grammar = compile_grammar
         self._fence = Fence()
 
-    # Writes to the context instead of yielding, which the generated base class does not know.
+    # Writes to the context instead of yielding, which the generated base class does not provide for.
     async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> None:

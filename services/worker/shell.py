@@ -30,7 +30,7 @@ from services.worker.policy.telling import is_due
 INBOX_EVENTS = 1024
 _IDLE_WAIT_S = 1.0
 _SLOTLESS = (w.StreamClosed, w.DrainRequested)  # events without a slot in the inbox
-_LAST_STEP_S = 30.0  # maximum for the running step at a stop
+_LAST_STEP_S = 30.0  # maximum wait for the running step when stopping
 _FAILED_STEPS = 3  # consecutive failures after which the engine counts as broken
 
 
@@ -138,7 +138,7 @@ class EngineTurns(Turns):
     def _count_failed(self, batch: Batch, why: str) -> None:
         """Count a failed step, whose requests end with an error. Dispatchers replay each of them at most `replay_limit`
         times, so a request that causes the failure fails no more steps than that. After consecutive failures the worker
-        ends, as the cause is likely its own.
+        ends, because it is then likely the cause itself.
         """
         get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
         self._failed_steps += 1
@@ -230,16 +230,18 @@ class WorkerShell:
             self._inbox.put(w.DrainRequested(time.monotonic()))
 
     def join_group(self, member: TurnMember) -> None:
-        """Before `run`: set the group member."""
+        """Set the group member. To be called before `run`."""
         self._member = member
         self._turns.join_group(member)
 
     def on_requests(self, came: Callable[[LoadReport], None]) -> None:
-        """Before `run`: `came` is called on the event loop with the load after new requests."""
+        """To be called before `run`. `came` is called on the event loop, with the load, after new requests."""
         self._requests_came = came
 
     def post_member(self, event: MemberEvent) -> None:
-        """Queue an event for the group member. Any thread. Not bounded here: links and the planner bound theirs."""
+        """Queue an event for the group member. Any thread. Not bounded here: links and the planner limit what they
+        post.
+        """
         self._inbox.put(event)
         if event.preempts:
             self._preempting.set()
@@ -255,7 +257,7 @@ class WorkerShell:
 
     @property
     def preempts(self) -> Callable[[], bool]:
-        """A function that tells whether online work has arrived since the engine thread last took events."""
+        """A function that returns True if online work has arrived since the engine thread last took events."""
         return self._preempting.is_set
 
     async def open_stream(self) -> OutputStream:
@@ -266,7 +268,9 @@ class WorkerShell:
         return stream
 
     def close_stream(self, stream: OutputStream) -> None:
-        """Close the stream of a dispatcher that has disconnected. Needs no slot: one such event comes per stream."""
+        """Close the stream of a dispatcher that has disconnected. Needs no slot, since there is one such event per
+        stream.
+        """
         if self._streams.pop(stream.stream_id, None) is not None:
             self._inbox.put(w.StreamClosed(time.monotonic(), stream.stream_id))
 
@@ -323,7 +327,7 @@ class WorkerShell:
 
     def _close_all(self, failure: BaseException | None) -> BaseException | None:
         """Close member and engine. Returns the failure to report, which must reach the event loop: otherwise this
-        worker would seem to live.
+        worker would seem alive.
         """
         try:
             if self._member is not None:

@@ -1,7 +1,7 @@
 """Spans of a worker in requests' traces, recorded by the servicer at submission and output.
 
-Two for each stay: until its first token here (prefill, or resume with KV), and from there to its end (decode).
-Unrecorded traces cost nothing.
+Two for each stay of a request on this worker: until its first token here (prefill, or resume with KV), and from there
+to its end (decode). Unrecorded traces cost nothing.
 """
 
 from dataclasses import dataclass

@@ -57,7 +57,7 @@ async def claimed_device(
     finally:
         renewing.cancel()
         await asyncio.wait([renewing])
-        with contextlib.suppress(Unavailable):  # it expires
+        with contextlib.suppress(Unavailable):  # the lease expires by itself
             await leases.release_lease(_lease(gpu), worker_id)
 
 

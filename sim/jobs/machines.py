@@ -77,7 +77,7 @@ def profiled_machine(path: Path, checkpoint: CheckpointInfo, memory_bytes: int) 
     if profile.key.parameter_count != checkpoint.parameter_count or profile.key.layer_count != checkpoint.layer_count:
         raise ConfigError(str(path), f"is a profile of {profile.model}, not of {checkpoint.path.name}")
     if profile.link is None or profile.key.dtype not in _CHECKPOINT_DTYPES:
-        raise ConfigError(str(path), "says nothing of a link, which an emulation needs; make another one")
+        raise ConfigError(str(path), "has no figures of a link, which an emulation needs; make another one")
     element_bytes = DTYPES[profile.key.dtype][1]
     ends = checkpoint.vocab_size * checkpoint.hidden_size * (1 if checkpoint.tied else 2) + checkpoint.hidden_size
     layers = (checkpoint.parameter_count - ends) // checkpoint.layer_count

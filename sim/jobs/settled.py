@@ -84,7 +84,7 @@ def settled(model: ModelSpec, cluster: Cluster, timings: Timings, load: Load) ->
 
 
 def prompt_s(costs: RooflineCosts, layers: int, tokens: float) -> float:
-    """Prefill time of a prompt alone at the full rate, a lower bound."""
+    """Prefill time of a prompt that runs alone at the full rate; a lower bound."""
     return tokens * (costs.token_s + costs.row_s + tokens / 2 * costs.pair_s) * layers
 
 
@@ -108,8 +108,9 @@ def peak_demand(model: ModelSpec, cluster: Cluster, timings: Timings, phases: Se
 
 
 def carried_by_pairs(parameter_share: float) -> float:
-    """Load that a pair carries relative to its two instances alone, if reading memory is the bottleneck: more capacity,
-    but longer token times, as each microbatch reads the parameters. `parameter_share`: their fraction of the memory.
+    """Load that a pair carries relative to its two instances alone, if memory bandwidth is the bottleneck. A pair has
+    more capacity but longer token times, as each microbatch reads the parameters. `parameter_share`: their fraction of
+    the memory.
     """
     room = (1 - parameter_share / 2) / (1 - parameter_share)
     return room / (1 + parameter_share / 2)

@@ -249,7 +249,7 @@ class Judge:
         return self.fails or not (still or self._coming)
 
     def close(self, now_s: float) -> None:
-        """Judge open requests by their tokens so far, after the end of the simulation."""
+        """After the end of the simulation, judge the open requests by their tokens so far."""
         for record in self._open:
             token_count = len(record.token_times_s)
             kept = token_count > 0 and now_s - record.token_times_s[0] <= (self._slo.tpot_s or math.inf) * token_count

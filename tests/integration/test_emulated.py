@@ -49,7 +49,7 @@ async def ended(stub: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: int) ->
 def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     flags = {"worker": made.worker_flags, "planner": ["--overload-policy", "recompute"]}
-    with running_cluster(made.model, workers=2, flags=flags) as running:
+    with running_cluster(made.model, workers=2, device_memory_bytes=None, flags=flags) as running:
 
         async def story() -> None:
             cluster = running.cluster
@@ -92,7 +92,7 @@ def test_migrations_of_what_is_not_there(tmp_path: Path) -> None:
         "worker": [*made.worker_flags, "--overload-policy", "migrate"],
         "planner": ["--overload-policy", "migrate", "--dev", "migrate_below_tokens=1000000,migrate_above_tokens=0"],
     }
-    with running_cluster(made.model, workers=2, flags=flags) as running:
+    with running_cluster(made.model, workers=2, device_memory_bytes=None, flags=flags) as running:
 
         def migrated() -> bool:
             return any(" migrated " in log.read_text() for log in running.cluster.log_dir.glob("worker-*.log"))

@@ -235,7 +235,7 @@ def test_usage_in_each_chunk(ai: Any) -> None:
             assert {usage.prompt_tokens for usage in of_choice} == {last.usage.prompt_tokens}
             counts = [usage.completion_tokens for usage in of_choice]
             assert counts == sorted(counts)
-            assert len(set(counts)) > 3
+            assert len(set(counts)) > 1  # a chunk has what was made since the last one
         assert last.choices == []
         assert last.usage.completion_tokens == 24
     [*_, last] = ai.chat.completions.create(

@@ -136,6 +136,7 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
     core.check()
 
 
+@pytest.mark.rotating
 @pytest.mark.parametrize("first_seed", range(0, 1000, 100))
 def test_a_dispatcher_says_of_online_requests_what_it_says_without_offline_ones(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 100):

@@ -13,6 +13,7 @@ from tests.support import canaries
 from tools.local.cluster import LocalCluster
 
 T = TypeVar("T")
+_MEMORY_BYTES = 64 << 20
 
 
 class RunningCluster:
@@ -32,7 +33,11 @@ class RunningCluster:
 
 @contextlib.contextmanager
 def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
-    """`arguments` as for LocalCluster. A service that crashed meanwhile fails the test that leaves the block."""
+    """`arguments` as for LocalCluster. A service that crashed meanwhile fails the test that leaves the block.
+
+    Workers have little memory unless `arguments` say so: they touch all of it when they start.
+    """
+    arguments.setdefault("device_memory_bytes", _MEMORY_BYTES)
     # Every step of every worker checks all invariants: slow, and the point of a test.
     environ = {"BALLAST_WORKER__DEV": "{check_every_steps: 1}", **canaries.DEBUG, **arguments.pop("environ", {})}
     with asyncio.Runner() as runner:

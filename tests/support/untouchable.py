@@ -48,7 +48,7 @@ def touchable(tensor: torch.Tensor) -> torch.Tensor:
     if not isinstance(tensor, Untouchable):
         return tensor
     address = tensor.data_ptr()
-    for start, (size_bytes, other) in _away.items():
+    for start, (size_bytes, other) in list(_away.items()):  # another thread may add to it
         if start <= address < start + size_bytes:
             plain = _over(other + address - start, tensor.numel() * tensor.element_size())
             return plain.view(tensor.dtype).view(tensor.shape)

@@ -9,7 +9,7 @@ from tools.bench.slo import LENIENT, Slo
 
 _PLAIN = "recompute"  # baseline
 _ALIKE = 1.1  # figures within this factor are called equal
-_BEARABLE_TPOT = 1.25  # a TPOT worse by more than this factor is mentioned as a price
+_BEARABLE_TPOT = 1.25  # a TPOT worse by more than this factor is reported as the cost of dropping
 
 
 def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
@@ -27,7 +27,7 @@ def conclude(result: BenchResult, slo: Slo = LENIENT) -> str:
 
 
 def _plain(result: BenchResult) -> str:
-    """The baseline's name: recompute, which differs from drop only in not dropping; else another policy; else drop."""
+    """Name of the baseline: recompute, which differs only in not dropping, or else another policy; drop if alone."""
     names = [_PLAIN, *(name for name in result.policies if name != "drop"), *result.policies]
     return next(name for name in names if name in result.policies)
 

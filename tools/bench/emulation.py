@@ -1,4 +1,4 @@
-"""Measurements with emulated workers, which take as long as a GPU: figures, and a check that this machine kept up.
+"""Measurements with emulated workers, whose steps take as long as a GPU's. Checks that this machine kept up.
 
 Services, links, transitions and KV accounting are real and share this machine's processors. If these are too few, steps
 or the client are late, and the run is void.

@@ -84,7 +84,7 @@ class Run:
 
 
 def order_of(workloads: list[Workload], specs: list[PolicySpec], repetitions: int) -> list[Run]:
-    """All runs in order. Policies alternate, and each repetition begins with another one: drift favours none."""
+    """All runs in order. Policies alternate, and repetitions begin with different ones, so that drift favours none."""
     runs: list[Run] = []
     for repetition in range(repetitions):
         turn = repetition % len(specs)
@@ -357,7 +357,7 @@ async def wait_at_rest(address: str, degree: int) -> int:
             else:
                 at_rest_since_s = None
             if now_s > give_up_at_s:
-                raise Unavailable("the cluster", f"is not at rest within {_LAYOUT_WITHIN_S:g} s, groups are of {sizes}")
+                raise Unavailable("the cluster", f"is not at rest within {_LAYOUT_WITHIN_S:g} s; group sizes: {sizes}")
             await asyncio.sleep(_POLL_S)
 
 

@@ -195,14 +195,14 @@ def settle(args: argparse.Namespace) -> None:
     args.peak = NO_PEAK if args.peak is None else args.peak
     if args.engine != "emulated":
         if args.profile is not None:
-            raise ConfigError("--profile", "is for --engine emulated; what computes is as fast as this machine")
+            raise ConfigError("--profile", "is for --engine emulated; other engines are as fast as this machine")
         for name, value in _OWN.items():
             setattr(args, name, value if getattr(args, name) is None else getattr(args, name))
         return
     if args.profile is None:
-        raise ConfigError("--profile", "is needed: how fast emulated workers are, a GPU such as A100-40G")
+        raise ConfigError("--profile", "is needed: the GPU that workers emulate, such as A100-40G")
     if args.model is None:
-        raise ConfigError("--model", "is needed: what emulated workers seem to serve, such as Qwen2.5-14B")
+        raise ConfigError("--model", "is needed: the model that emulated workers appear to serve, such as Qwen2.5-14B")
     for name in _ONLY_OWN:
         if getattr(args, name) is not None:
             raise ConfigError(f"--{name.replace('_', '-')}", "is for workers that compute; a GPU has its own memory")
@@ -219,7 +219,7 @@ def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
     specs = parse_policies(args.policies)
     for spec in specs:
         if spec.pipeline_degree > max(numbers):
-            raise ConfigError("policies", f"{spec.label} takes more than {max(numbers)} workers")
+            raise ConfigError("policies", f"{spec.label} needs more than {max(numbers)} workers")
     return [
         _ComparisonPart(
             workers,

@@ -144,7 +144,7 @@ def read_plan(path: Path, arguments: ComparisonArguments) -> ComparisonPlan:
     try:
         plan = ComparisonPlan.model_validate_json(path.read_text())
     except (OSError, ValidationError) as error:
-        raise ConfigError(str(path), "is no plan of `bench overload`; choose another --out") from error
+        raise ConfigError(str(path), "is not a plan of `bench overload`; choose another --out") from error
     old, new = plan.arguments.model_dump(), arguments.model_dump()
     differing = [f"{key} (was {old[key]!r}, is {new[key]!r})" for key in new if old[key] != new[key]]
     if differing:

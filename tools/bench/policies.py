@@ -105,7 +105,7 @@ def parse_policies(text: str) -> list[PolicySpec]:
         raise ConfigError("policies", "names none")
     for label in labels:
         if labels.count(label) > 1:
-            raise ConfigError("policies", f"{label!r} is there twice; give it a label of its own: {label}:label=...")
+            raise ConfigError("policies", f"{label!r} occurs twice; give it a label of its own: {label}:label=...")
     return specs
 
 

@@ -56,7 +56,7 @@ class BenchRecord:
 
     @property
     def ttft_s(self) -> float | None:
-        """Time from the planned arrival to the first token; None without a token. A late sender adds to it."""
+        """Time from the planned arrival to the first token; None without a token. Includes any delay of sending."""
         return self.token_times_s[0] - self.planned_s if self.token_times_s else None
 
     @property
@@ -107,4 +107,4 @@ class ReplayRun:
     failed_sample_count: int
     transitions: list[TimedTransition] = field(default_factory=list[TimedTransition])
     bubble_fraction: float | None = None  # share of time in which stages were idle although there was work
-    offline_token_count: int | None = None  # prompt and answer tokens of the offline requests beside the trace
+    offline_token_count: int | None = None  # prompt and answer tokens of offline requests, which are not in the trace

@@ -46,7 +46,7 @@ class ReplayOptions:
     record_tokens: bool = False
     request_id_prefix: str = "replay"
     stop_after_s: float | None = None  # the replay ends after this time and cancels running requests; None: never
-    # (prompt, answer length) -> last token of the answer, if known; the cluster is then not told the length.
+    # (prompt, answer length) -> last token of the answer, if known; the cluster then does not know the length.
     last_token: Callable[[Sequence[int], int], int] | None = None
 
 

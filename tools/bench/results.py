@@ -127,7 +127,7 @@ class PolicyResult(_StrictModel):
     failed_sample_count: int
     transitions: list[TransitionResult]
     bubble_fraction: float | None = None
-    offline_token_count: int | None = None  # prompt and answer tokens of the offline requests beside the trace
+    offline_token_count: int | None = None  # prompt and answer tokens of offline requests, which are not in the trace
     verified_count: int | None = None  # answers recomputed for comparison
     token_mismatches: int | None = None  # differing tokens of the verified answers; null until verified
     near_ties: int | None = None  # differences excused, as rounding decides between the two best tokens
@@ -200,7 +200,7 @@ class Environment(_StrictModel):
 
 
 class BenchConfig(_StrictModel):
-    """Settings of a run. `cluster`: the cluster's settings, as far as known, and measurements beside the requests."""
+    """Settings of a run. `cluster`: the cluster's settings, as far as known, and measurements not of requests."""
 
     seed: int
     deadline_s: float
@@ -273,7 +273,7 @@ def policy_result(run: ReplayRun, policy: str, reference: SloReference | None = 
 
 
 def slo_reference(run: ReplayRun, policy: str) -> SloReference:
-    """A run's medians. If most requests waited for memory, whose latencies are no goal, only those of the others."""
+    """A run's medians. If most requests waited for memory, which is no standard to aim at, only the others count."""
     finished = [r for r in run.records if r.outcome is RequestOutcome.FINISHED]
     at_s = [sample.at_s for sample in run.samples]
     short = [sample.kv_demand_bytes > sample.kv_capacity_bytes > 0 for sample in run.samples]

@@ -121,7 +121,7 @@ def read_study(folder: Path) -> Study:
 
 def _workload(name: str, runs: list[tuple[ComparisonFacts, BenchResult]]) -> WorkloadStudy:
     if len({facts.plan_digest for facts, _ in runs}) > 1:
-        raise ConfigError(name, "its results were made with different sizes or settings; keep them in folders apart")
+        raise ConfigError(name, "its results were made with different sizes or settings; keep them in separate folders")
     labels = dict.fromkeys((facts.policy, facts.overload_policy) for facts, _ in runs)
     contestants = tuple(
         Contestant(label, policy, tuple(result for facts, result in runs if facts.policy == label))

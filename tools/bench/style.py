@@ -51,8 +51,8 @@ _OTHERS = (
 
 
 def styles(labels: Iterable[tuple[str, str]]) -> dict[str, Style]:
-    """The style of each label. `labels`: (label, overload policy); a policy's first label gets the policy's style, each
-    further one another style.
+    """The style of each label. `labels`: (label, overload policy); a policy's first label gets the policy's style,
+    further labels get other styles.
     """
     found: dict[str, Style] = {}
     taken: set[str] = set()

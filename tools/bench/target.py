@@ -11,7 +11,7 @@ from tools.bench.records import StatusSample
 
 
 class ClusterTarget:
-    """The cluster of a client as a `Target`. Requests are greedy; refused ones are not retried, but count as such."""
+    """The cluster of a client as a `Target`. Sampling is greedy. Refused requests are counted, not retried."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client

@@ -37,7 +37,7 @@ def write_timeline(address: str, path: Path) -> tuple[int, list[str]]:
         told = list(threads.map(_ask, [worker_address for _, worker_address in workers]))
     traces = [trace for trace in told if trace is not None]
     if not traces:
-        raise Unavailable(address, "none of its workers tells what it did")
+        raise Unavailable(address, "none of its workers reports its recent steps")
     events = timeline(traces)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     silent = [worker_id for (worker_id, _), trace in zip(workers, told, strict=True) if trace is None]

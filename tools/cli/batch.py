@@ -121,7 +121,7 @@ def run_results(args: argparse.Namespace) -> int:
     gateway = Gateway(args.url)
     batch = gateway.batch(args.id)
     if batch["status"] not in _ENDED:
-        raise NotPossible(f"batch {args.id} is {batch['status']}: its results come when it has ended")
+        raise NotPossible(f"batch {args.id} is {batch['status']}: its results are available once it has ended")
     if args.out is None:
         _write_results(gateway, batch, sys.stdout.buffer)
     else:
@@ -287,7 +287,7 @@ class Gateway:
         except urllib.error.URLError as error:
             raise Unavailable(self._url, str(error.reason)) from error
         except (OSError, HTTPException) as error:
-            raise Unavailable(self._url, f"the call broke off: {error}") from error
+            raise Unavailable(self._url, f"the connection was lost: {error}") from error
 
 
 def _error_of(status: int, body: bytes) -> BallastError:

@@ -58,7 +58,7 @@ def _seconds(text: str) -> float:
     except ValueError:
         seconds = 0.0
     if not 0 < seconds < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is no time: 60s, 10m, 1h")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a duration such as 60s, 10m or 1h")
     return seconds
 
 

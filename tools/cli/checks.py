@@ -30,7 +30,7 @@ from tools.model.info import read_info
 
 _MIN_PYTHON = (3, 11)
 _MIN_TORCH = (2, 11)
-_PROCESS_BYTES = 300 << 20  # memory of a worker beside its budget, for the interpreter and torch
+_PROCESS_BYTES = 300 << 20  # memory of a worker in addition to its budget, for the interpreter and torch
 _MIN_SHM_BYTES = 64 << 20
 _MIN_OPEN_FILES = 4096
 _MIN_MAP_COUNT = 65530

@@ -36,7 +36,7 @@ def check_flags(flags: Mapping[Service, Sequence[str]], model: str) -> None:
 
 
 def check_host(args: argparse.Namespace) -> None:
-    """Raise ConfigError if other machines reach `--host`, and neither `--secure` nor `--insecure` is given."""
+    """Raise ConfigError if other machines can reach `--host`, and neither `--secure` nor `--insecure` is given."""
     if args.secure is None and not args.insecure and not is_loopback(args.host):
         why = f"{args.host} is reached from other machines: --secure DIR makes certificates and a token, and uses them;"
         raise ConfigError("--host", f"{why} --insecure lets everybody who reaches it do everything")

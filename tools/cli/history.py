@@ -14,7 +14,7 @@ _ALL = ""
 
 
 class DemandHistory:
-    """History of KV demand as a fraction of capacity, of each group and in all, one value per refresh. A group is
+    """History of KV demand as a fraction of capacity, of each group and the cluster, one value per refresh. A group is
     identified by its leader.
     """
 

@@ -182,7 +182,7 @@ async def _end(planner: "PlannerServiceAsyncStub", epoch: int) -> pb.Transition:
         answer = await planner.ListTransitions(pb.ListTransitionsRequest(), timeout=_TIMEOUT_S)
         found = next((one for one in answer.transitions if one.epoch == epoch), None)
         if found is None:
-            raise Unavailable("planner", f"it knows nothing of epoch {epoch}; `ballast status` shows what is in force")
+            raise Unavailable("planner", f"it has no transition of epoch {epoch}; see `ballast status` for the layout")
         if found.phase in ("done", "aborted"):
             return found
         await asyncio.sleep(_POLL_S)

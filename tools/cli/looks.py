@@ -67,7 +67,7 @@ def query_dispatchers(client: Client) -> Look:
 
 def added_up(told: Sequence[ClusterStatus]) -> ClusterStatus:
     """Merge the statuses of dispatchers: backlogs, offline queues, their limits, and counts of running and ended
-    requests are summed; all else is of the one with the newest layout.
+    requests are summed; all else is from the one with the newest layout.
     """
     newest = max(told, key=lambda status: status.layout.epoch if status.layout is not None else -1)
     endings = Counter[str]()

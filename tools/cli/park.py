@@ -64,11 +64,11 @@ def run_wake(args: argparse.Namespace) -> int:
 
 
 async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace, wanted: Standing) -> Standing:
-    """The worker's standing in the layout; PARKED if its process has ended, as an order to park may do. With `--wait`,
-    poll until it is `wanted`.
+    """The worker's standing in the layout; PARKED if it is no longer in it, as parking may end its process. With
+    `--wait`, poll until it is `wanted`.
 
     Raises:
-        Unavailable: it shall serve, and its process has ended.
+        Unavailable: it is to serve, but its process has ended.
     """
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)

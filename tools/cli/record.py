@@ -54,7 +54,9 @@ def run(args: argparse.Namespace) -> int:
 
 @dataclass(slots=True)
 class Recording:
-    """The ended requests that arrived during a recording, from all dispatchers. `lost_count`: further, lost ones."""
+    """The ended requests that arrived during a recording, from all dispatchers. `lost_count`: number of requests that
+    dispatchers have forgotten, or that exceed the limit.
+    """
 
     began_unix_s: float
     until_unix_s: float

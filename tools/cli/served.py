@@ -111,7 +111,7 @@ def described(folder: Path, model_impl: str = "auto", ranks: int = 1) -> dict[st
         ConfigError: torch or transformers is not installed, or the subprocess failed.
     """
     if not can_describe():
-        raise ConfigError(str(folder), 'is known with pip install "ballast-serve[worker]" only')
+        raise ConfigError(str(folder), 'can be described only with pip install "ballast-serve[worker]"')
     command = [sys.executable, "-m", "services.worker.engine.describe", str(folder), "--model-impl", model_impl]
     command += ["--tensor-parallel-size", str(ranks)]
     try:

@@ -80,7 +80,7 @@ def add_token(file: Path, name: str, role: TokenRole, classes: frozenset[Priorit
     if name in tokens:
         raise InvalidRequest("name", f"{name} has a token already; `ballast tokens remove` withdraws it")
     if not file.parent.is_dir():
-        raise ConfigError(str(file.parent), "is no folder")
+        raise ConfigError(str(file.parent), "is not a folder")
     token = new_token()
     write_tokens(file, (*tokens.values(), Token(name, role, digest_of(token), classes)))
     return token

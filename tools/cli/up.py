@@ -179,7 +179,7 @@ def _add_flags(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     if "served" in args:
         if args.model is not None:
-            raise ConfigError("--model", "is what MODEL says already")
+            raise ConfigError("--model", "is already given as MODEL")
         args.model = Path(args.served)
     for name, least in (("workers", 0), ("dispatchers", 1), ("gateways", 0)):
         if not least <= getattr(args, name) <= _MAX_PROCESSES:
@@ -187,9 +187,9 @@ def run(args: argparse.Namespace) -> int:
     if args.max_workers is not None and not max(1, args.workers) <= args.max_workers <= _MAX_PROCESSES:
         raise ConfigError("--max-workers", f"must be between --workers and {_MAX_PROCESSES}, got {args.max_workers}")
     if args.max_workers is not None and args.twin is not None:
-        raise ConfigError("--max-workers", "goes not with --twin: both would be of another size")
+        raise ConfigError("--max-workers", "cannot be combined with --twin: the two clusters would differ in size")
     if args.jobs is not None and not args.gateways:
-        raise ConfigError("--jobs", "needs a gateway, which answers the lines: --gateways 1")
+        raise ConfigError("--jobs", "needs a gateway, to which jobs send their requests: --gateways 1")
     if not 0 <= args.port <= 65536 - args.dispatchers:
         raise ConfigError("--port", _port_range(args))
     check_host(args)
@@ -240,9 +240,9 @@ def _port_range(args: argparse.Namespace) -> str:
 def _emulate(args: argparse.Namespace, folder: Path) -> None:
     """Set the flags of emulated workers, and the model: for one of the catalogue a folder with a tokenizer only."""
     if args.profile is None:
-        raise ConfigError("--profile", "is needed: how fast the emulated engine is, a GPU such as A800, or a file")
+        raise ConfigError("--profile", "is needed: the GPU that workers emulate, such as A800, or a file")
     if args.model is None:
-        raise ConfigError("--model", "is needed: what the workers seem to serve, such as Qwen2.5-14B")
+        raise ConfigError("--model", "is needed: the model that the workers appear to serve, such as Qwen2.5-14B")
     made = emulated_model(folder, args.profile, args.model, args.device_memory_bytes, args.kv_cache_dtype or "auto")
     args.model, args.engine_flags = made.model, made.worker_flags
     _say(f"nothing is computed: workers take the time of {made.machine.name} with {made.machine.model.name}")

@@ -31,7 +31,7 @@ _HEADER: Final = "x-ballast-dashboard"
 _EVERY_S: Final = 0.5
 _WATCHED_S: Final = 30.0  # how long the cluster is polled after the last request of a page
 _MAX_ORDERS: Final = 16  # limit on concurrent orders
-_ASKED_AGAIN_S: Final = 10.0  # how long orders rely on an earlier answer to whether dispatchers demand tokens
+_ASKED_AGAIN_S: Final = 10.0  # how long a cached answer to whether dispatchers demand tokens is used for orders
 _BEARER: Final = re.compile(r"bearer +([\x21-\x7e]{1,512})", re.IGNORECASE)
 _SAFETY: Final = {
     "Content-Security-Policy": "default-src 'self'; frame-ancestors 'none'",

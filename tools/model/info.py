@@ -22,7 +22,7 @@ _KV_DTYPES = ("float32", "bfloat16", "float64", "fp8_e4m3")
 class CheckpointInfo:
     path: Path
     architecture: str
-    dtype: str  # as in config.json; if it names none, the one of most tensors
+    dtype: str  # as in config.json; if that has none, the dtype of most tensors
     layer_count: int
     hidden_size: int
     head_count: int

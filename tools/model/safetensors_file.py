@@ -89,7 +89,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
     tensors = _parse(path, raw)
     for name, tensor in tensors.items():
         if tensor.size_bytes < 0 or min(tensor.shape, default=0) < 0:
-            raise ConfigError(str(path), f"its safetensors header is damaged: {name[:100]} is smaller than nothing")
+            raise ConfigError(str(path), f"its safetensors header is damaged: {name[:100]} has a negative size")
     expected_bytes = 8 + length + sum(t.size_bytes for t in tensors.values())
     if path.stat().st_size < expected_bytes:
         raise ConfigError(str(path), f"cut off: {path.stat().st_size} bytes of {expected_bytes}; download it again")
@@ -98,7 +98,7 @@ def read_header(path: Path) -> dict[str, TensorHeader]:
 
 def _parse(path: Path, raw: object) -> dict[str, TensorHeader]:
     try:
-        entries = cast("dict[str, dict[str, Any]]", raw)  # if the form is another, using them raises
+        entries = cast("dict[str, dict[str, Any]]", raw)  # using them raises if their structure differs
         return {
             name: TensorHeader(
                 str(entry["dtype"]),

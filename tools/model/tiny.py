@@ -123,7 +123,7 @@ def make_tiny(
     The same arguments produce the same bytes.
 
     Raises:
-        ConfigError: the arguments are no valid model, or the folder is not empty.
+        ConfigError: the arguments do not describe a valid model, or the folder is not empty.
     """
     shape = TinyShape(
         hidden=hidden,

@@ -49,7 +49,7 @@ def _convert(folder: Path, files: str) -> Any:  # Any: a tokenizer of the tokeni
         loaded = loader.from_pretrained(folder, local_files_only=True)
         tokenizer = loaded.backend_tokenizer
         if _SAMPLE not in tokenizer.decode(tokenizer.encode(_SAMPLE).ids).lower():
-            raise ValueError(f"what it makes cannot encode {_SAMPLE!r}")
+            raise ValueError(f"the converted tokenizer cannot encode {_SAMPLE!r}")
         return tokenizer
     except Exception as error:  # transformers and its parsers may raise anything for such files
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -43,7 +43,7 @@ from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
 _NO_WORKER_CHECK_S = 0.5
-_MAX_IDLE_MOVES = 16  # handovers of a request without a token in between: more would be a loop between workers
+_MAX_IDLE_MOVES = 16  # maximum handovers of a request without a new token; more would mean a loop between workers
 _FRONT = -(1 << 62)  # added to the serials of requests taken over, so that they precede all others
 _OUTGROWN_WAIT_S = 1.0  # retry delay for a request that no worker can hold; a drop may form larger groups
 ENDING_OF: dict[type[BallastError], str] = {
@@ -152,8 +152,8 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Adopt any different layout, whatever its epoch: the store reads the current value in order, and a lower
-        epoch means that the cluster's state was lost and rebuilt.
+        """Adopt any layout that differs, whatever its epoch, because the store reads values in order, and a lower epoch
+        means that the cluster's state was lost and rebuilt.
         """
         if event.layout == self.fleet.layout:
             return []
@@ -241,7 +241,7 @@ class DispatcherCore:
         tracked.idle_move_count += 1
         if tracked.idle_move_count > _MAX_IDLE_MOVES:
             tracked.idle_move_count = 0
-            return self._replay(tracked, at_s, f"workers that handed it to one another, at last to {worker_id}")
+            return self._replay(tracked, at_s, f"workers that kept passing it on, at last to {worker_id}")
         target = self.fleet.member(worker_id)
         if target is None or not target.connected:
             tracked.note(at_s, What.MOVING, worker_id)
@@ -484,7 +484,7 @@ class DispatcherCore:
             if answered := len(tracked.output_token_ids):  # it was accepted rightly: groups may have been larger then
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
             elif tracked.token_count < self.fleet.most_tokens:  # likewise: a group was lost or dissolved
-                error = Overloaded(f"{why} now; one had, and may again", _OUTGROWN_WAIT_S)
+                error = Overloaded(f"{why} now; one had enough before, and may again", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
 
@@ -537,8 +537,8 @@ class DispatcherCore:
             raise InvariantViolation("a worker is usable, but the dispatcher has not noticed")
 
     def check_step(self, key: WorkerKey) -> None:
-        """A cheaper `check` after a step of this worker that only delivered tokens: checks the worker's requests, and
-        of all others only their number.
+        """A cheaper `check`, for use after a step that only delivered tokens. Checks the requests of this worker, and
+        only the number of all others.
         """
         worker = self.fleet.get(key)
         if worker is None:

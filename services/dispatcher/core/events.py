@@ -21,7 +21,7 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A validated request. Its sampling parameters have a seed, so that every attempt draws the same tokens.
+    """A validated request. Its sampling parameters have a seed, so that every attempt samples the same tokens.
 
     Prompts and answers are excluded from `repr`, as events are logged when an invariant breaks.
     """

@@ -85,8 +85,8 @@ class _TrafficSums:
 
 
 class TrafficCounter:
-    """Counts arrivals and ended answers in bins of two seconds over WINDOW_S, without empty bins; delivered tokens as
-    running totals.
+    """Counts arrivals and ended answers in bins of two seconds over WINDOW_S, skipping empty bins; delivered tokens are
+    kept as running totals.
     """
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """Access log and history: a log line for each request, and the histories of the last ones.
 
-A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects: a few lines are written in
-each iteration of the event loop.
+A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects, so only a few lines are
+written in each iteration of the event loop.
 
 Contains no prompts or answers, only counts, times, names of workers, and this system's errors.
 """
@@ -209,7 +209,7 @@ def quantile(ascending: Sequence[float], fraction: float) -> float:
 def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
     loads = [worker.load for worker in core.fleet.usable if worker.load is not None]
     if not loads:
-        return "no worker is there"
+        return "there is no worker"
     emptiest = min(load.kv_usage_fraction for load in loads)
     if tracked.long:
         return f"behind {core.long.count_before(tracked)} others that no single instance holds, until a group is formed"

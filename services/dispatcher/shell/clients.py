@@ -10,7 +10,7 @@ from services.dispatcher.core.events import Fail, Finish, Refuse
 ClientEnding = Finish | Fail | Refuse
 
 _MAX_WAVE_S = 0.02
-# Serialising a position with 20 alternatives takes 0.2 ms and blocks the loop: slow readers get them in parts.
+# Serialising a position with 20 alternatives takes 0.2 ms and blocks the loop, so slow readers get logprobs in parts.
 _MAX_LOGPROBS = 64
 
 

@@ -89,7 +89,8 @@ class ChatWriter:
         self._called: set[int] = set()  # choices with a complete tool call
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
-        # Most chunks contain only text, and there is one for each token: they are formatted without the JSON encoder.
+        # Most chunks contain only text, and there is one for each token, so they are formatted without the JSON
+        # encoder.
         self._stream_usage = StreamUsage(wishes.usage)
         no_usage = ',"usage":null' if wishes.usage is UsageWish.AT_THE_END else ""
         self._after_text = f'}},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'

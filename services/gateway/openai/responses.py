@@ -21,7 +21,7 @@ _NEEDS_STORE = ("previous_response_id", "conversation", "background", "prompt")
 _UNSUPPORTED = {
     "context_management": "shorten the input",
     "image": "this model writes text only",
-    "moderation": "put a moderating server beside it",
+    "moderation": "use a separate moderation service",
     "top_logprobs": "/v1/chat/completions has them",
     "truncation": "shorten the input",
 }

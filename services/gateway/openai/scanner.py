@@ -158,7 +158,7 @@ class AnswerParser:
 
 
 def _add(events: list[Event], event: Event) -> None:
-    """Append an event, or merge it with the last one if both are text of the same kind: a chunk has one delta."""
+    """Append an event, or merge it with the last one if both are text of the same kind, as a chunk has one delta."""
     last = events[-1] if events else None
     if isinstance(event, (Text, Reasoning, Arguments)) and type(last) is type(event):
         assert isinstance(last, (Text, Reasoning, Arguments)), "of the same type"

@@ -63,7 +63,7 @@ def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, 
             loose, left_out = loosened(whole)
             return Form(json_schema(loose), frozenset(left_out))
         case other:
-            raise invalid("response_format", f"{other!r} is not known; text, json_object and json_schema are")
+            raise invalid("response_format", f"{other!r} is not supported; text, json_object and json_schema are")
 
 
 def json_schema(schema: Schema | bool) -> Grammar:
@@ -146,5 +146,5 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def _literal(text: str) -> str:
-    """A literal as a regular expression. All choices form one expression, as a grammar may not have thousands."""
+    """A literal as a regular expression. All choices form one expression, as a grammar must not have thousands."""
     return _SPECIAL.sub(r"\\\g<0>", text)

@@ -81,7 +81,7 @@ def tool_use_of(
     if choice == "none":
         return None
     if "tools" not in template:
-        raise invalid("tools", "this model's chat template knows no tools", code="unsupported_value")
+        raise invalid("tools", "this model's chat template does not support tools", code="unsupported_value")
     kind = kind or format_by_template(template)
     most = None if parallel else 1
     if choice in (None, "auto"):
@@ -90,7 +90,7 @@ def tool_use_of(
         return ToolUse(tools=tools, grammar=_calls(functions, most or _MAX_CALLS), kind=kind)
     named = _chosen(cast(object, choice))
     if named not in functions:
-        raise invalid("tool_choice", f"{named!r} is none of the tools")
+        raise invalid("tool_choice", f"{named!r} is not one of the tools")
     return ToolUse(tools=tools, grammar=json_schema(functions[named]), kind=kind, named=named)
 
 
@@ -130,7 +130,7 @@ def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set
     if not names or mode not in ("auto", "required"):
         raise invalid("tool_choice", "allowed_tools needs tools, and a mode that is auto or required")
     if unknown := names - set(functions):
-        raise invalid("tool_choice", f"{min(unknown)!r} is none of the tools")
+        raise invalid("tool_choice", f"{min(unknown)!r} is not one of the tools")
     return names, mode
 
 

@@ -50,7 +50,7 @@ class Checker:
         except _Wrong as wrong:
             self.problems.append(Problem(wrong.code, wrong.why, wrong.param, self._number))
         if len(self.lines) > self._max_lines:
-            why = f"the file has more than {self._max_lines} requests; cut it into several batches"
+            why = f"the file has more than {self._max_lines} requests; split it into several batches"
             self.problems.append(Problem("too_many_requests", why, None, self._number))
             return False
         return len(self.problems) < _MAX_PROBLEMS
@@ -61,7 +61,7 @@ class Checker:
 
     def _check(self, raw: bytes) -> str:
         if len(raw) > self._max_line_bytes:
-            raise _Wrong("line_too_large", f"the line has {len(raw)} bytes, at most {self._max_line_bytes} are taken")
+            raise _Wrong("line_too_large", f"the line has {len(raw)} bytes, at most {self._max_line_bytes} are allowed")
         given = parse(raw)
         custom_id = given.get("custom_id")
         if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MAX_CUSTOM_ID or not _is_text(custom_id):

@@ -87,12 +87,12 @@ class MonitorCore:
     pressure: Pressure = field(init=False)
     _backlogs: Backlogs = field(init=False)
     _wholes: dict[tuple[WorkerId, Incarnation], m.WholeMemory] = (
-        field(  # from the previous monitor's registry, for instances not heard yet
+        field(  # from the previous monitor's registry, for instances that have not reported yet
             default_factory=dict[tuple[WorkerId, Incarnation], m.WholeMemory]
         )
     )
     _streams: dict[m.StreamId, WorkerId] = field(default_factory=dict[m.StreamId, WorkerId])
-    # Newest known incarnation of each worker, most recently heard last.
+    # Newest known incarnation of each worker, those that reported most recently last.
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None

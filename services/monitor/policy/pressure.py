@@ -49,8 +49,8 @@ class PressureRules:
     # Subtracted from the threshold: the fraction of the memory that must be used, or waited for on workers, before an
     # overload. An early drop gains nothing, and a pipeline is slower.
     arming_below_fraction: float = 0.05
-    # Fraction of the forecast demand freed in excess where the planner cannot compare: with only some groups merged,
-    # new requests all go there, and wait for computation.
+    # Fraction of the forecast demand that is freed in addition if the planner cannot compare: if only some groups were
+    # merged, all new requests would be routed to them, and wait for computation.
     overload_margin_fraction: float = 0.25
     relief_after_s: float = 2.0  # minimum duration of low usage: as long as a trend
 

@@ -368,7 +368,7 @@ class Conductor:
         return self.start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
     def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """Begin a drop that merges instances which serve alone into static pipelines, as many as are complete."""
+        """Begin a drop that merges instances which serve alone into as many complete static pipelines as possible."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
         degree = self.rules.pipeline_degree

@@ -1,4 +1,4 @@
-"""Instances that must serve on their own, and why: their protocol is not that of most, or their group broke (pure)."""
+"""Instances that must serve on their own, and why: most workers use another protocol, or their group broke (pure)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable

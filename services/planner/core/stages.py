@@ -106,4 +106,4 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
 def check_step(before: Stage, after: Stage) -> None:
     """Raise InvariantViolation unless the table permits this step."""
     if after is not before and after not in STAGES[before].next:
-        raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not have")
+        raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not permit")

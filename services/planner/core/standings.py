@@ -1,9 +1,9 @@
 """The instances that are to be parked, and the steps that park them (pure).
 
 An instance's standing follows from two facts: whether it should be away, which is decided here and stored in the
-layout, and whether it has parked, which it reports. So no step can be missed: changes of leader, late reports and lost
-orders all converge. Orders are repeated while the instance is leaving or waking in the layout, which dispatchers know
-by then.
+layout, and whether it has parked, which it reports. So no step can be missed: standings converge despite changes of
+leader, late reports and lost orders. Orders are repeated while the instance is leaving or waking in the layout, which
+dispatchers know by then.
 """
 
 import math

@@ -16,7 +16,7 @@ class DropPlan:
     needed_bytes: int
     freed_bytes: int
     shortfall_bytes: int  # 0: the need is met
-    usable_bytes: int  # additional KV that admission can use; less than freed where layers split unevenly
+    usable_bytes: int  # additional KV that admission can use; less than freed if layers are split unevenly
     exchange_bytes: int
     groups: tuple[GroupPlan, ...]  # groups that change, by id
     unchanged: tuple[GroupState, ...]

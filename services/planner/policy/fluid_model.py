@@ -7,8 +7,8 @@ added (`prompt_s`); the step duration gives the token time. When running request
 preempted, and wait at the head of the queue to be recomputed.
 
 Costs are those of `ballast.common.cost`, for the mean batch of each kind. Answers end at a constant rate per token,
-which differs between running and arriving requests: where lengths differ, long answers hold the memory, and their
-expected remainder equals their present length.
+which differs between running and arriving requests: if lengths differ, long answers hold the memory, and their expected
+remainder equals their present length.
 """
 
 import math
@@ -32,7 +32,7 @@ PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
 _MOST_SHARING = 2.0  # the first waiting prompt gets half of every batch, however many there are
 _PRECISION_S = 0.005  # precision of a wait
 _HALVINGS = 40  # maximum: waits beyond 10^12 s, from reported costs, are less precise
-_COHORTS = 8  # parts of the requests waiting at the beginning, by waiting time
+_COHORTS = 8  # number of parts of the initially waiting requests, by waiting time
 _NEARLY = 0.1  # fraction of a request that may be missing at the end, as flows are continuous
 
 

@@ -87,7 +87,7 @@ class Exceptions:
     medium: int  # property 1: a medium bin has two medium items
     small: int  # property 2: a small one has three small ones
     tiny: int  # property 3: a tiny one is three quarters full
-    alone: int  # property 4: a large item has a medium or small one beside it, if any of them fits
+    alone: int  # property 4: a large item shares its bin with a medium or small one, if any of them fits
     hollow: int  # property 5: while there are tiny bins, large and medium ones are three quarters full
 
 
@@ -297,7 +297,7 @@ class Book:
     def _place(self, item: Item, source: MellBin | None = None) -> None:
         size, amount = self._size(item), item.amount
         if size is MellSize.TINY:
-            kinds = (MellSize.LARGE, MellSize.MEDIUM)  # a medium bin may have one beside its two: property 1
+            kinds = (MellSize.LARGE, MellSize.MEDIUM)  # a medium bin may have one in addition to its two: property 1
             beside = next((b for k in kinds for b in self._by_priority(k) if self._room(b) >= amount), None)
             latest = self._latest(MellSize.TINY)
             if beside is None and latest is not None and self._room(latest) >= amount:

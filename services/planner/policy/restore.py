@@ -118,7 +118,7 @@ class _SourceChoice:
 
 
 class _Sources:
-    """Holders of each layer, and the bytes asked of each holder so far."""
+    """Holders of each layer, and the bytes requested from each holder so far."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self.model = snapshot.model
@@ -133,7 +133,7 @@ class _Sources:
 
     def assign(self, groups: Sequence[GroupState]) -> Mapping[GroupId, list[Pull]]:
         """The pulls of all missing layers by group. Layers with the fewest holders choose first; each takes the holder
-        of whom the fewest bytes were asked so far.
+        from which the fewest bytes have been requested so far.
         """
         wanted = [
             (len(self.holders[layer]), layer, member.worker_id, group.group_id)

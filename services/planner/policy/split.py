@@ -4,13 +4,13 @@ A member can only execute layers that it still holds, which restricts merges of 
 
 1. complete and feasible: every layer once, every member at least one layer, at least one KV block on every stage;
 2. the longest stage, in time, takes at most `balance` longer than in the most balanced split; or, with unlike members,
-   a bound that `toward_memory` interpolates: 1.0 where the stages have the most memory, 0.0 where they are balanced;
+   a bound that `toward_memory` interpolates: at 1.0 the stages have the most memory, at 0.0 they are balanced;
 3. the smallest KV capacity of a stage, which limits admission, is at most `capacity` below the largest that 2 allows;
 4. least KV to send (no parameters move); then the most even times; then the member with most KV leads, so that the
    fewest sequences change leaders.
 
-Exact by dynamic programming over (members used, last layer), where members with equal memory and layers are one kind;
-by counting if all members hold every layer. With more than `STATE_LIMIT` combinations of kinds the order of stages is
+Exact by dynamic programming over (members used, last layer), with members of equal memory and layers as one kind; by
+counting if all members hold every layer. With more than `STATE_LIMIT` combinations of kinds the order of stages is
 fixed by held layers (no restriction of feasibility unless one member's layers lie strictly inside another's), and with
 more than `STATE_LIMIT` combinations of kinds and loads 4 is decided kind by kind and then by load.
 """
@@ -187,7 +187,7 @@ class Splitter:
         return [_reach(kind, self.model.at(kind.extent_bytes), longest, blocks) for kind, _ in kinds]
 
     def _blocks_of(self, kind: MemberKind) -> list[int]:
-        """Negative KV blocks for 1, 2 .. layers: ascending."""
+        """Negated KV blocks for 1, 2 ... layers, so that they ascend."""
         key = kind.budget_bytes, kind.extent_bytes
         if key not in self._blocks:
             own, layers = self.model.at(kind.extent_bytes), range(1, self.model.layer_count + 1)
@@ -369,9 +369,9 @@ def _evenly(total: int, limits: Sequence[int]) -> list[int]:
 class _Path(NamedTuple):
     """A best partial solution for (members used, last layer); compared by its first fields."""
 
-    kept_bytes: float  # kept KV, negative: less is better
+    kept_bytes: float  # kept KV, negated: less is better
     uneven: int
-    leader_bytes: float  # KV of the leader per layer, negative
+    leader_bytes: float  # KV of the leader per layer, negated
     stages: tuple[tuple[int, int, int], ...]  # kind, first layer, last layer
 
 

@@ -12,7 +12,7 @@ from services.planner.core.survey import NoSurvey, shape_of
 from services.planner.policy.reach import reach_of
 from services.planner.shell.ports import LayoutStore
 
-INTERVAL_S = 5.0  # changes of instances are published at once: this is for those that have not reported yet
+INTERVAL_S = 5.0  # for instances that have not reported yet; other changes are published at once
 SOON_S = 0.5
 
 

@@ -37,10 +37,10 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import KvRange, StageLayers
 
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
-_LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a sequence that was handed over: it runs nowhere then
+_LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a handed-over sequence, which runs nowhere meanwhile
 _REMEMBERED = 256  # ended migrations whose ids are kept
 _NEARLY = 2  # with fewer whole blocks missing, the next span is the last one
-_SOON_S = 0.1  # after an offer: unless the link is slow, all KV that existed then has arrived by then
+_SOON_S = 0.1  # after an offer; unless the link is slow, the KV that existed at the offer arrives within it
 _MOST_WAIT_S = 0.3  # longest time for which prompts are held back so that one migration can end
 
 
@@ -66,11 +66,11 @@ class _KvArrival:
     block_count: int  # blocks reserved on each stage of this group
     progress_s: float
     offered_s: float
-    nearly_since_s: float = math.inf  # since when only the last span is missing
+    nearly_since_s: float = math.inf  # instant since which only the last span has been missing
     phase: ArrivalPhase = ArrivalPhase.COPYING
-    unready: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not reserved the blocks asked for
+    unready: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not reserved the requested blocks
     writing: set[WorkerId] = field(default_factory=set[WorkerId])  # stages that have not confirmed the end of writes
-    failed: bool = False  # a stage has not received its span, and the others were told to stop
+    failed: bool = False  # True: a stage did not receive its span, and the others were sent `Stop`
     landed_blocks: int = 0
     kv_tokens: int = 0  # tokens with KV on all stages, set once the last span has arrived
     snapshot: SequenceSnapshot | None = None  # None: not handed over yet
@@ -100,12 +100,12 @@ class KvArrivals:
 
     @property
     def running_count(self) -> int:
-        """Number of arriving sequences that are going to run here."""
+        """Number of arriving sequences whose migration has not been cancelled."""
         return sum(arrival.phase is not ArrivalPhase.ENDING for arrival in self._open.values())
 
     def prompt_limit_blocks(self, at_s: float) -> int | None:
-        """Maximum blocks of prompt tokens in a batch; None: no limit. A sequence that was handed over stands still
-        until the current step and its own next one have ended, so neither may take longer than a step without prompts.
+        """Maximum blocks of prompt tokens in a batch; None: no limit. A handed-over sequence gets no token until the
+        current step and its own next one have ended, so neither may take longer than a step without prompts.
         """
         limit: int | None = None
         for arrival in self._open.values():
@@ -117,7 +117,7 @@ class KvArrivals:
                 limit = 1
         return limit
 
-    # ------------------------------------------------------------ what the source says
+    # ------------------------------------------------------------ messages from the source
 
     def offered(
         self, at_s: float, peer: WorkerId, epoch: Epoch, offer: Offer, takers: tuple[StageLayers, ...], why_not: str
@@ -213,7 +213,7 @@ class KvArrivals:
         if span is None or arrival.failed:
             return self._lose_kv(arrival)
         if span.first_block != arrival.landed_blocks or not span.first_block <= span.last_block <= arrival.block_count:
-            return self._lose_kv(arrival)  # not the span that was asked for
+            return self._lose_kv(arrival)  # not the requested span
         arrival.landed_blocks = span.last_block
         self._note_missing(at_s, arrival, span.token_count)
         if span.last:
@@ -222,7 +222,7 @@ class KvArrivals:
         return self._make_room(arrival, blocks_for(span.token_count + 1, self._block_tokens) + SPARE_BLOCKS)
 
     def _note_missing(self, at_s: float, arrival: _KvArrival, token_count: int) -> None:
-        """Update the number of tokens that the source is known to have."""
+        """Note, from the source's latest number of tokens with KV, whether only the last span is missing."""
         nearly = token_count // self._block_tokens - arrival.landed_blocks < _NEARLY
         arrival.nearly_since_s = min(arrival.nearly_since_s, at_s) if nearly else math.inf
 
@@ -249,7 +249,9 @@ class KvArrivals:
         return [arrival.keep(kv_tokens), Adopt(arrival.snapshot, kv_tokens), taken]
 
     def _lose_kv(self, arrival: _KvArrival) -> list[TargetCommand]:
-        """The remaining KV will not arrive, and no write is under way: adopt by recomputation, or refuse."""
+        """The remaining KV will not arrive, and no write is under way: recompute the sequence here if it was handed
+        over, otherwise refuse it.
+        """
         if arrival.phase is ArrivalPhase.HANDED:
             arrival.kv_tokens = 0
             return self._take(arrival)
@@ -320,9 +322,9 @@ class KvArrivals:
         """
         coming = [arrival.sequence_id for arrival in self._open.values()]
         if len(set(coming)) != len(coming) or len(coming) > MOST_AT_ONCE:
-            raise InvariantViolation(f"sequences that come: {coming}")
+            raise InvariantViolation(f"arriving sequences: {coming}")
         for arrival in self._open.values():
             if arrival.landed_blocks > arrival.block_count:
-                raise InvariantViolation(f"more has landed than there is room for: {arrival}")
+                raise InvariantViolation(f"more KV has arrived than blocks are reserved: {arrival}")
             if arrival.phase is ArrivalPhase.HANDED and (arrival.snapshot is None or arrival.kv_tokens):
-                raise InvariantViolation(f"all is here, and it does not run: {arrival}")
+                raise InvariantViolation(f"all KV has arrived, but the sequence does not run: {arrival}")

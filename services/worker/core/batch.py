@@ -1,8 +1,8 @@
 """The contract between scheduling and execution: what one step computes, and its result.
 
 A stage keeps its own block tables (`core.blocks.BlockBook`), so a batch names sequences and positions and no blocks:
-the same batch can be executed by every stage of a pipeline. What is sent about a sequence beyond its tokens (sampling
-parameters, prompt for the penalties) is sent once, in `added`.
+the same batch can be executed by every stage of a pipeline. Everything else about a sequence (sampling parameters, the
+prompt for penalties) is sent once, in `added`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Slice(NamedTuple):
     sequence_id: SequenceId
     first_position: int  # number of the sequence's tokens with KV in the cache
     token_ids: tuple[int, ...]  # `(IN_FLIGHT,)`: one token that is not known yet
-    samples: bool  # the logits of the last token give a new token; False for a chunk that is not the prompt's last
+    samples: bool  # True: the last token's logits are sampled; False: a prompt chunk that is not the last one
 
 
 def row_order(slices: Sequence[Slice]) -> list[int]:
@@ -50,14 +50,14 @@ def row_order(slices: Sequence[Slice]) -> list[int]:
     return sorted(range(len(slices)), key=lambda i: (len(slices[i][2]) > 1, slices[i][1] + len(slices[i][2])))
 
 
-BlockNumber = int  # number of a block that several sequences may read: see `core.prefixes`
+BlockNumber = int  # number of a shareable block, the same on every stage: see `core.prefixes`
 BlockKey = bytes  # digest of the tokens of such a block and of all tokens before them
 
 
 @dataclass(frozen=True, slots=True)
 class SwapCopy:
-    """A copy of KV between a stage's own blocks and host memory, of one sequence or of retained blocks. It runs beside
-    a batch that does not write these blocks.
+    """A copy of KV between a stage's own blocks and host memory, of one sequence or of retained blocks. It overlaps
+    with a batch that does not write these blocks.
     """
 
     sequence_id: SequenceId  # 0: retained blocks, given by `numbers`
@@ -81,7 +81,7 @@ class NamedBlocks(NamedTuple):
 
 
 class TakenBlocks(NamedTuple):
-    """Numbered blocks that begin the table of a sequence which has none yet."""
+    """Numbered blocks (a prefix hit) with which the table of a new sequence begins."""
 
     sequence_id: SequenceId
     runs: NumberRuns
@@ -90,7 +90,7 @@ class TakenBlocks(NamedTuple):
 @record()
 class Batch:
     """One microbatch. A stage first numbers the `named` blocks, then frees blocks of `removed` sequences and
-    `forgotten` numbers, begins tables with the `taken` blocks, lets `added` sequences enter, and runs the slices.
+    `forgotten` numbers, starts tables with the `taken` blocks, adds the `added` sequences, and runs the slices.
     """
 
     step_id: int
@@ -100,16 +100,16 @@ class Batch:
     # The next three are set by the stages:
     quiet_s: float = 0.0  # idle time before this batch
     memory_is_awaited: bool = False  # requests wait for KV blocks
-    failure: str = ""  # why a stage could not run it: the following stages get it without slices
+    failure: str = ""  # why a stage could not run it, empty if none failed; later stages get it without slices
     copies: tuple[SwapCopy, ...] = ()
     named: tuple[NamedBlocks, ...] = ()
     forgotten: NumberRuns = ()
     taken: tuple[TakenBlocks, ...] = ()
-    safepoint_layers: int = 0  # if all work is offline: layers from one safepoint to the next; 0: no preemption
+    safepoint_layers: int = 0  # if all work is offline: layers between safepoints; 0: not preemptible
 
 
 class LaunchedStep(Protocol):
-    """A batch that was launched on a device, through all layers of the model."""
+    """A batch launched on a device that executes all layers of the model."""
 
     def collect(self) -> "StepResult":
         """Wait for the result and return it. Called once for each batch, in the order of launch."""
@@ -121,16 +121,16 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
-    prompt: "tuple[TokenLogprobs, ...]" = ()  # with the first generated token: those of the prompt, if asked for
+    prompt: "tuple[TokenLogprobs, ...]" = ()  # with the first generated token, if requested: those of the prompt
 
 
 @record()
 class StepResult:
-    """The result of a batch, aligned with those of its slices that sample."""
+    """The result of a batch. `token_ids` and `logprobs` are aligned with those slices that sample."""
 
     step_id: int
     token_ids: tuple[int, ...]
-    logprobs: tuple[TokenLogprobs | None, ...]  # None where none were asked for
+    logprobs: tuple[TokenLogprobs | None, ...]  # None if not requested
     execute_s: float  # time the engine took
-    copy_s: float = 0.0  # time of the copies between device and host that ran beside it
-    errors: tuple[tuple[int, str], ...] = ()  # (index into token_ids, why its sequence ends) where sampling failed
+    copy_s: float = 0.0  # time of the copies between device and host that overlapped with it
+    errors: tuple[tuple[int, str], ...] = ()  # (index into token_ids, why sampling failed); the sequence ends

@@ -17,10 +17,10 @@ class BatchPlan:
     """What the next step computes."""
 
     decodes: list[Sequence]  # one token each
-    chunks: list[tuple[Sequence, int]]  # with the number of tokens, at least 1
-    preempted: list[Sequence]  # back in the waiting line
-    begun: list[Sequence]  # hold blocks on the stages from this step on, whether in its batch or not
-    swaps: SwapOrders = NOTHING  # copies beside the step, never of blocks that it writes
+    chunks: list[tuple[Sequence, int]]  # (sequence, number of prompt tokens, at least 1)
+    preempted: list[Sequence]  # back in the waiting queue
+    begun: list[Sequence]  # hold blocks on the stages from this step on, even if not in its batch
+    swaps: SwapOrders = NOTHING  # copies that overlap with the step, never of blocks that it writes
     safepoint_layers: int = 0  # see `Batch`
 
 
@@ -66,8 +66,8 @@ class BatchFormer:
         self._limits = limits
         self._microbatching = microbatching
         self._limits_always = False  # the limit applies to batches without decodes, too
-        self._limited_count: int | None = None  # batches left that are limited; None: all
-        self._limited_tokens = 0  # maximum of waiting prompt tokens since the limit was set; 0 when none wait
+        self._limited_count: int | None = None  # number of further batches to limit; None: all
+        self._limited_tokens = 0  # most prompt tokens that have waited since the limit was set; 0 once none wait
 
     @property
     def ahead_count(self) -> int:
@@ -144,8 +144,8 @@ class BatchFormer:
     def _add_leftover_decodes(
         self, decodes: list[Sequence], chunks: list[tuple[Sequence, int]], ready: list[Sequence]
     ) -> None:
-        """Add leftover decodes to this microbatch if there are few: while a transition is prepared batches take longer,
-        and deferring them to the next microbatch costs half a pipeline round.
+        """Add leftover decodes to this microbatch if there are few. Deferring them to the next one costs half a
+        pipeline round, and rounds take longer while a transition is being prepared.
         """
         taken = {s.sequence_id for s in decodes}
         left = [s for s in ready if s.token_count - s.computed_tokens == 1 and s.sequence_id not in taken]
@@ -154,12 +154,12 @@ class BatchFormer:
             decodes.extend(left)
 
     def limit_prefill(self, token_count: int | None, *, always: bool = False, count: int | None = None) -> None:
-        """Limit the prompt tokens of batches. `count`: of that many, those without prompts left out."""
+        """Limit the prompt tokens of batches. `count`: how many batches with prompts are limited; None: all."""
         self.prefill_limit, self._limits_always = token_count, always
         self._limited_tokens, self._limited_count = 0, count
 
     def _most_prompt_tokens(self, decode_count: int, prompt_tokens: int) -> int:
-        """Maximum prompt tokens of a batch, given the number of decodes and of prompt tokens that wait."""
+        """Maximum prompt tokens of a batch, given its number of decodes and the number of waiting prompt tokens."""
         limit = self.prefill_limit
         if limit is None or not (decode_count or self._limits_always):
             return self._limits.max_batch_tokens

@@ -1,8 +1,8 @@
 """The block tables of one stage, for the whole life of a worker process: which KV blocks hold which sequence.
 
 Every stage of a pipeline keeps a book of its own, fed by the batches that the leader forms. The leader admits and
-preempts by counts (`core.scheduler`), so a book is never asked for more than it has: if it is, that is a bug.
-Sequence ids are unique over the cluster, so the tables outlive every change of group.
+preempts by counts (`core.scheduler`), so a request for more blocks than a book has is a bug. Sequence ids are unique
+over the cluster, so the tables outlive every change of group.
 
 Stages take batches in the order in which the leader formed them, and a batch frees blocks before it assigns any. A
 block that batch k frees was therefore last used by a batch before k, and is used by its next sequence in batch k or
@@ -28,7 +28,7 @@ def blocks_for(token_count: int, block_tokens: int) -> int:
     return -(-token_count // block_tokens)
 
 
-_LOOKS = 64  # checks of changed tables only, between two full checks
+_LOOKS = 64  # number of checks, of changed tables only, between two full checks
 
 
 class _Audit:
@@ -46,7 +46,7 @@ class _Audit:
 class BlockBook:
     """Block tables of one stage. The lowest free id is always taken first, so that used blocks stay at the low end of
     the cache and its tail can be given back with few copies. One heap operation per block freed or reused; blocks never
-    used are only counted, so a book is as large as the most blocks ever in use.
+    used are only counted, so the size of a book is bounded by the peak number of used blocks.
 
     Ids begin at `first_block`: a worker that is a stage of two groups has a book for each, over disjoint blocks.
     """
@@ -59,11 +59,11 @@ class BlockBook:
         self._returned: list[int] = []  # heap of the free blocks below `_fresh`
         self._tables: dict[SequenceId, Table] = {}  # in token order
         self._numbered: dict[BlockNumber, int] = {}  # number -> block
-        self._claims: dict[int, int] = {}  # block -> its references: tables, and its number if any; absent: at most 1
+        self._claims: dict[int, int] = {}  # block -> reference count (tables, and its number, if any); absent: 0 or 1
         self._audit: _Audit | None = None  # result of the last check; None: the next one is a full check
         self._changed: dict[SequenceId, None] = {}  # tables that changed since the last check
         self._renumbered: dict[BlockNumber, None] = {}  # numbers that changed since the last check
-        self.compaction_count = 0  # compactions, and other changes of tables, that moved KV
+        self.compaction_count = 0  # table changes (compactions and others) that moved KV
 
     @property
     def block_count(self) -> int:
@@ -86,8 +86,8 @@ class BlockBook:
         return self._tables.get(sequence_id, ())
 
     def hold(self, sequence_id: SequenceId, token_count: int) -> Table:
-        """Extend the sequence's table until it covers `token_count` tokens, and return it. Blocks that it has already
-        stay in place.
+        """Extend the sequence's table until it covers `token_count` tokens, and return it. Its existing blocks stay in
+        place.
 
         The same tuple object is returned until the table changes: an engine may cache by identity.
         """
@@ -151,7 +151,7 @@ class BlockBook:
     def _take(self, sequence_id: SequenceId, numbers: Sequence[BlockNumber]) -> None:
         unknown = [number for number in numbers if number not in self._numbered]
         if unknown or sequence_id in self._tables:
-            raise InvariantViolation(f"sequence {sequence_id} has blocks, or takes what is not here: {unknown}")
+            raise InvariantViolation(f"sequence {sequence_id} already has blocks, or takes unknown numbers: {unknown}")
         self._tables[sequence_id] = table = self.numbered(numbers)
         for block_id in table:
             self._claims[block_id] += 1
@@ -170,8 +170,8 @@ class BlockBook:
     # ---------------------------------------------------------------- shared blocks
 
     def shared(self, token_counts: Mapping[SequenceId, int]) -> dict[SequenceId, Table]:
-        """For each of these sequences, with its number of tokens, its first blocks that other tables have, too; its
-        last block is never among them.
+        """The leading blocks of each sequence that other tables contain, too, never including the block of its last
+        token. `token_counts`: tokens of each sequence.
         """
         numbered = set(self._numbered.values())
         return {
@@ -185,7 +185,7 @@ class BlockBook:
         }
 
     def share(self, sequence_id: SequenceId, donor: SequenceId, block_count: int) -> None:
-        """Make the donor's first `block_count` blocks those of the sequence, in place of its own if it has any."""
+        """Replace the sequence's first `block_count` blocks, if it has any, with the donor's."""
         first, own = self.table(donor)[:block_count], self.table(sequence_id)
         if len(first) < block_count:
             raise InvariantViolation(f"sequence {donor} has {len(first)} blocks, {block_count} are to be shared")
@@ -196,7 +196,7 @@ class BlockBook:
         self._tables[sequence_id] = (*first, *own[block_count:])
         self._note(sequence_id)
         if own:
-            self.compaction_count += 1  # its KV is elsewhere now
+            self.compaction_count += 1  # its KV is in other blocks now
             self._give_back(own[:block_count])
 
     # ---------------------------------------------------------------- giving back
@@ -229,7 +229,7 @@ class BlockBook:
 
     @property
     def used_end(self) -> int:
-        """The least number of blocks, from the book's first one on, that contains all used blocks."""
+        """Number of blocks from the book's first one to its last used one."""
         return max(self._held(), default=self._first - 1) + 1 - self._first
 
     def _held(self) -> set[int]:
@@ -353,7 +353,7 @@ class BlockBook:
         )
         if wrong or len(claims) + self.free_count != self.block_count:
             self._blame()
-            raise InvariantViolation("blocks have changed hands, and no table says so")
+            raise InvariantViolation("blocks have changed owner without a recorded change of a table")
 
     def _count_claims(self, claims: Counter[int], touched: set[int], before: Table, after: Table) -> None:
         for block_id in before:

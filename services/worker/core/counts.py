@@ -1,4 +1,4 @@
-"""What a group holds and has room for, as counts of blocks and tokens. `core.scheduler` decides by them."""
+"""What a group holds and has room for, as counts of blocks and tokens. `core.scheduler` bases its decisions on them."""
 
 import bisect
 import math
@@ -28,7 +28,7 @@ class SchedulingPolicies:
 
     microbatching: Microbatching = by_token_count  # forms the batches of a group of several stages
     target: TokenTarget | None = None  # limit of the time per output token
-    harvest: Harvest = Harvest()  # bounds of offline work in a batch
+    harvest: Harvest = Harvest()  # limits offline work in a batch
 
 
 def _rank(sequence: Sequence) -> int:
@@ -53,7 +53,7 @@ class GroupCounts:
         self.expected_block_count = 0  # blocks reserved for sequences that are being migrated here
         self.expected_count = 0  # number of these sequences
         self.ceiling_block_count = block_count  # blocks available now, or after the transition in progress
-        self.admission_limit: int | None = None  # blocks above which no sequence is admitted
+        self.admission_limit: int | None = None  # blocks in use above which no sequence is admitted; None: no limit
         self.target = policies.target  # admissions must not make the time per output token exceed it
         self.stage_count = 1
         self.reserved_block_count: int = 0
@@ -61,8 +61,8 @@ class GroupCounts:
         self.suspended = Suspended(limits.block_tokens, self._reserve, lambda s: self._unreserve(s, kept=False))
         self.line = WaitingLine()
         self.preemptions_total: int = 0
-        self.turned: list[Sequence] = []  # admitted or preempted since the owner last looked
-        self._awaited_block_count = 0  # blocks about to be free, for which sequences skip a step
+        self.turned: list[Sequence] = []  # sequences admitted or preempted since the owner last cleared this list
+        self._awaited_block_count = 0  # blocks about to become free; sequences skip a step to wait for them
         self.offline_work = OfflineWork(limits, policies.harvest)
         self.swap = SwapSpace(
             limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step, online=limits.swaps_online
@@ -75,19 +75,19 @@ class GroupCounts:
 
     @property
     def kept_block_count(self) -> int:
-        """Free blocks kept from admission while anything runs."""
+        """Free blocks that admissions must leave for the growth of running sequences."""
         limited = self._limited_block_count
         return self.block_count - limited + reserved(limited, self.limits.admission_reserve_fraction)
 
     @property
     def _limited_block_count(self) -> int:
-        """Blocks within which sequences are admitted."""
+        """Number of blocks up to which sequences are admitted."""
         return self.block_count if self.admission_limit is None else min(self.block_count, self.admission_limit)
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens of running online prompts that are in no batch yet. A prompt counts for at most one full batch, so
-        that others may be admitted beside a long one.
+        that others may be admitted alongside a long one.
         """
         most = self.limits.max_batch_tokens
         return sum([min(count, most) for count in self._left_tokens if count > 1])
@@ -210,7 +210,7 @@ class GroupCounts:
 
     def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
         """Set the number of blocks. `before_block_count`: the number that may be available again soon; sequences that
-        need so many wait instead of ending with an error.
+        need that many wait instead of ending with an error.
         """
         self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
@@ -234,8 +234,8 @@ class GroupCounts:
         self._reserve(sequence, -sequence.reserved_block_count)
 
     def share(self, sequence: Sequence, numbers: Collection[BlockNumber]) -> None:
-        """Count the first blocks of a suspended sequence, for which these numbers stand, once for all that share them.
-        One that waits for room has them, too.
+        """Count the first blocks of a suspended sequence, those with these `numbers`, only once for all sequences that
+        share them. This includes a sequence that waits for room.
         """
         self._reserve(sequence, max(0, len(numbers) - sequence.reserved_block_count))
         self.reserved_block_count -= self.prefixes.hold(sequence.sequence_id, numbers)

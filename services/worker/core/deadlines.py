@@ -29,7 +29,7 @@ class SequenceDeadlines:
         return due
 
     def tidy(self, live: Collection[SequenceId]) -> None:
-        """Drop the entries of ended sequences once they are the majority: this bounds the heap by the largest number of
+        """Drop the entries of ended sequences once they are the majority, which bounds the heap by the peak number of
         live ones.
         """
         if len(self._heap) > 2 * len(live) + _STALE_ENTRIES_KEPT:

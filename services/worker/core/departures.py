@@ -1,10 +1,10 @@
-"""The source's side of live migrations, kept by the leader of the source group: running sequences that go to other
+"""The source's side of live migrations, kept by the leader of the source group: running sequences that move to other
 groups (pure).
 
-Rule 1: until `HandOverNow` the sequence is this group's and runs on undisturbed, whatever happens to the migration.
-Rule 2: from `HandOverNow` on it is the target's. Its dispatcher submits it there with all tokens so far, so KV lost on
-the way costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`), one span at
-a time.
+Rule 1: until `HandOverNow` the sequence belongs to this group and keeps running, whatever happens to the migration.
+Rule 2: from `HandOverNow` on it belongs to the target. Its dispatcher submits it there with all tokens so far, so KV
+lost in transit costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`), one
+span at a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,7 +32,7 @@ from services.worker.core.migration_messages import (
 from services.worker.core.spans import KvRange, StageLayers
 from services.worker.policy.departure import Decoding
 
-WORTH_BLOCKS = 2  # whole blocks that are worth a further round; with fewer left, the last span follows
+WORTH_BLOCKS = 2  # fewest whole blocks worth a further copy round; with fewer left, the last span is sent
 _TAIL_ROUNDS = 8  # rounds that copy KV computed during earlier ones; then the sequence stops for the last span
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
 
@@ -79,7 +79,7 @@ class Departures:
 
     @property
     def leaving(self) -> frozenset[SequenceId]:
-        """Migrating sequences that were not handed over yet."""
+        """Migrating sequences that have not been handed over yet."""
         return frozenset(d.sequence_id for d in self._open.values() if d.phase is not DeparturePhase.HANDED)
 
     @property
@@ -156,7 +156,7 @@ class Departures:
                 continue
             token_count = kv_tokens(departure.sequence_id)
             if token_count is None:
-                commands += self._give_up(departure, at_s, "it has ended, or has given way")
+                commands += self._give_up(departure, at_s, "it has ended or was preempted")
             elif departure.phase is DeparturePhase.READY:
                 commands += self._go_on(departure, at_s, token_count, in_flight)
             elif at_s - departure.progress_s > PATIENCE_S:
@@ -194,7 +194,7 @@ class Departures:
         return self._give_up(departure, at_s, why)
 
     def give_up_all(self, at_s: float, why: str) -> list[SourceCommand]:
-        """Cancel all migrations whose sequence was not handed over: the layout changes."""
+        """Cancel all migrations whose sequence has not been handed over, because the layout is about to change."""
         still_here = [d for d in self._open.values() if d.phase is not DeparturePhase.HANDED]
         return [command for departure in still_here for command in self._give_up(departure, at_s, why)]
 
@@ -227,7 +227,7 @@ class Departures:
         """Raise InvariantViolation if a sequence is in two migrations, or more KV is sent than the target reserved."""
         still_here = [d.sequence_id for d in self._open.values() if d.phase is not DeparturePhase.HANDED]
         if len(set(still_here)) != len(still_here) or len(self._open) > MOST_AT_ONCE:
-            raise InvariantViolation(f"sequences that leave: {still_here}, {len(self._open)} in all")
+            raise InvariantViolation(f"leaving sequences: {still_here}, {len(self._open)} migrations in all")
         for departure in self._open.values():
             if departure.sent_blocks > departure.room_blocks or departure.copied_blocks > departure.room_blocks:
-                raise InvariantViolation(f"more is sent than there is room for: {departure}")
+                raise InvariantViolation(f"more KV was sent than the target has reserved blocks for: {departure}")

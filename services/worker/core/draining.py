@@ -1,8 +1,8 @@
 """How the last leader of a draining group ends it after the commit of a restore (pure).
 
-It admits nothing. Its waiting sequences go to members at once, without KV; running ones go on until they end, or until
-`policy.leaving.over_at_s`, and then go to a member with their KV. Meanwhile the group's blocks are limited to what it
-still needs, and each stage returns the rest to its own cache.
+The group admits nothing. Its waiting sequences move to members at once, without KV. Running ones continue until they
+end or until `policy.leaving.over_at_s`, and then move to a member with their KV. Meanwhile the group's blocks are
+limited to what it still needs, and each stage returns the rest to its own cache.
 """
 
 import math
@@ -52,8 +52,8 @@ class Draining:
         self._tight_by_s = math.inf
         self.is_short = False  # requests outside of the draining group wait for memory
         self.hurried = False  # the next transition waits for this group's end
-        self.recomputed_count = 0  # requests sent away without KV since they were last counted
-        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading, with their KV
+        self.recomputed_count = 0  # requests moved to members without KV since this count was last read
+        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker continues to lead, with their KV
         self.over = False  # True: no batch is in flight and all sequences have been handed over
 
     def over_at_s(self, group: GroupScheduler) -> float:
@@ -64,8 +64,8 @@ class Draining:
         return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
 
     def has_progress(self, now_s: float, group: GroupScheduler) -> bool:
-        """True if progress is to be reported to the planner, which ends the phase without it: sequences have left, or
-        have new tokens after `_TELLS_EVERY_S`. Counts as reported then.
+        """True if progress is to be reported to the planner, which otherwise ends the phase: sequences have left, or
+        have new tokens `_TELLS_EVERY_S` after the last report. Progress counts as reported once this returns True.
         """
         if (count := len(group.sequences)) < self._left_count:
             self._left_count, self._left_s = count, now_s
@@ -83,8 +83,8 @@ class Draining:
             if not self.hurried and now_s < self.over_at_s(group):
                 yield from self._keep(self._tightened(group), now_s, group)
                 return
-            # It ends when it holds little more than it needs, so that members have room for new requests, or when its
-            # time is over. Its next batch tells the stages which blocks to release.
+            # It ends once it holds little more than it needs, so that members have room for new requests, or once its
+            # time is over. Its next batch carries the blocks that the stages are to release.
             self._tight_by_s = min(self._tight_by_s, now_s + _TIGHTENS_WITHIN_S)
             needed = group.reserved_block_count + group.scheduler.running_count
             yield from self._keep(needed, now_s, group)
@@ -133,7 +133,9 @@ class Draining:
         return events
 
     def _place(self, requests: Sequence[Request], group: GroupScheduler) -> dict[SequenceId, WorkerId]:
-        """Choose a member for each sequence, by `policy.placement`, and deduct what it takes from the member's room."""
+        """Choose a member for each sequence, according to `policy.placement`, and deduct its blocks from the member's
+        room.
+        """
         views = [
             PlacementView(r.sequence_id, max(1, group.need(r)), r.state is SequenceState.RUNNING) for r in requests
         ]

@@ -60,10 +60,10 @@ class Submitted:
     deadline_at_s: float | None = None
     wants_text: bool = True
     cache_salt: bytes = b""  # KV is shared only among requests with the same salt
-    targets: Targets = NO_TARGETS  # latency targets of the request; those it lacks are its class's
+    targets: Targets = NO_TARGETS  # latency targets of the request, or of its class where it sets none
     caller: int = 0  # for fair sharing of memory among callers; 0: unknown
     expects_handover: bool = False  # it ran under another leader, which may be sending its KV
-    overtaken: bool = False  # requests with higher handles may have come first, while its grammar was compiled
+    overtaken: bool = False  # requests with higher handles may have arrived while its grammar was compiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ class Aborted:
 @record()
 class BatchWanted:
     """The first stage can take a batch. Answered with Execute, with Removed if there are only blocks to release or
-    copy, or with nothing: in a pipeline also if all that could run is in flight.
+    copy, or with nothing (in a pipeline, also if everything that could run is in flight).
     """
 
     at_s: float
@@ -89,12 +89,12 @@ class StepDone:
 
     at_s: float
     result: StepResult
-    texts: tuple[str, ...]  # aligned with result.token_ids: the text that each token adds, "" where none is wanted
+    texts: tuple[str, ...]  # aligned with result.token_ids: the text that each token adds, "" if not wanted
 
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """The oldest batch in flight has failed. Its sequences end with ERROR, the others go on."""
+    """The oldest batch in flight has failed. Its sequences end with ERROR; all others continue."""
 
     at_s: float
     step_id: int
@@ -104,7 +104,7 @@ class StepFailed:
 @dataclass(frozen=True, slots=True)
 class StepPreempted:
     """The oldest batch in flight, of offline sequences only, was preempted by online work before its last layer. Its
-    tokens are computed again; the copies beside it are complete.
+    tokens will be recomputed; the copies that accompanied it are complete.
     """
 
     at_s: float
@@ -135,8 +135,8 @@ class CapacityChanged:
 
     at_s: float
     block_count: int
-    lent_block_count: int = 0  # blocks among these with KV that waits for room or was not adopted yet
-    before_block_count: int = 0  # not 0: as many blocks may be back soon, so larger sequences wait instead of ending
+    lent_block_count: int = 0  # of these, blocks with KV that waits for room or has not been adopted yet
+    before_block_count: int = 0  # not 0: blocks that may be available again soon; larger sequences wait for them
     swap_block_count: int | None = None  # blocks of host memory on the smallest stage; None: unchanged
 
 
@@ -152,20 +152,20 @@ class AdmissionLimited:
 
 @dataclass(frozen=True, slots=True)
 class PrefillLimited:
-    """Maximum prompt tokens of a batch with decodes, or (`always`) of any batch, as another group decodes on the same
-    devices. None: no limit. RoleChanged lifts the limit.
+    """Maximum prompt tokens of a batch with decodes, or (`always`) of any batch, because another group decodes on the
+    same devices. None: no limit. RoleChanged lifts the limit.
     """
 
     at_s: float
     token_count: int | None
     always: bool = False
-    batch_count: int | None = None  # number of batches with prompts that are limited; None: until another event
+    batch_count: int | None = None  # number of batches with prompts to limit; None: until the next such event
 
 
 @dataclass(frozen=True, slots=True)
 class RoleChanged:
     """This worker leads a group of `stage_count` stages, or follows (and has handed everything over). Sent while
-    nothing is in flight. Stages drop all state of sequences except their blocks: batches add them anew.
+    nothing is in flight. Stages drop all state of sequences except their blocks, so batches add the sequences anew.
     """
 
     at_s: float
@@ -181,14 +181,14 @@ class KvTravels:
 
     at_s: float
     sequence_ids: frozenset[SequenceId]
-    waiting_ids: frozenset[SequenceId] = frozenset()  # without room on all stages yet: KvAdmitted follows
+    waiting_ids: frozenset[SequenceId] = frozenset()  # those without room on all stages yet: KvAdmitted follows
     shared: SharedNumbers = field(default_factory=dict[SequenceId, tuple[BlockNumber, ...]])
 
 
 @dataclass(frozen=True, slots=True)
 class KvAdmitted:
-    """All stages have room for the KV of these sequences, and it is being sent. Before, the blocks that they hold on
-    some stages count as lent.
+    """All stages have room for the KV of these sequences, and it is being sent. Until then, the blocks that they hold
+    on some stages count as lent.
     """
 
     at_s: float
@@ -218,7 +218,7 @@ class HandOver:
 
     at_s: float
     to: WorkerId | Mapping[SequenceId, WorkerId]  # one receiver for all sequences, or one for each of those named
-    frees: bool = False  # their KV is released here: stages are told to forget them
+    frees: bool = False  # True: their KV is released here, and stages drop them
     by_tokens: bool = False  # without KV: the receiver recomputes them
 
 
@@ -226,8 +226,8 @@ class HandOver:
 class Adopted:
     """Sequences of another leader. Each resumes when its KV is complete and its dispatcher has submitted its request.
 
-    Sequences with KV are adopted while no stage has a batch in flight, as it might take the blocks that the stages have
-    just reserved for the KV; or stages reserve these blocks in the order of batches (`in_order`).
+    Sequences with KV are adopted while no batch is in flight, because a batch might take the blocks that the stages
+    have just reserved for the KV; with `in_order`, stages reserve these blocks in the order of batches instead.
     """
 
     at_s: float
@@ -242,7 +242,7 @@ class Adopted:
 
 @dataclass(frozen=True, slots=True)
 class RoomWanted:
-    """`block_count` blocks may be needed outside of a batch: release retained blocks and tell the stages."""
+    """`block_count` blocks may be needed outside of a batch: evict retained blocks and notify the stages."""
 
     at_s: float
     block_count: int
@@ -269,7 +269,7 @@ class RoomExpected:
 
 @dataclass(frozen=True, slots=True)
 class GroupOpened:
-    """From now on this worker leads a group of itself, which gets new requests and has its block tables in `book`. The
+    """From now on this worker leads a group of one, which gets new requests and has its block tables in `book`. The
     group that it has led before, if any, is draining: its sequences end, are handed over or move to the new group.
     """
 
@@ -313,7 +313,7 @@ class GroupClosed:
 @dataclass(frozen=True, slots=True)
 class BatchesLost:
     """A stage of the draining group or (`in_force`) of the group in force is lost: its batches in flight never
-    complete. The stages of a draining group are told nothing more.
+    complete. The stages of a draining group are sent nothing more.
     """
 
     at_s: float
@@ -391,7 +391,7 @@ class Execute:
         tuple[int, ...], ...
     ]  # tables of the leader's own stage, aligned with batch.slices; the same object while unchanged
     text_wanted: tuple[bool, ...]  # aligned with batch.added: whether StepDone must contain the sequence's text
-    copies: tuple[BlockCopy, ...] = ()  # copies that run beside the batch, which touches none of their blocks
+    copies: tuple[BlockCopy, ...] = ()  # copies that overlap with the batch, which touches none of their blocks
     leaving: bool = False  # True: a batch of the draining group
 
 
@@ -400,7 +400,7 @@ class Removed:
     """A batch without slices, which every stage applies in the order of batches. No report follows."""
 
     batch: Batch
-    copies: tuple[BlockCopy, ...] = ()  # copies without computation beside them
+    copies: tuple[BlockCopy, ...] = ()  # copies that overlap with no computation
     leaving: bool = False  # True: a batch of the draining group
 
 
@@ -413,8 +413,8 @@ class HandedOver:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """The only ending of a sequence here; or, with `refused`, it was never accepted; or, with `moved_to`, it goes on
-    elsewhere.
+    """The one and only ending of a sequence on this worker. With `refused` it was never accepted; with `moved_to` it
+    continues on another worker.
     """
 
     handle: int
@@ -422,8 +422,8 @@ class Ending:
     matched_stop: str = ""  # the stop string, or the decimal id of the stop token
     error: str = ""
     refused: bool = False  # not accepted: place it elsewhere or later
-    invalid: bool = False  # with ERROR: the request is at fault, any other worker would refuse it too
-    moved_to: str = ""  # it goes on at this worker once it is submitted there
+    invalid: bool = False  # with ERROR: the request is at fault, so any other worker would refuse it, too
+    moved_to: str = ""  # worker on which it continues once it is submitted there
     cached_token_count: int = 0  # prompt tokens whose KV was cached at its first admission
 
 
@@ -436,10 +436,10 @@ class Emit:
     token_counts: tuple[int, ...]  # aligned with handles
     token_ids: tuple[int, ...]  # new tokens of all handles, in their order
     texts: tuple[str, ...]  # aligned with handles, or empty if there is no text at all
-    logprobs: tuple[TokenLogprobs, ...]  # of new tokens whose requests asked for them, in the order of token_ids
+    logprobs: tuple[TokenLogprobs, ...]  # of the new tokens of requests that want logprobs, in the order of token_ids
     endings: tuple[Ending, ...]
     seen_handle: int  # highest handle received on this stream
-    preempted: tuple[int, ...] = ()  # handles of admitted sequences, here or elsewhere, that wait now
+    preempted: tuple[int, ...] = ()  # handles of sequences that wait again after an admission, here or elsewhere
     resumed: tuple[int, ...] = ()  # handles reported as preempted that have been admitted again
     marks: tuple[int, ...] = ()  # prefix marks of prompts whose KV was computed here or reused
 

@@ -72,7 +72,7 @@ class GroupScheduler:
         self.stopped = False  # True: forms no more batches
         self.stale_total = 0
 
-    # ---------------------------------------------------------------- what others may look at
+    # ---------------------------------------------------------------- queries
 
     @property
     def has_work(self) -> bool:
@@ -98,8 +98,8 @@ class GroupScheduler:
 
     @property
     def is_occupied(self) -> bool:
-        """True if KV is being transferred or a batch is in flight. Other sequences do not count: their owner knows
-        them.
+        """True if KV is being transferred or a batch is in flight. Other sequences do not count, since their owner
+        tracks them.
         """
         return bool(self.scheduler.suspended or self.batches_in_flight)
 
@@ -114,7 +114,7 @@ class GroupScheduler:
 
     @property
     def settled(self) -> bool:
-        """True if all reservations are within the capacity and the stages have been told of everything released."""
+        """True if all reservations are within the capacity and no release is still to be sent to the stages."""
         return self.scheduler.settled and not self.batches_in_flight.needs_release_batch
 
     @property
@@ -145,7 +145,7 @@ class GroupScheduler:
         return {s.sequence_id: s.computed_tokens for s in self._with_kv}
 
     def shared_blocks(self, sequences: Iterable[Sequence]) -> dict[SequenceId, Table]:
-        """For each of these sequences its first blocks on this stage, as far as others have them, too."""
+        """The first blocks of each of these sequences on this stage, as far as other sequences share them."""
         return self.book.shared({s.sequence_id: s.computed_tokens for s in sequences if s.computed_tokens})
 
     def victims(self, sequences: Iterable[Sequence], me: WorkerId) -> tuple[Victim, ...]:
@@ -157,7 +157,7 @@ class GroupScheduler:
         return self.victims(self._with_kv, me)
 
     def with_donors(self, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
-        """The victims of a roster, each with the sequence that it shares blocks with on all stages."""
+        """The victims of a roster, each with its donor: a sequence with which it shares blocks on all stages."""
         coming, waiting = [victim.sequence_id for victim in admitted], self.scheduler.suspended.without_blocks
         donors = self.scheduler.prefixes.donors(coming, waiting)
         return tuple(
@@ -190,7 +190,7 @@ class GroupScheduler:
             return "another worker leads its group, or it is parked"
         free_count = min(self.book.block_count, self.scheduler.block_count) - self.book.used_count  # on every stage
         offline = self.scheduler.offline
-        if offline:  # their blocks are free once they have yielded
+        if offline:  # their blocks become free once they are preempted
             free_count = min(free_count, self.scheduler.free_block_count)
         # Sequences that ended, or yield when their batch completes, hold their blocks until then.
         if block_count > free_count and (self.batches_in_flight.needs_release_batch or offline):
@@ -251,7 +251,7 @@ class GroupScheduler:
             self.batches_in_flight.forget(sequence)
 
     def admit_new(self, sequence: Sequence, at_s: float) -> None:
-        """Admit waiting sequences after a new one has entered the line. An offline one changes nothing while online
+        """Admit waiting sequences after a new one has entered the queue. A new offline one changes nothing while online
         ones wait.
         """
         scheduler = self.scheduler
@@ -273,14 +273,14 @@ class GroupScheduler:
             if sequence.state is not SequenceState.ENDED:
                 lost_tokens += end - sequence.computed_tokens
                 sequence.dispatched_tokens = sequence.computed_tokens
-                if not sequence.computed_tokens:  # without KV nothing is held on the stages
+                if not sequence.computed_tokens:  # without KV, it holds nothing on the stages
                     self.batches_in_flight.forget(sequence)
         self.scheduler.offline_work.note_preempted(lost_tokens)
         self.shed(event.at_s)
 
     def give_up_retained(self) -> None:
-        """Release retained blocks in favour of blocks that grew without a batch. Lone worker only: no stage has to be
-        told.
+        """Evict retained blocks that no longer fit after reservations grew without a batch. Only for a lone
+        worker, where no other stage must be notified.
         """
         self.scheduler.fit_prefixes()
         _, forgotten, _ = self.scheduler.prefixes.drain_changes()
@@ -293,7 +293,7 @@ class GroupScheduler:
         return marks
 
     def name_computed(self, in_flight_batch: InFlightBatch) -> None:
-        """Number the full prompt blocks of a batch that has run on all stages: they may be shared from now on."""
+        """Number the full prompt blocks of a batch that has run on all stages, so that they can be shared."""
         for sequence in in_flight_batch.chunked:
             if sequence.state is SequenceState.RUNNING:
                 self.scheduler.prefixes.name(sequence)
@@ -304,7 +304,7 @@ class GroupScheduler:
             for sequence in self.scheduler.shed(at_s, self.batches_in_flight.completed_step_id):
                 self.batches_in_flight.forget(sequence)
 
-    # ---------------------------------------------------------------- coming and going
+    # ---------------------------------------------------------------- entering and leaving
 
     def enter(
         self,
@@ -315,8 +315,8 @@ class GroupScheduler:
         waits: bool = False,
         shared: Collection[BlockNumber] = (),
     ) -> None:
-        """Add a sequence to the waiting line, or with KV to the suspended ones. `travels`: its KV is being transferred;
-        `waits`: its KV waits for room; `shared`: numbers of its shared first blocks.
+        """Add a sequence to the waiting queue, or, if it has KV, to the suspended ones. `travels`: its KV is being
+        transferred; `waits`: its KV waits for room; `shared`: numbers of its shared first blocks.
         """
         if sequence.computed_tokens:
             self.scheduler.suspended.add(sequence, at_s, travels=travels, waits=waits)
@@ -325,7 +325,7 @@ class GroupScheduler:
             self.scheduler.line.add(sequence)
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Attach a request to its KV, which `kept` stands for. The caller calls `make_room` afterwards."""
+        """Attach a request to its KV, which `kept` represents. The caller calls `make_room` afterwards."""
         if request.output_token_ids:
             request.first_token_at_s = at_s
         self.scheduler.bind(kept, request, at_s)
@@ -344,7 +344,7 @@ class GroupScheduler:
     def end(self, sequence: Sequence) -> None:
         """Remove an ended sequence; the caller changes its state afterwards. Its blocks are free for the next batch
         even while it is in flight (see `core.blocks`), but not while KV is being written into them: then it stays until
-        that has ended.
+        the write has ended.
         """
         target = self.scheduler.target
         if target is not None and sequence.state is SequenceState.RUNNING and sequence.output_token_ids:
@@ -365,7 +365,9 @@ class GroupScheduler:
         self._forget_swapped(at_s, who)
 
     def lose_batches(self, at_s: float, *, for_good: bool) -> tuple[int, ...]:
-        """Drop the batches in flight and return their step ids; with `for_good`, also what stages were to be told."""
+        """Drop the batches in flight and return their step ids; with `for_good`, also drop pending messages to the
+        stages.
+        """
         lost = self.batches_in_flight.lose()
         if for_good:
             self.batches_in_flight.abandon()
@@ -386,7 +388,7 @@ class GroupScheduler:
         return max(sequence.reserved_block_count, self.scheduler.need(sequence))
 
     def give_up(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """Preempt a sequence that goes on elsewhere by its tokens: it waits here with nothing computed."""
+        """Preempt a sequence that will be recomputed elsewhere. Until then it waits here without KV."""
         if sequence.state is SequenceState.RUNNING:
             if self.batches_in_flight.in_flight(sequence):
                 raise InvariantViolation(f"{sequence.name} is given up while it is in flight", sequence.story())
@@ -394,7 +396,7 @@ class GroupScheduler:
             self.batches_in_flight.forget(sequence)
 
     def abandon(self) -> None:
-        """The group is lost and all its sequences have ended: drop what the stages were to be told."""
+        """The group is lost and all its sequences have ended: drop pending messages to the stages."""
         self.scheduler.admission_limit = None
         self._forget_prefixes()
         for sequence in list(self.scheduler.suspended.values()):
@@ -434,7 +436,7 @@ class GroupScheduler:
     def _make_way(self, event: RoomWanted) -> None:
         """Preempt offline sequences that are in no batch, and release retained blocks."""
         scheduler = self.scheduler
-        # The blocks are given to KV that arrives beside batches: no copy may still read or write them.
+        # The blocks will receive KV outside of any batch, so no copy may still read or write them.
         still = not (self.batches_in_flight or scheduler.swap.used_block_count)
         if still and not scheduler.why_no_room(event.block_count, new=False):
             for sequence in scheduler.preempt_offline(event.at_s, self.completed_step_id, event.block_count):
@@ -549,7 +551,7 @@ class GroupScheduler:
         reserved = {s.sequence_id: s.reserved_block_count for s in holding}
         scheduler.prefixes.check(self.book.numbers if self.leads else None, reserved)
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
-        returning = scheduler.swap.sequences  # and those away whose blocks the next batch frees
+        returning = scheduler.swap.sequences  # also swapped-out sequences whose blocks the next batch frees
         if self._keeps_book:
             self._check_holders({*holders, *(s.sequence_id for s in returning), *self.batches_in_flight.to_remove})
         for sequence_id, sequence in holders.items():

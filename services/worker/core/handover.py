@@ -29,7 +29,7 @@ class Handovers:
     def __init__(self, limits: WorkerLimits, request_table: RequestTable) -> None:
         self._limits = limits
         self._request_table = request_table
-        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # where KV went before its request came
+        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # where KV has moved on to before its request
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0
@@ -143,7 +143,7 @@ class Handovers:
     # ---------------------------------------------------------------- arrival of requests
 
     def follow(self, event: Submitted) -> bool:
-        """Redirect a request whose KV was here and has gone on to another leader. Returns False for all others."""
+        """Redirect a request whose KV was here and has moved on to another leader. Returns False for all others."""
         to = self._moved_on.pop(event.request_id, None) if event.expects_handover else None
         if to is not None:
             self._request_table.outbox.moved(event.key, to)
@@ -153,11 +153,11 @@ class Handovers:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
 
     def kept(self, request_id: RequestId) -> Sequence | None:
-        """Sequence that stands for the request's KV from another leader, or for the notice that there is none."""
+        """Sequence that represents the request's KV from another leader, or the notice that there is none."""
         return self._request_table.kept.get(request_id)
 
     def wait(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float) -> None:
-        """Have a request wait for its KV. If it was submitted before, that one is recomputed in `group_scheduler`."""
+        """Make a request wait for its KV. An earlier submission that still waits is recomputed in `group_scheduler`."""
         if earlier := self._request_table.waiting_for_kv.get(request.request_id):
             self._recompute(group_scheduler, earlier, at_s, "it was submitted twice")
         request.move(SequenceState.WAITING_FOR_KV, at_s, "its KV is to come")
@@ -165,7 +165,9 @@ class Handovers:
         self._request_table.waiting_for_kv.add(request, at_s)
 
     def bind(self, group_scheduler: GroupScheduler, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Bind a request to its KV: it resumes when the KV is complete, or is recomputed if that is of other tokens."""
+        """Bind a request to its KV: it resumes when the KV is complete, or is recomputed if the KV belongs to other
+        tokens.
+        """
         table, snapshot = self._request_table, kept.snapshot
         assert snapshot is not None
         table.waiting_for_kv.discard(request)

@@ -1,8 +1,8 @@
 """Retained KV blocks in host memory: blocks evicted on the device may be copied back instead of recomputed.
 
-Each block that no sequence holds is copied once, beside steps; the copy stays when the device evicts it. Copies are
-found by prefix keys (`core.prefixes`) and use the host blocks left over by swapped sequences and mirrors
-(`core.swapping`), which evict copies first, least recently used first.
+Each block that no sequence holds is copied once, in parallel with steps; the copy survives the block's eviction from
+the device. Copies are found by prefix keys (`core.prefixes`) and use the host blocks left over by swapped sequences and
+mirrors (`core.swapping`). When those need room, copies are evicted, least recently used first.
 """
 
 from collections import Counter, OrderedDict
@@ -59,7 +59,7 @@ class HostPrefixes:
         return key not in self._kept and number not in self._copying
 
     def copy(self, numbers: Iterable[tuple[BlockNumber, BlockKey]]) -> tuple[int, ...]:
-        """Reserve host blocks for copies beside the batch being formed, and return them. There must be room."""
+        """Reserve host blocks for copies that accompany the batch being formed, and return them. There must be room."""
         host_blocks: list[int] = []
         for number, key in numbers:
             self._copying[number] = key
@@ -128,4 +128,4 @@ class HostPrefixes:
             if len(self._host.table(book_id)) != 1:
                 raise InvariantViolation(f"the copy of number {-book_id} has {len(self._host.table(book_id))} blocks")
         if missing := [key for key in self._read if key not in self._kept]:
-            raise InvariantViolation(f"{len(missing)} blocks come back from the host, where they are not")
+            raise InvariantViolation(f"{len(missing)} blocks are being copied back that the host does not have")

@@ -1,4 +1,4 @@
-"""Batches in flight, and removals of which the stages have not been told."""
+"""Batches in flight, and removals that have not been sent to the stages."""
 
 from collections import deque
 from collections.abc import Callable
@@ -57,8 +57,9 @@ class InFlightBatches:
     """Batches complete in the order of dispatch. A sequence is in flight if its last batch has not completed.
 
     Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. A slice that follows
-    a sampling one has its token as input: a pipeline forms it when the token is known, a lone instance at once, with a
-    placeholder (`IN_FLIGHT`). If that token ends the sequence, the slice is computed in vain, in the sequence's block.
+    a sampling one takes the sampled token as input. A pipeline forms it once the token is known; a lone instance forms
+    it at once, with a placeholder (`IN_FLIGHT`). If that token ends the sequence, the result of the slice is discarded;
+    it only wrote into the sequence's own blocks.
     """
 
     def __init__(self, book: BlockBook, steps: Steps, prefixes: PrefixIndex) -> None:
@@ -67,7 +68,7 @@ class InFlightBatches:
         self._steps = steps
         self._batches: deque[InFlightBatch] = deque()
         self.completed_step_id = 0
-        self.to_remove: list[SequenceId] = []  # sequences that the next batch tells the stages to remove
+        self.to_remove: list[SequenceId] = []  # sequences that the next batch removes from the stages
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -86,7 +87,7 @@ class InFlightBatches:
         return sequence.step_id > self.completed_step_id
 
     def forget(self, sequence: Sequence) -> None:
-        """Have the stages release its blocks and state before the next batch runs."""
+        """Have the stages release the sequence's blocks and state before the next batch runs."""
         if sequence.on_stages:
             sequence.on_stages = sequence.in_engine = False
             self.to_remove.append(sequence.sequence_id)
@@ -132,7 +133,7 @@ class InFlightBatches:
         return _new(Slice, (sequence.sequence_id, sequence.token_count - 1, (token_ids[-1],), True))
 
     def release_batch(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
-        """Form a batch that only tells the stages what to release and copy, when no other is about to follow."""
+        """Form a batch that only carries releases and copies to the stages, when no other is about to follow."""
         batch = self._batch(self._steps.next(), (), (), copies)
         self._book.apply(batch)
         return Removed(batch, block_copies(batch, self._book))
@@ -169,12 +170,12 @@ class InFlightBatches:
 
     @property
     def needs_release_batch(self) -> bool:
-        """True if the stages are to release blocks or begin tables, and no batch has told them."""
+        """True if the stages are to release blocks or start tables, and no batch has carried that yet."""
         return bool(self.to_remove) or self._prefixes.needs_release_batch
 
     @property
     def carries_changes(self) -> bool:
-        """True if the next batch tells the stages of removed, named, forgotten or taken blocks."""
+        """True if the next batch carries removed, named, forgotten or taken blocks to the stages."""
         return bool(self.to_remove) or self._prefixes.carries_changes
 
     def _batch(
@@ -202,11 +203,11 @@ class InFlightBatches:
                 if sequence.state is SequenceState.ENDED:
                     continue
                 if sequence.state is not SequenceState.RUNNING:
-                    raise InvariantViolation(f"{sequence.name} is computed and waits", sequence.story())
+                    raise InvariantViolation(f"{sequence.name} is in a batch but not running", sequence.story())
                 if end <= sequence.computed_tokens or end > sequence.dispatched_tokens:
-                    raise InvariantViolation(f"{sequence.name} flies to {end}", sequence.story())
+                    raise InvariantViolation(f"{sequence.name} has a slice that ends at {end}", sequence.story())
                 if samples and end != sequence.token_count + awaited_count:
-                    raise InvariantViolation(f"{sequence.name} gives a token before its end", sequence.story())
+                    raise InvariantViolation(f"{sequence.name} samples before its last token", sequence.story())
 
 
 def _enter(sequence: Sequence) -> NewSequence:

@@ -11,7 +11,8 @@ from services.worker.core.limits import WorkerLimits
 def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> str:
     """Why this request can never run here, beginning with the field at fault; empty if it can.
 
-    The dispatcher has validated most of this already. It is repeated, as one bad token id would fail the whole engine.
+    The dispatcher has validated most of this already. It is repeated because one bad token id would fail the whole
+    engine.
     """
     prompt, output = submitted.prompt_token_ids, submitted.output_token_ids
     if not prompt:
@@ -49,5 +50,5 @@ def fault_of(submitted: Submitted, limits: WorkerLimits, block_count: int) -> st
 
 
 def with_seed(sampling: SamplingParams) -> SamplingParams:
-    """The sampling parameters with a seed, which the engine relies on; greedy requests may come without one."""
+    """The sampling parameters with a seed, which the engine relies on; greedy requests may arrive without one."""
     return sampling if sampling.seed is not None else replace(sampling, seed=0)

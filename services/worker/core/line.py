@@ -1,4 +1,4 @@
-"""The waiting sequences, by class and within it by arrival."""
+"""The queue of waiting sequences, ordered by class, then by arrival."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.sequence import Sequence
 
 OFFLINE_RANK = PriorityClass.BATCH.rank  # the lowest class
-LIFT_S = 10.0  # wait after which a head counts as one class better; as `PlacementRules.lift_s` in dispatchers
+LIFT_S = 10.0  # wait (s) after which a class's head counts as one class better, like `PlacementRules.lift_s`
 
 
 def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
@@ -110,9 +110,9 @@ class WaitingLine:
             ("token_count", self.token_count, sum(s.token_count for s in online)),
         ):
             if have != want:
-                raise InvariantViolation(f"{what} of those that wait is {have}, the sum is {want}")
+                raise InvariantViolation(f"{what} of waiting online sequences is {have}, the sum is {want}")
         if self.callers != Counter(s.caller for s in online):
-            raise InvariantViolation(f"callers that wait are counted as {self.callers}")
+            raise InvariantViolation(f"waiting sequences are counted by caller as {self.callers}")
         if [order(s) for s in waiting] != sorted(order(s) for s in waiting):
             raise InvariantViolation(f"out of order: {[order(s) for s in waiting]}")
         for sequence in waiting:

@@ -2,8 +2,9 @@
 
 A migration moves one running sequence from one group to another; either may be a lone worker. The leaders decide.
 `Offer` opens it; the target answers with the blocks that it has reserved (`Want`) or with `Off`. Each `Want` permits
-one span of KV, so none arrives without room. The last span goes with `Handed`, which transfers the sequence. Every
-message has the migration's number, which is unique in the cluster and never reused, so late messages have no effect.
+one span of KV, so no KV arrives without reserved blocks. The last span is sent with `Handed`, which transfers the
+sequence. Every message has the migration's number, which is unique in the cluster and never reused, so late messages
+have no effect.
 
 KV goes from stage to stage (`core.spans`). A leader sends its stages what to send (`Give`) and what to receive (`Take`,
 `Stop`, `Keep`) in order with batches: every stage reads a block before a later batch frees it, and reserves blocks that
@@ -20,8 +21,8 @@ from services.worker.core.spans import KvRange, StageLayers
 
 MigrationId = int
 MOST_AT_ONCE = 4  # concurrent migrations of a group, in both directions together
-PATIENCE_S = 3.0  # how long the source waits without progress; the target waits longer, so that the source gives up
-SPARE_BLOCKS = 2  # reserved by the target beyond the present KV, as the sequence goes on growing
+PATIENCE_S = 3.0  # how long the source waits without progress; the target waits longer, so the source gives up first
+SPARE_BLOCKS = 2  # reserved by the target beyond the present KV, because the sequence keeps growing
 
 
 # ---------------------------------------------------------------- source to target
@@ -37,7 +38,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """The sequence is the target's from now on. Its dispatcher submits it there."""
+    """From now on the sequence belongs to the target. Its dispatcher submits it there."""
 
     migration_id: MigrationId
     snapshot: SequenceSnapshot
@@ -48,7 +49,7 @@ class Handed:
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """Blocks `[first_block, last_block)` of the sequence are reserved; those before have arrived."""
+    """Blocks `[first_block, last_block)` of the sequence are reserved; earlier ones have arrived."""
 
     migration_id: MigrationId
     first_block: int
@@ -64,12 +65,12 @@ class Taken:
     with_kv: bool
 
 
-# ---------------------------------------------------------------- from both
+# ---------------------------------------------------------------- from either side
 
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """Cancels a migration before Handed: the sequence stays where it is."""
+    """Cancels a migration before Handed: the sequence stays at the source."""
 
     migration_id: MigrationId
     why: str
@@ -131,7 +132,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """This stage has received a span in its layers; None: it will not, and no write is under way."""
+    """This stage has received a span in its layers. `span` None: it will not, and no write is under way."""
 
     migration_id: MigrationId
     span: KvRange | None
@@ -175,7 +176,7 @@ class Report:
     with_kv: bool  # it has moved with its KV: no token is recomputed
     rounds: int  # copy rounds while the sequence was decoding
     copied_blocks: int  # blocks copied in those rounds
-    last_blocks: int  # blocks of the last span, copied while the sequence stood still
+    last_blocks: int  # blocks of the last span, copied while the sequence was paused
     took_s: float
     downtime_s: float  # from its last step here until the target has reported that it runs
 
@@ -185,7 +186,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """The sequence is this group's. `kv_tokens` of its tokens have KV in its blocks; with 0 it has no blocks."""
+    """The sequence now runs here. `kv_tokens` of its tokens have KV in its blocks; with 0 it has no blocks."""
 
     snapshot: SequenceSnapshot
     kv_tokens: int

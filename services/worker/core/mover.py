@@ -1,15 +1,17 @@
 """KV transfers of this stage, outgoing and incoming, and who is notified of them (pure).
 
-One account for all of them. What moves when, and who leads afterwards, is decided elsewhere: for the exchange of a
-transition by `core.transition` and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. The
-mover keeps track of pieces, one for each hop (`core.spans`); `pipeline.mover` executes its commands.
+What moves when, and who leads afterwards, is decided elsewhere: for the exchange of a transition by `core.transition`
+and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. The mover keeps track of pieces, one
+for each hop (`core.spans`); `pipeline.mover` executes its commands.
 
-Rule 1: nothing is sent that has no room. Blocks are reserved before KV is requested: in an exchange by the stage
-itself, in a migration by its leader. Rule 2: requested KV arrives or is cancelled; a write under way is waited for.
-Rule 3: requests of one instant are batched (`flush`): one message to each sender, small pieces in one transfer.
+Rule 1: KV is sent only into reserved blocks. Blocks are reserved before KV is requested: in an exchange by the stage
+itself, in a migration by its leader. Rule 2: requested KV arrives or is cancelled; a cancellation waits for a write
+under way. Rule 3: requests of one instant are batched (`flush`): one message to each sender, small pieces in one
+transfer.
 
-Layers given up have block tables of their own until all their KV has been sent: no sequence is added to these, and what
-is left is compacted when a wave has ended. In layers that stay, sequences run on and new ones arrive.
+Layers given up have block tables of their own until all their KV has been sent: no sequence is added to these tables,
+and they are compacted after each wave. In the layers that this member keeps, sequences keep running and new ones
+arrive.
 """
 
 from collections import deque
@@ -25,9 +27,9 @@ from services.worker.core.migration_messages import Give, Keep, Landed, Stop, Ta
 from services.worker.core.spans import Hop, Key, KvRange, Piece, StageLayers, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
-_TOGETHER_BYTES = 1 << 20  # maximum of a transfer with pieces of several sequences: it delays those that are complete
+_TOGETHER_BYTES = 1 << 20  # maximum size of a transfer of several sequences: each has its KV only when all have it
 _TOGETHER = 32  # maximum pieces in such a transfer; its header names them
-_BEHIND_EXCHANGE = 1 << 40  # priority among KV transfers, after every sequence that an exchange waits for
+_BEHIND_EXCHANGE = 1 << 40  # send rank of background migration KV: after every sequence of an exchange
 
 _Move = tuple[int, SequenceId]  # `Piece.move` and the sequence
 _Going = tuple[SequenceId, WorkerId]  # a sequence and the receiver of its KV
@@ -64,7 +66,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class KvRequest:
-    """Request KV of these sequences: their blocks are reserved."""
+    """Request KV of these sequences, for which blocks are reserved here."""
 
     giver: WorkerId
     sequence_ids: tuple[SequenceId, ...]
@@ -103,7 +105,7 @@ class _Coming:
 class _Exchange:
     """Outgoing KV of one transition."""
 
-    book: BlockBook  # block tables of the layout before; in a restore, KV is expected in another book
+    book: BlockBook  # block tables of the previous layout; in a restore, KV is expected in another book
     retired: BlockBook | None = None  # block tables of the layers that this member has given up
     ordered: dict[_Going, BlockRange] = field(default_factory=dict[_Going, BlockRange])
     asked: set[_Going] = field(default_factory=set[_Going])
@@ -117,7 +119,9 @@ class _Exchange:
 
 class Mover:
     def __init__(self, block_tokens: int, block_bytes: int, withdraw: Callable[[Key], bool]) -> None:
-        """`block_bytes`: bytes of a block in one layer. `withdraw(key)` forbids a write; False: it may be under way."""
+        """`block_bytes`: bytes of a block in one layer. `withdraw(key)` forbids a write and returns False if it may be
+        under way.
+        """
         self._block_tokens = block_tokens
         self._block_bytes = block_bytes
         self._withdraw = withdraw
@@ -241,7 +245,7 @@ class Mover:
         self._is = _Exchange(book)
 
     def order(self, command: SendKv) -> int:
-        """Register KV to send: it is sent when its receiver asks, or has asked. Returns its bytes."""
+        """Register KV to send; it is sent once its receiver has requested it. Returns its size in bytes."""
         victim, is_ = command.victim, self._is
         end_block = blocks_for(victim.computed_tokens, self._block_tokens)
         span = KvRange(victim.donated_count, end_block, victim.computed_tokens, last=True)
@@ -259,7 +263,7 @@ class Mover:
         book = self._is.book if self._is.retired is None else self._is.retired
         table, span = book.table(piece.sequence_id), piece.span
         if len(table) < span.last_block:
-            raise InvariantViolation(f"{piece} is to travel, and it is in {len(table)} blocks")
+            raise InvariantViolation(f"{piece} is to be sent, but its sequence has {len(table)} blocks")
         return table[span.first_block : span.last_block]
 
     def _size_of(self, block_range: BlockRange) -> int:
@@ -314,7 +318,7 @@ class Mover:
             self._is.waiting[to].extend(waiting)
 
     def sent(self, at_s: float, send: Send) -> list[KvSent]:
-        """Events for a transfer that the receiver has."""
+        """Events for a transfer that has reached its receiver."""
         return [KvSent(at_s, send.epoch, block_range.piece.sequence_id, send.to) for block_range in send.block_ranges]
 
     # ------------------------------------------------------------ layers given up
@@ -367,11 +371,11 @@ class Mover:
         if unknown := set(places) - expected:
             raise InvariantViolation(f"KV may be written into {sorted(unknown)}, and nobody waits for it")
         if idle := [move for move, coming in self._coming.items() if not coming.keys]:
-            raise InvariantViolation(f"{idle} are waited for, and nothing is to come")
+            raise InvariantViolation(f"{idle} are expected, but no piece is missing")
         held = {sequence_id for (_, sequence_id), coming in self._coming.items() if not coming.exchanged}
         if lost := held - self._held:
-            raise InvariantViolation(f"KV of {sorted(lost)} comes into blocks that are not kept for it")
+            raise InvariantViolation(f"KV of {sorted(lost)} is expected in blocks that are not reserved for it")
         if stuck := is_.ordered.keys() & is_.asked:
-            raise InvariantViolation(f"{sorted(stuck)} has been asked for and does not go")
+            raise InvariantViolation(f"{sorted(stuck)} was requested but is not being sent")
         if is_.retired is not None:
             is_.retired.check()

@@ -1,4 +1,4 @@
-"""Offline work of a group: requests of class batch. Three rules make it harmless to online work.
+"""Offline work of a group: requests of class batch. Three rules keep it from affecting online work.
 
 Not counted: its blocks and places count as free in every number on which decisions about online work depend. Preempted
 at once: between two steps it yields blocks and places that online sequences need, newest first, so the oldest always
@@ -52,7 +52,9 @@ class OfflineWork:
 
     @property
     def efficient_tokens(self) -> int:
-        """Prompt tokens with which a batch reaches most of the best throughput. Recomputed when costs were learnt."""
+        """Prompt tokens with which a batch comes close to the peak throughput. Recomputed when new costs have been
+        learned.
+        """
         cost = self._harvest.cost()
         if cost is not self._priced:
             self._priced = cost

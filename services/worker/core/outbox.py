@@ -80,7 +80,7 @@ class Outbox:
             letter.resumed = (*letter.resumed, key.handle)
 
     def moved(self, key: SequenceKey, to: str, cached_token_count: int = 0) -> None:
-        """Report that the request goes on at another leader."""
+        """Report that the request continues under another leader."""
         ending = Ending(key.handle, None, moved_to=to, cached_token_count=cached_token_count)
         self._letter(key.stream_id).endings.append(ending)
 

@@ -55,7 +55,7 @@ class Then:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One state of a table. `deadline_s`: the member's own deadline; None: the planner ends the phase, or the member is
-    at rest. `way_out`: from when the deadline counts, and what follows it.
+    at rest. `way_out`: from when the deadline counts, and what happens when it passes.
     """
 
     phase: Phase
@@ -67,7 +67,7 @@ class Row:
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
 _FORGOTTEN_S = 15.0  # silence of the planner after which a transition is no longer committed
-_FORGOTTEN = "counted from the planner's last question: it fails"
+_FORGOTTEN = "counted from the planner's last request: the transition fails"
 _OVERDUE = "a plan without this worker's group follows: it leaves"
 
 
@@ -96,14 +96,14 @@ _KV = (
 _BOTH = {
     State.NEW: Row(
         Phase.PREPARING,
-        "hears of the plan",
+        "receives the plan",
         (On(t.PrepareRequested, State.PREPARING, S.begin),),
         way_out="at once",
     ),
     State.DONE: Row(Phase.DONE, "at rest"),
     State.FAILED: Row(
         Phase.FAILED,
-        "before the commit: undone. After it: requests are replayed elsewhere, missing layers come back",
+        "before the commit: undone. After it: requests are replayed elsewhere, missing layers are loaded again",
         (On(t.AbortRequested, State.ABORTED, S.note_abort),),
         deadline_s=30.0,
         way_out="after the commit, for transfers to end: the process ends. Reading the checkpoint has no deadline",
@@ -121,7 +121,7 @@ def _preparing(does: str, *ways: On | Then) -> Row:
 
 
 def _prepared(*ways: On) -> Row:
-    return Row(Phase.PREPARED, "serves on as before", ways, _FORGOTTEN_S, _FORGOTTEN)
+    return Row(Phase.PREPARED, "keeps serving as before", ways, _FORGOTTEN_S, _FORGOTTEN)
 
 
 DROP: Mapping[State, Row] = MappingProxyType(
@@ -137,7 +137,7 @@ DROP: Mapping[State, Row] = MappingProxyType(
         State.PREPARED: _prepared(On(t.CommitRequested, State.QUIESCING, S.quiesce), *_DROP_FAILS),
         State.QUIESCING: Row(
             Phase.COMMITTING,
-            "a leader forms no batch, and the last ones come back; a follower waits for its leader's notice of the end",
+            "a leader forms no batch while the last ones complete; a follower waits for its leader's notice of the end",
             (
                 On(t.BoundaryReached, State.TAKING_UP, S.end_epoch),
                 *_EARLY,
@@ -149,7 +149,7 @@ DROP: Mapping[State, Row] = MappingProxyType(
         ),
         State.TAKING_UP: Row(
             Phase.COMMITTING,
-            "between two batches: memory is remapped, the role is another one",
+            "between two batches: memory is remapped and the role changes",
             (
                 On(t.TakenUp, State.GATHERING, S.hand_over, when=S.is_to_lead),
                 On(t.TakenUp, State.EXCHANGING, S.hand_over),
@@ -169,7 +169,7 @@ DROP: Mapping[State, Row] = MappingProxyType(
         ),
         State.EXCHANGING: Row(
             Phase.EXCHANGING,
-            "the group serves new requests; KV of victims travels, in waves as there is room",
+            "the group serves new requests; KV of victims is transferred, in waves as there is room",
             (
                 On(t.Led, None, S.led, when=S.is_own_wave),
                 *_KV,
@@ -194,7 +194,7 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
             *_RESTORE_FAILS,
         ),
         State.LIMITING: _preparing(
-            "the leader limits the group, and waits until no request holds a block beyond",
+            "the leader limits the group, and waits until no request holds a block beyond the limit",
             On(t.GroupLimited, None, S.note_room),
             On(t.LimitHeld, State.LOADING, S.grant_room),
             *_RESTORE_FAILS,
@@ -206,7 +206,7 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
             *_RESTORE_FAILS,
         ),
         State.LOADING: _preparing(
-            "layers come into the room and are verified",
+            "layers are loaded into that room and verified",
             On(t.MemoryReady, State.PREPARED, S.note_memory),
             On(t.RoomGranted, None, S.shrink_group),
             *_RESTORE_FAILS,
@@ -218,13 +218,13 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
         ),
         State.TAKING_UP: Row(
             Phase.COMMITTING,
-            "at once: KV of its own in the memory that is free; the group goes on beside that",
+            "at once: a KV cache of its own in the free memory, while the group continues",
             (On(t.TakenUp, State.DRAINING, S.note_own),),
             way_out="at once",
         ),
         State.DRAINING: Row(
             Phase.EXCHANGING,
-            "each member serves alone; what is left in the group ends, or goes to a member (Abort: now)",
+            "each member serves alone; the group's sequences end, or move to a member (Abort: now)",
             (
                 On(t.GroupEnded, None, S.end_group),
                 *_EARLY,
@@ -237,7 +237,7 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
         ),
         State.GATHERING: Row(
             Phase.EXCHANGING,
-            "the group computes nothing more; what is left in it is handed over with its KV",
+            "the group computes nothing more; its remaining sequences are handed over with their KV",
             (
                 On(t.HandoverReceived, None, S.note_handover),
                 On(t.PeerLost, None, S.lose, when=S.is_peer),
@@ -248,7 +248,7 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
         ),
         State.EXCHANGING: Row(
             Phase.EXCHANGING,
-            "KV of that travels",
+            "their KV is transferred",
             (
                 On(t.Led, None, S.led, when=S.is_own_wave),
                 *_KV,

@@ -36,7 +36,7 @@ class PlainSteps:
 
 
 def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
-    """The decode-only steps that come next; None if the next step may not be one."""
+    """The decode-only steps that follow next; None if the next step may not be one."""
     scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
     if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.carries_changes:
         return None

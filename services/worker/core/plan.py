@@ -48,7 +48,7 @@ class Victim:
     sequence_id: SequenceId
     computed_tokens: int  # tokens with KV
     old_leader: WorkerId
-    shared_blocks: Table = ()  # the old leader's blocks for its first tokens, as far as others have them, too
+    shared_blocks: Table = ()  # the old leader's blocks for its first tokens, as far as other sequences share them
     donor: SequenceId = 0  # in a roster: a sequence whose first `donated_count` blocks, on every stage, become its own
     donated_count: int = 0
 
@@ -61,10 +61,10 @@ class PlanPart:
     new: Group
     peers: tuple[WorkerId, ...]  # workers to which it needs links
     handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its handover, itself excluded
-    handovers_from: tuple[WorkerId, ...]  # at a new leader: members whose handover it waits for
+    handovers_from: tuple[WorkerId, ...]  # on a new leader: members whose handover it waits for
     rosters_from: tuple[WorkerId, ...]  # new leaders of sequences whose KV it sends or receives, itself included
-    roster_to: tuple[WorkerId, ...]  # at a new leader: members that get its roster, itself excluded
-    dissolves: bool  # restore: members serve alone at once, and the old group drains beside them
+    roster_to: tuple[WorkerId, ...]  # on a new leader: members that get its roster, itself excluded
+    dissolves: bool  # restore: members serve alone at once, while the old group drains
     lost: frozenset[WorkerId] = frozenset()  # stages of its old group that a stand-in replaces
 
 
@@ -90,9 +90,7 @@ def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:
 
 
 def shared_numbers(victims: Iterable[Victim], epoch: Epoch) -> dict[SequenceId, tuple[BlockNumber, ...]]:
-    """A number for each of the victims' first blocks that several of them share, with all blocks before it. The numbers
-    are negative, and those of no other epoch.
-    """
+    """Numbers for the leading blocks that several victims share. They are negative, and no other epoch uses them."""
     known: dict[tuple[WorkerId | BlockNumber, int], BlockNumber] = {}  # (number before, or old leader; block) -> number
     chains: dict[SequenceId, list[BlockNumber]] = {}
     for victim in victims:
@@ -116,7 +114,7 @@ def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
 
 
 def refills(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
-    """The hops of lost layers, whose KV a stand-in computes from the log of the stage before them, the giver."""
+    """The hops of lost layers, whose KV a stand-in computes from the log of the preceding stage, the giver."""
     old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
     if not plan.lost or old is None or new is None or victim.computed_tokens == 0:
         return []

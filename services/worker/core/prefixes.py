@@ -1,11 +1,11 @@
 """The prefix cache of a group: the tokens of each numbered KV block, the sequences that read it, and the order of
 eviction.
 
-A full block whose tokens have KV gets a number from the leader, never reused. A number stands for the same tokens after
-the same prefix, whichever physical block each stage has for it. A sequence whose prompt begins with numbered blocks
+A full block whose tokens have KV gets a number from the leader, never reused. A number identifies the same tokens after
+the same prefix, whichever physical block each stage uses for it. A sequence whose prompt begins with numbered blocks
 takes them and computes the rest, at least its last token. A block that no sequence holds is *retained*: it counts as
-free and is evicted when room is needed, the tail of the least recently used first; before all others those used by
-offline sequences only.
+free and is evicted when room is needed. Blocks used only by offline sequences are evicted first, then the least
+recently used ones, each prefix from its tail.
 
 Only the leader has this index. Stages learn numbers from batches (`Batch.named`, `forgotten`, `taken`), so stages of
 different capacity cannot disagree.
@@ -47,7 +47,7 @@ class PrefixIndex:
     def __init__(self, limits: WorkerLimits, first_number: BlockNumber, host: HostPrefixes) -> None:
         """Numbers begin after `first_number`. `host`: copies of retained blocks in host memory."""
         self._host = host
-        self._to_copy = deque[BlockNumber]()  # blocks to copy to the host; some are no longer retained, or copied
+        self._to_copy = deque[BlockNumber]()  # blocks to copy to the host; includes some evicted or copied since
         self._block_tokens = limits.block_tokens
         self._seed = limits.prefix_seed
         self._closed = not limits.prefix_caching
@@ -71,7 +71,7 @@ class PrefixIndex:
         self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
         self.shared_count = 0  # blocks saved: how many more would be needed if each sequence had its own
         self.queried_tokens_total = self.hit_tokens_total = 0  # tokens of online sequences at their first admission
-        self.host_hit_tokens_total = 0  # those of the hits that came from the host
+        self.host_hit_tokens_total = 0  # part of the hits: those copied from the host
         # For the next batch:
         self._named: list[NamedBlocks] = []
         self._taken: list[TakenBlocks] = []
@@ -95,7 +95,7 @@ class PrefixIndex:
 
     @property
     def needs_release_batch(self) -> bool:
-        """True if stages have not been told of evicted or taken blocks."""
+        """True if evictions or taken blocks have not been sent to the stages."""
         return bool(self._forgotten or self._taken)
 
     @property
@@ -121,7 +121,9 @@ class PrefixIndex:
         return chain[:block_count]
 
     def match(self, sequence: Sequence) -> list[BlockNumber]:
-        """Numbers of the blocks of the longest cached prefix, short of the last token, whose logits give the next."""
+        """Numbers of the blocks of the longest cached prefix. It never includes the last token, which is computed for
+        its logits.
+        """
         found: list[BlockNumber] = []
         numbers = self._numbers
         if self._closed or not numbers or sequence.scores_prompt:
@@ -134,7 +136,9 @@ class PrefixIndex:
         return found
 
     def on_host(self, sequence: Sequence, first: int) -> tuple[BlockKey, ...]:
-        """Keys of the sequence's blocks from `first` up to the first one that is not on the host alone."""
+        """Keys of the consecutive blocks of the sequence, from index `first` on, that are on the host but not on the
+        device.
+        """
         keys = list[BlockKey]()
         if self._closed or not len(self._host) or sequence.scores_prompt:
             return ()
@@ -145,7 +149,7 @@ class PrefixIndex:
         return tuple(keys)
 
     def held_count(self, numbers: list[BlockNumber], without: list[Sequence] | None = None) -> int:
-        """How many of these numbers sequences outside of `without` hold: their blocks need no room."""
+        """How many of these numbers are held by sequences other than those in `without`: their blocks need no room."""
         holders = self._holders
         if not without:
             return sum([number in holders for number in numbers])
@@ -183,8 +187,8 @@ class PrefixIndex:
         return block_count, token_count
 
     def is_being_computed(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
-        """True if a running prompt is soon going to compute at least half of what this sequence would compute: waiting
-        for it saves work.
+        """True if a running prompt is soon going to compute at least half of what this sequence would compute, so that
+        waiting for it saves work.
         """
         if self._closed or sequence.scores_prompt:
             return False
@@ -233,14 +237,12 @@ class PrefixIndex:
         self._report_marks(sequence, hit_tokens)
         if numbers:
             self._begun.append(sequence)
-            sequence.dispatched_tokens = hit_tokens  # counted as computed; it is once a batch has told the stages
+            sequence.dispatched_tokens = hit_tokens  # as if computed; true once a batch has told the stages
         self.shared_count += shared_count
         return shared_count
 
     def begin(self) -> list[Sequence]:
-        """Tell the stages, with the batch being formed, of blocks taken since the last one. Returns the sequences that
-        took them.
-        """
+        """Put the blocks taken since the last batch into the one being formed. Returns the sequences that took them."""
         for sequence in self._begun:
             held = self._held[sequence.sequence_id]
             sequence.computed_tokens = len(held) * self._block_tokens
@@ -249,7 +251,7 @@ class PrefixIndex:
         return begun
 
     def name(self, sequence: Sequence) -> None:
-        """Number the sequence's full blocks with KV; one whose tokens another numbered block has gets no number."""
+        """Number the sequence's full blocks with KV, except those that duplicate a block already numbered."""
         if self._closed or sequence.scores_prompt:
             return
         if sequence.snapshot is not None or sequence.sequence_id in self._displaced:
@@ -290,7 +292,7 @@ class PrefixIndex:
         self.new_marks += marks[first:]
 
     def _note_named(self, sequence: Sequence, first: int, count: int) -> None:
-        """Record that `count` blocks of the sequence's table, from `first` on, have got the last numbers."""
+        """Record that `count` blocks of the sequence's table, from `first` on, were given the latest numbers."""
         if count:
             self._named.append(NamedBlocks(sequence.sequence_id, first, self._last_number - count + 1, count))
 
@@ -359,7 +361,9 @@ class PrefixIndex:
         return number in self._retained and self._host.lacks(number, self._keys[number])
 
     def take_to_copy(self, count: int) -> list[tuple[BlockNumber, BlockKey]]:
-        """Take up to `count` retained blocks that the host lacks, those evicted next, sorted by number."""
+        """Take up to `count` retained blocks that the host lacks, the next to be evicted first. They are returned
+        sorted by number.
+        """
         found = list[tuple[BlockNumber, BlockKey]]()
         while len(found) < count and self.wants_copies:
             number = self._to_copy.popleft()
@@ -373,7 +377,7 @@ class PrefixIndex:
     def forget_all(self, running: list[Sequence]) -> int:
         """Forget all numbers as the group changes: stages drop theirs by themselves, and running sequences get none
         until their KV is on the new stages. Blocks that running sequences share stay shared, under negative numbers,
-        which are never matched, told to stages or retained. Returns by how many the held blocks grow.
+        which are never matched, sent to stages or retained. Returns by how many the number of held blocks grows.
         """
         shared_count = self.shared_count
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
@@ -458,12 +462,12 @@ class PrefixIndex:
         if places.keys() != self._keys.keys() or places.total() != len(places) or self._online - places.keys():
             raise InvariantViolation("a number is neither held nor retained, or both")
         if {key: number for number, key in self._keys.items()} != self._numbers:
-            raise InvariantViolation("numbers and keys are not each other's")
+            raise InvariantViolation("numbers and keys do not map to each other")
         for sequence_id, held in self._held.items():
             if len(held) > reserved.get(sequence_id, 0):
-                raise InvariantViolation(f"sequence {sequence_id} holds {len(held)} blocks and has not so many")
+                raise InvariantViolation(f"sequence {sequence_id} holds {len(held)} numbers but has fewer blocks")
         if stage_numbers is not None:
             coming = {n for _, _, first, count in self._named for n in range(first, first + count)}
             told = (self._keys.keys() | set(self._forgotten)) - coming
             if told != set(stage_numbers):
-                raise InvariantViolation(f"the stage has numbers {set(stage_numbers)}, it has been told {told}")
+                raise InvariantViolation(f"the stage has numbers {set(stage_numbers)}, expected {told}")

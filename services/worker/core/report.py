@@ -88,7 +88,7 @@ def load_of(
     for one in leaving:
         max_running_count += one.running_count
         spare_block_count += max(0, one.free_block_count)
-    # Blocks that a draining group uses beside this one count as used: this group gets them later.
+    # Blocks of a draining group alongside this one count as used: this group gets them later.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
     used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
     longest = max([s for one in groups for s in one.online], key=_token_count, default=None)

@@ -25,7 +25,7 @@ class RequestTable:
         self._limits = limits
         self.streams: dict[int, DispatcherStream] = {}  # stream id -> its sequences
         self.live: dict[SequenceId, Sequence] = {}
-        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # by sequence; none while that waits for its KV
+        self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # absent while a sequence waits for its KV
         self.waiting_for_kv = Waits(limits.handover_timeout_s)  # requests
         self.kept = Waits(limits.handover_timeout_s)  # KV whose request has not arrived; not in `live`
         self.outbox = Outbox()
@@ -74,8 +74,8 @@ class RequestTable:
             self._deadlines.tidy(self.live)
 
     def report_preempted(self) -> None:
-        """Report each of `turned` as preempted or resumed, if its dispatcher does not know. New waiting sequences are
-        not reported.
+        """Report each of `turned` as preempted or resumed, unless its dispatcher knows already. New waiting sequences
+        are not reported.
         """
         for sequence in self.turned:
             if sequence.sequence_id not in self.live:
@@ -121,7 +121,7 @@ class RequestTable:
         self.endings_total[reason] += 1
 
     def move_out(self, sequence: Sequence, at_s: float, why: str) -> None:
-        """Remove a sequence that another leader has, or is to get."""
+        """Remove a sequence that another leader has taken over or will take over."""
         if (group_scheduler := self.group_schedulers.pop(sequence.sequence_id, None)) is not None:
             group_scheduler.give_away(sequence)
         self._leave(sequence, at_s, why)
@@ -165,14 +165,14 @@ class RequestTable:
                 raise InvariantViolation(f"{sequence.name} waits for KV in a group, or is in none", sequence.story())
         streamed = sum(len(stream.live) for stream in self.streams.values())
         if len(self.live) != streamed:
-            raise InvariantViolation(f"{len(self.live)} sequences live, {streamed} streamed")
+            raise InvariantViolation(f"{len(self.live)} live sequences, {streamed} in streams")
         for kept in self.kept.sequences:
             if kept.snapshot is None or kept.state not in (SequenceState.SUSPENDED, SequenceState.WAITING):
-                raise InvariantViolation(f"{kept.name} is kept for a request and has one", kept.story())
+                raise InvariantViolation(f"{kept.name} is not waiting for its request", kept.story())
             if (kept.state is SequenceState.WAITING) != (kept.computed_tokens == 0):
                 raise InvariantViolation(f"{kept.name} has KV in no block", kept.story())
             if self.waiting_for_kv.get(kept.request_id) is not None:
-                raise InvariantViolation(f"the request and the KV of {kept.name} are here", kept.story())
+                raise InvariantViolation(f"request and KV of {kept.name} are here, but not bound", kept.story())
 
     def _check_live(self, sequence_id: SequenceId, sequence: Sequence) -> None:
         if sequence.sequence_id != sequence_id or sequence.state is SequenceState.ENDED:
@@ -181,6 +181,6 @@ class RequestTable:
             raise InvariantViolation(f"{sequence.name} is unknown to its stream", sequence.story())
         is_new = not (sequence.may_overfill or sequence.output_token_ids or sequence.state is SequenceState.SWAPPED)
         if sequence.preempted != (sequence.waits and not is_new):
-            raise InvariantViolation(f"the dispatcher of {sequence.name} has not heard the latest", sequence.story())
+            raise InvariantViolation(f"{sequence.name} waits or runs unknown to its dispatcher", sequence.story())
         if sequence.token_count != len(sequence.prompt_token_ids) + len(sequence.output_token_ids):
             raise InvariantViolation(f"{sequence.name} miscounts its tokens", sequence.story())

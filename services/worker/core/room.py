@@ -1,8 +1,9 @@
 """Capacity of a group while a restore loads its members' parameters (pure).
 
-The parameters need the memory that the drop has given to KV. Beside them the group runs on in the remaining blocks,
-less a minimum with which each member begins to serve alone: see `DeviceMemory.leaving_block_count`. The leader limits
-the group to the smallest stage's remainder, and announces it, in order with its batches, once no block beyond is held.
+The parameters need the memory that the drop has given to KV. Meanwhile the group keeps running in the remaining blocks,
+less a minimum that each member needs to begin serving alone: see `DeviceMemory.leaving_block_count`. The leader limits
+the group to what the smallest stage has left, and announces the limit, in order with its batches, once no block beyond
+it is held.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +18,7 @@ from services.worker.core.waves import Leading
 class RoomSizes:
     """Block counts of one stage: in the draining group, alone, and in host memory."""
 
-    leaving: int  # in its group, beside all parameters
+    leaving: int  # in its group, when all parameters are loaded as well
     home: int  # alone, with all layers
     host: int = 0  # in host memory, for swapped KV
 
@@ -116,7 +117,7 @@ class GroupRoom:
 
     def grant(self, epoch: Epoch, block_count: int) -> None:
         """Follower: its leader uses no block beyond `block_count`. May precede the planner's Prepare."""
-        if epoch >= self._granted[0]:  # otherwise of an earlier restore
+        if epoch >= self._granted[0]:  # otherwise the grant is for an earlier restore
             self._granted = epoch, block_count
 
     def granted(self, epoch: Epoch) -> int | None:

@@ -1,7 +1,7 @@
-"""Decides by counts which sequences run: waiting line, KV reservations, preemption.
+"""Decides, from counts, which sequences run: waiting queue, KV reservations, preemption.
 
 It knows how many blocks there are (in a pipeline the minimum over the stages) and how many each running sequence has
-reserved, and no block id: every stage keeps its own tables (`core.blocks.BlockBook`) and can cover whatever the counts
+reserved, but no block ids: every stage keeps its own tables (`core.blocks.BlockBook`) and can cover whatever the counts
 allow.
 
 Order of service is (class, arrival). Classes decide who is admitted first and who is preempted when the cache is full.
@@ -83,7 +83,7 @@ class Scheduler(GroupCounts):
 
     def has_ready(self, completed_step_id: int) -> bool:
         """True if the next plan may have something to run. Not certain: blocks may be lacking, and only some
-        microbatchings continue a prompt that has a chunk in flight.
+        microbatching policies continue a prompt that has a chunk in flight.
         """
         for sequence in self.running:
             if sequence.step_id <= completed_step_id:
@@ -100,9 +100,9 @@ class Scheduler(GroupCounts):
     # ---------------------------------------------------------------- admission
 
     def admit(self, at_s: float, completed_step_id: int, *, offline: bool = True) -> list[Sequence]:
-        """Admit the head of the line while it fits; nothing overtakes it, so it cannot starve. Returns the sequences
-        preempted for it, none of which is in a batch after `completed_step_id`. `offline`: offline sequences may be
-        admitted.
+        """Admit the head of the queue while it fits; nothing overtakes it, so it cannot starve. Returns the sequences
+        preempted for it, none of which is in a batch after `completed_step_id`. `offline`: whether offline sequences
+        may be admitted.
         """
         yielded: list[Sequence] = []
         if not self.line.count and not self.line.offline_count and not self.swap.entries:
@@ -188,8 +188,8 @@ class Scheduler(GroupCounts):
         )
 
     def _preemption_candidates(self, sequence: Sequence, completed_step_id: int) -> list[Sequence] | None:
-        """Sequences to preempt for `sequence`, from the last one on; empty if there is room. None: it cannot be
-        admitted, or would not be computed soon. Candidates are in no batch after `completed_step_id`: offline
+        """Sequences to preempt for `sequence`, last in the order of service first; empty if there is room. None: it
+        cannot be admitted, or would not be computed soon. Candidates are in no batch after `completed_step_id`: offline
         sequences, and those of a caller that outweighs this one's.
         """
         begins = sequence.state is not SequenceState.SWAPPED
@@ -225,7 +225,9 @@ class Scheduler(GroupCounts):
         return head is not None and not self._admits(self._cost(head, offline), offline)
 
     def _admits(self, need_block_count: int, yielding: list[Sequence]) -> bool:
-        """True if a sequence that needs so many blocks may be admitted, with those of the `yielding` free."""
+        """True if a sequence that needs so many blocks may be admitted, once the blocks of the `yielding` ones are
+        free.
+        """
         block_count = self._limited_block_count
         lent_count = self.prefixes.freed_count(yielding) if yielding else 0
         view = AdmissionView(
@@ -246,8 +248,8 @@ class Scheduler(GroupCounts):
         bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """The online sequence to be admitted next, waiting or swapped out: the first in the order of service, or in its
-        class the first whose caller is outweighed by that one's.
+        """The online sequence to be admitted next, waiting or swapped out: the first in the order of service, or, in
+        that one's class, the first whose caller holds much less than its caller.
         """
         waiting = self.line.online
         if waiting is not None and len(self.line.callers) > 1:
@@ -348,7 +350,7 @@ class Scheduler(GroupCounts):
         else:
             all_ready = not (in_flight_count or self.swap.entries)
             decodes, chunks = self.former.batch(self.online, completed_step_id, all_ready=all_ready, ahead=ahead)
-            in_flight_count = 0  # what is ahead of a lone instance's device counts as completed
+            in_flight_count = 0  # a lone instance's batch in flight counts as completed
         plan, online_busy = BatchPlan(decodes, chunks, preempted, begun), bool(decodes or chunks)
         self.fit_prefixes()
         if offline := self.offline:
@@ -372,7 +374,8 @@ class Scheduler(GroupCounts):
 
     def _reserve_ahead(self, completed_step_id: int) -> bool:
         """Reserve the blocks that sequences need with the tokens in flight. False: there are too few, or the head of
-        the line needs some of another sequence; that waits until nothing is in flight and any may be preempted.
+        the queue needs another sequence's blocks. Both cases wait until nothing is in flight and any sequence may be
+        preempted.
         """
         growing = growing_ahead(self.running, completed_step_id)
         if len(growing) > self.free_block_count:
@@ -445,7 +448,7 @@ class Scheduler(GroupCounts):
         return candidates[choose_victim(_views(candidates))]
 
     def surplus(self, completed_step_id: int) -> Sequence | None:
-        """The next sequence to preempt when more is held than there is, or offline work is paused. None: it is in
+        """The next sequence to preempt when more blocks are held than exist, or offline work is paused. None: it is in
         flight, or there is no surplus.
         """
         pauses = self.offline_work.paused and bool(self.offline)
@@ -512,7 +515,7 @@ class Scheduler(GroupCounts):
             self._recompute(lost, at_s, f"host memory is for {victim.name}")
 
     def forget_swapped(self, at_s: float, why: str, who: Container[SequenceId] | None = None) -> list[Sequence]:
-        """The group changes: drop swapped KV of all sequences, or those named, and recompute them."""
+        """The group changes: drop swapped KV of all sequences, or of those in `who`, and recompute them."""
         self.swap.drop_mirrors(who)
         lost = [s for s in self.swap.sequences if who is None or s.sequence_id in who]
         self.offline_work.lost_tokens_total += sum([s.computed_tokens for s in lost if s.rank == OFFLINE_RANK])
@@ -579,7 +582,9 @@ class Scheduler(GroupCounts):
             self._run(sequence, 0, at_s, "its KV is complete")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Bind KV to its request, which has got the KV's sequence id. The caller makes room by `shed` afterwards."""
+        """Bind KV to its request, which has been given the KV's sequence id. The caller makes room by `shed`
+        afterwards.
+        """
         if self.suspended.bind(kept, request, at_s):
             self.resume(request, at_s)
 

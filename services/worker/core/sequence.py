@@ -20,7 +20,7 @@ class SequenceState(Enum):
     RUNNING = "running"  # its KV is reserved; scheduled into batches
     SUSPENDED = "suspended"  # its KV is reserved and being transferred between stages
     SWAPPED = "swapped"  # its KV is in host memory, or being copied there or back
-    WAITING_FOR_KV = "waiting for KV"  # in no line yet: another leader may be sending its KV
+    WAITING_FOR_KV = "waiting for KV"  # in no queue yet: another leader may be sending its KV
     ENDED = "ended"
 
 
@@ -29,7 +29,7 @@ _MOVES = frozenset(
         (SequenceState.WAITING, SequenceState.RUNNING),  # admitted
         (SequenceState.RUNNING, SequenceState.WAITING),  # preempted
         (SequenceState.RUNNING, SequenceState.SUSPENDED),
-        (SequenceState.WAITING, SequenceState.SWAPPED),  # admitted, while KV of its prompt comes from host memory
+        (SequenceState.WAITING, SequenceState.SWAPPED),  # admitted, while KV of its prompt is copied from host memory
         (SequenceState.WAITING, SequenceState.SUSPENDED),  # adopted while its KV is transferred
         (SequenceState.SUSPENDED, SequenceState.RUNNING),  # its KV is complete
         (SequenceState.SUSPENDED, SequenceState.WAITING),  # its KV is lost
@@ -114,16 +114,17 @@ class Sequence:
         self.reserved_tokens = 0  # capacity of its reserved blocks
         self.step_id = 0  # step of the last batch that it was in
         self.in_engine = False  # a batch of this leader has added it and none has removed it
-        self.on_stages = False  # stages hold state or blocks for it, and must be told when it leaves
+        self.on_stages = False  # stages hold state or blocks for it, and must be notified when it leaves
         self.snapshot: SequenceSnapshot | None = None  # set for KV whose request has not arrived
-        self.may_overfill = False  # admitted before it entered the waiting line, so the line's bound does not apply
+        self.may_overfill = False  # admitted before it entered the waiting queue, so the queue's bound does not apply
         self.first_token_at_s: float | None = None  # when this attempt's first token was sampled
-        self.preempted = False  # its dispatcher has been told that it waits, and not yet that it runs again
+        self.preempted = False  # its dispatcher was notified that it waits, and not yet that it runs again
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
 
     def _ahead(self) -> range:
-        """Token counts at which the next token may be computed before the last one is known. Excluded: constraints that
-        depend on the last one, a last token by count, a first one that comes with logprobs of the prompt.
+        """Token counts at which the next token may be computed before the last one is known. Excluded: tokens under
+        constraints that depend on the last one, the final token by count, and a first token that is returned with
+        logprobs of the prompt.
         """
         sampling, prompt_count = self.sampling, len(self.prompt_token_ids)
         if sampling.grammar is not None or sampling.bad_words_token_ids:
@@ -219,4 +220,4 @@ class Sequence:
     def check_waiting(self) -> None:
         """Raise InvariantViolation if it holds blocks."""
         if self.state is not SequenceState.WAITING or self.computed_tokens or self.reserved_tokens:
-            raise InvariantViolation(f"{self.name} waits and holds something", self.story())
+            raise InvariantViolation(f"{self.name} waits but holds blocks", self.story())

@@ -1,4 +1,4 @@
-"""Which KV goes from which stage to which when a sequence changes its group (pure).
+"""Which stage sends which KV to which other stage when a sequence changes its group (pure).
 
 Each stage of the target group receives, from each stage of the source group, the layers that both execute. The unit of
 transfer is a `KvRange` of the sequence, split at stage boundaries into one `Piece` for each hop.

@@ -1,7 +1,8 @@
 """When a sequence stops, and which of its text may be sent.
 
-A stop string or token counts only if it comes with a token after the first `min_tokens`. Of several stop strings the
-one that is complete first is matched, of those the longest: the result does not depend on how the text was split.
+A stop string or token counts only if a token after the first `min_tokens` completes it. Of several stop strings the one
+that is complete first is matched, and the longest of those complete at once, so the result does not depend on how the
+text was split.
 """
 
 from ballast.common.sampling import FinishReason, SamplingParams

@@ -1,8 +1,8 @@
 """Sequences whose KV is being transferred, and KV that is complete before its request has arrived.
 
-A suspended sequence keeps its reservation and takes part in nothing, even if it ends meanwhile: its blocks are being
-written on the stages. One that waits for room on some stage has a reservation for the blocks only that it shares with
-others, until `take_blocks`. KV that has `arrived` before its request may be preempted like a running sequence.
+A suspended sequence is not scheduled, and keeps its reservation even if it ends meanwhile, because its blocks are being
+written on the stages. One that waits for room on some stage has reserved only the blocks that it shares with others,
+until `take_blocks`. KV that has `arrived` before its request may be preempted like a running sequence.
 """
 
 from collections.abc import Callable
@@ -36,8 +36,8 @@ class Suspended(dict[SequenceId, Sequence]):
         return [self[sequence_id] for sequence_id in sorted(self.arrived)]
 
     def add(self, sequence: Sequence, at_s: float, *, travels: bool, waits: bool) -> None:
-        """Add a sequence of this group or of another leader. Its KV `travels`, if need be once there is room (`waits`);
-        otherwise it is complete.
+        """Add a sequence of this group or of another leader. `travels`: its KV is being transferred or, if it `waits`,
+        will be once there is room; otherwise its KV is complete.
         """
         why = "its KV waits for room" if waits else "its KV travels" if travels else "its KV is here"
         if sequence.state is SequenceState.SUSPENDED:
@@ -62,8 +62,8 @@ class Suspended(dict[SequenceId, Sequence]):
         sequence.note(at_s, "its KV travels")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> bool:
-        """Bind KV to its request, which has got the KV's sequence id. Returns True if the KV is complete: the sequence
-        is to run.
+        """Bind KV to its request, which has been given the KV's sequence id. Returns True if the KV is complete: the
+        sequence is to run.
         """
         self[kept.sequence_id] = request
         request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or on its way")

@@ -1,17 +1,18 @@
 """Sequences whose KV is in host memory, or being copied there or back.
 
 A sequence preempted when the cache is full leaves the running set and keeps its blocks until they have been copied,
-some with each step (`policy.swapping`); then they are free, and it waits in the line by arrival. When it fits again it
-gets new blocks, and runs when its KV has been copied back: no token is computed twice. A step copies only blocks of
+some with each step (`policy.swapping`); then they are free, and it waits in the queue by arrival. When it fits again it
+gets new blocks, and runs once its KV has been copied back: no token is computed twice. A step copies only blocks of
 sequences that it does not compute, so copies and computation overlap.
 
-Device block ids are those of each stage's own book; host block ids are the leader's and the same on every stage, so
-there are as many as on the smallest one. Batches carry the copies. As every stage executes batches in order and waits
-for the copies of each, a batch may use what an earlier one has copied, before that one has completed.
+Device block ids are those of each stage's own book; host block ids are chosen by the leader and the same on every
+stage, so the stage with the least host memory limits their number. Batches carry the copies. As every stage executes
+batches in order and waits for the copies of each, a batch may use what an earlier one has copied, before that one has
+completed.
 
-An offline sequence is copied while it runs: its full blocks, which are never written again (its mirror, an incremental
-checkpoint). When it is preempted it is out at once; tokens not copied are recomputed on its return, and the mirror
-stays valid. Mirrors use host blocks left over by online sequences.
+The full blocks of an offline sequence, which are never written again, are copied while it runs (its mirror, an
+incremental checkpoint). When preempted, it is swapped out at once: tokens not copied are recomputed on its return, and
+the mirror stays valid. Mirrors use host blocks left over by online sequences.
 
 Prefix blocks that are only on the host (`core.host_prefixes`) are copied back the same way, at admission.
 
@@ -151,7 +152,9 @@ class SwapSpace:
     # ---------------------------------------------------------------- swap out and in
 
     def takes(self, sequence: Sequence) -> bool:
-        """True if the sequence may be swapped out: it has KV, and the host has room beside other online ones."""
+        """True if the sequence may be swapped out: it has KV, and the host has room for it in addition to other online
+        ones.
+        """
         if not self._online or sequence.snapshot is not None:
             return False
         room = self._limit - self._host.used_count + sum(self._mirrors.values())
@@ -205,8 +208,8 @@ class SwapSpace:
         entry.phase, entry.copied_count = SwapPhase.AWAY, 0
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Complete all copies ordered so far, before a step. Returns the sequences that are out now, and those that are
-        back.
+        """Complete all copies ordered so far, before a step. Returns the sequences swapped out now, and those swapped
+        in.
         """
         complete = [entry for entry in self.entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is SwapPhase.LEAVING]
@@ -310,7 +313,7 @@ class SwapSpace:
         budget, copies = max(1, self.budget_blocks // 2) - orders.block_count, list(orders.copies)
         chosen = list(sequences)
         for place, sequence in enumerate(chosen):
-            if sequence.scores_prompt:  # an engine has to compute its whole prompt: what yields begins anew
+            if sequence.scores_prompt:  # one engine must compute its whole prompt, so it starts over after a preemption
                 continue
             mirrored = self._mirrors.get(sequence.sequence_id, 0)
             count = min(budget, sequence.computed_tokens // self._block_tokens - mirrored)
@@ -367,8 +370,8 @@ class SwapSpace:
             self._trim(sequence_id, 0)
 
     def measured(self, step_s: float, block_count: int, copy_s: float) -> None:
-        """Learn from the duration of a step that copied so many blocks. Steps without copies are ignored where online
-        sequences do not swap, as they may be skipped by fast-forward (`core.plain`).
+        """Learn from the duration of a step that copied so many blocks. Steps without copies are ignored if online
+        sequences do not swap, because fast-forward (`core.plain`) may skip such steps.
         """
         if block_count or self.enabled:
             self._pace = self._pace.after(step_s, block_count, copy_s)
@@ -409,7 +412,9 @@ class SwapSpace:
 
 
 def block_copies(batch: Batch, book: BlockBook) -> tuple[BlockCopy, ...]:
-    """The copies beside a batch, on a stage whose `book` has applied it: returning sequences have blocks by then."""
+    """The copies that accompany a batch, on a stage whose `book` has applied it, so that returning sequences have
+    blocks.
+    """
     copies: list[BlockCopy] = []
     for copy in batch.copies:
         if copy.numbers:

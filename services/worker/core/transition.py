@@ -1,7 +1,7 @@
-"""One worker's part in a change of the layout: runs from the tables of `core.phases` (pure).
+"""One worker's part in a change of the layout: a state machine driven by the tables of `core.phases` (pure).
 
-All decisions of a transition are there and in `TransitionState`; the member connects links, moves memory and KV, and
-reports.
+All decisions of a transition are made there and in `TransitionState`; the member connects links, moves memory and KV,
+and reports.
 """
 
 from collections.abc import Sequence
@@ -18,14 +18,14 @@ from services.worker.core.transition_messages import Command, Event, PeerLost
 from services.worker.core.transition_state import TransitionState
 
 AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
-STAND_IN_S = 3.0  # how long the others of a group wait for a stand-in of a lost follower
+STAND_IN_S = 3.0  # how long the rest of a group waits for a stand-in to replace a lost follower
 
 
 class Reception(Enum):
     """How a member answers a plan."""
 
     IGNORE = auto()  # a repetition, an outdated plan, or another one is committed: the planner asks again
-    LEAVE = auto()  # the plan's base lacks this member's group, as a member counts as lost: leave the group
+    LEAVE = auto()  # the plan's base lacks this member's group, since a member counts as lost: leave the group
     CONFIRM = auto()  # the plan makes this member serve alone, which it does already, perhaps with requests
     TAKE = auto()
 
@@ -50,7 +50,7 @@ def reception(
 @dataclass(frozen=True, slots=True)
 class LostStage:
     """A follower of the group in force is lost. The others keep their KV until `until_s`: an instance that serves alone
-    may take its layers, by a plan whose target has it in that place.
+    may take over its layers, through a plan whose target puts it in that place.
     """
 
     epoch: Epoch  # epoch of the group
@@ -59,7 +59,7 @@ class LostStage:
     until_s: float
 
     def waits(self, now_s: float, transition: "Transition | None") -> bool:
-        """True while such a plan may come, or is under way."""
+        """True while such a plan may still arrive, or is under way."""
         if transition is None or self.peer not in transition.part.lost:
             return now_s < self.until_s
         return transition.phase not in (Phase.FAILED, Phase.ABORTED)

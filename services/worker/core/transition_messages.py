@@ -99,8 +99,8 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakenUp:
-    """Memory and role are those of the new layout. `own_victims`: sequences that this worker has led and goes on
-    leading. `draining`: the old group, in a restore.
+    """Memory and role are those of the new layout. `own_victims`: sequences that this worker has led and continues to
+    lead. `draining`: the old group, in a restore.
     """
 
     at_s: float
@@ -162,7 +162,7 @@ class RoomGranted:
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
     """From the old leader: every batch of the old group has been sent. `kept`: if a stage was lost, the sequences that
-    the leader has and their tokens in completed batches; all other KV is of batches that were lost.
+    the leader has and their tokens in completed batches; all other KV belongs to lost batches.
     """
 
     at_s: float
@@ -173,7 +173,7 @@ class EpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class HandoverReceived:
-    """A member is ready for its new role; an old leader's sequences come with it."""
+    """A member is ready for its new role; an old leader's handover includes its sequences."""
 
     at_s: float
     epoch: Epoch
@@ -258,7 +258,7 @@ class PrepareMemory:
 
 @dataclass(frozen=True, slots=True)
 class GrantRoom:
-    """Tell the followers, in order with batches, that their room is granted."""
+    """Notify the followers, in order with batches, that their room is granted."""
 
     epoch: Epoch
     block_count: int
@@ -297,7 +297,7 @@ class ReportRoom:
 @dataclass(frozen=True, slots=True)
 class Quiesce:
     """A leader stops scheduling, in a drop. Answered with BoundaryReached when batches in flight have completed, or at
-    once if a stage is lost, as they never do then.
+    once if a stage is lost, because they then never complete.
     """
 
     epoch: Epoch
@@ -422,7 +422,7 @@ class ReleaseSent:
 
 @dataclass(frozen=True, slots=True)
 class SendWaveDone:
-    """Tell the leader that this worker has ended a wave, after the report of ReleaseSent."""
+    """Report to the leader that this worker has ended a wave, after the report of ReleaseSent."""
 
     epoch: Epoch
     wave: int
@@ -438,7 +438,7 @@ class ReleaseLost:
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Leave the group in force, which cannot go on: a member is lost."""
+    """Leave the group in force, which cannot continue because a member is lost."""
 
     peer: WorkerId
     why: str

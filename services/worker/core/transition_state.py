@@ -2,7 +2,8 @@
 when.
 
 A drop and a merge of pipelines are handled alike: they exchange KV at a boundary. In a restore each member serves alone
-from the commit on, and the old group drains beside that; the KV of its remaining sequences is exchanged at its end.
+from the commit on, and the old group drains at the same time; the KV of its remaining sequences is exchanged at its
+end.
 """
 
 from ballast.common.errors import InvariantViolation
@@ -34,7 +35,7 @@ class TransitionState:
         self.kept: tuple[Victim, ...] = ()  # if a stage was lost: see EpochEnded
         self.draining: Draining | None = None  # restore: the old group, from the commit on
         self.lost: set[WorkerId] = set()  # members of the draining group lost since the commit
-        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker goes on leading
+        self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker continues to lead
         self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # member -> sequences that it has handed over
         self.waves: dict[WorkerId, int] = {}  # new leader -> number of its waves handled
         self.closed: set[WorkerId] = set()  # new leaders that have announced their last wave
@@ -43,7 +44,7 @@ class TransitionState:
         self._outgoing: set[tuple[SequenceId, WorkerId]] = set()
         self._incoming: dict[SequenceId, set[WorkerId]] = {}  # sequence -> members that have not sent its KV
         self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # leader: sequence -> stages without all its KV
-        self._donors: dict[SequenceId, SequenceId] = {}  # leader: sequence -> its donor, if that one's KV comes, too
+        self._donors: dict[SequenceId, SequenceId] = {}  # leader: sequence -> its donor, if the donor's KV is sent, too
 
     @property
     def epoch(self) -> Epoch:

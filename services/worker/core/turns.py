@@ -1,7 +1,7 @@
 """The engine loop's turn: pending events go to the core and to the group member, then batches are run.
 
-A worker's engine thread and the simulator take the same turns. `take_in` and `step` yield where the requested work
-takes time: for a thread that time has passed by then, a simulation lets it pass.
+A worker's engine thread and the simulator take the same turns. `take_in` and `step` yield after requesting work that
+takes time. In a thread the time has passed by then; a simulation lets it pass.
 """
 
 from abc import ABC, abstractmethod
@@ -112,7 +112,7 @@ class Turns(ABC):
     `step` while `steps`; `commands` then holds the output for dispatchers.
 
     With asynchronous scheduling one batch stays launched between two turns, and the next one is launched before its
-    outcome is collected. The member never sees that: what is launched is collected before it handles an event, and at
+    outcome is collected. The member never notices: launched batches are collected before it handles an event, and at
     once while it is not at rest.
     """
 
@@ -182,7 +182,9 @@ class Turns(ABC):
             yield
 
     def step(self) -> Iterator[None]:
-        """Form a batch, if one may be. Another turn follows: events need not wait until a pipeline is full."""
+        """Form and run at most one batch, then let the next turn begin, so that events do not wait until a pipeline is
+        full.
+        """
         formed = self._form() if self.may_step or not self._launched else None
         self.fruitless_count = 0 if formed is not None else self.fruitless_count + 1
         if formed is None:

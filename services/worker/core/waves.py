@@ -106,7 +106,7 @@ class Waves:
 
     def first(self, counts: Mapping[WorkerId, int], in_the_end: int) -> Wave:
         """Admit the first wave. `counts`: blocks of each stage; `in_the_end`: blocks of the smallest once all KV has
-        been sent. A second wave is possible only where that exceeds `counts`.
+        been sent. A second wave is possible only if that exceeds `counts`.
         """
         kept: list[MovedSequence] = []
         lost: list[Victim] = []
@@ -126,8 +126,8 @@ class Waves:
         return Wave(admitted, tuple(lost), not self._waiting)
 
     def next(self, counts: Mapping[WorkerId, int], reserved_blocks: int, gone: Collection[SequenceId]) -> Wave:
-        """Admit the next wave. `reserved_blocks`: of all running sequences, and those that waiting ones share, on every
-        stage; `gone`: waiting sequences that have ended.
+        """Admit the next wave. `reserved_blocks`: blocks of all running sequences, and shared blocks of waiting ones,
+        on every stage; `gone`: waiting sequences that have ended.
         """
         lost = [standing.victim for standing in self._waiting if standing.victim.sequence_id in gone]
         self._waiting = [standing for standing in self._waiting if standing.victim.sequence_id not in gone]
@@ -188,8 +188,9 @@ class Decision:
 
 class Leading:
     """Decisions of a new group's leader about moved sequences, as events in the order in which its core must handle
-    them: which keep KV, which wait for room, which are recomputed. In a drop `lead`, then `lead_on` whenever all
-    members have ended a wave; alone, after a draining group, `lead_alone`. They only read the group.
+    them: which keep KV, which wait for room, which are recomputed. In a drop, `lead` is called first, then `lead_on`
+    whenever all members have ended a wave; for a worker alone, after a draining group, `lead_alone`. The methods only
+    read the group.
     """
 
     def __init__(
@@ -312,8 +313,8 @@ class Leading:
         return shared_numbers(() if self._part.lost else victims, self._plan.epoch)
 
     def _without_kv(self, victims: Iterable[Victim], lacking: Collection[SequenceId]) -> frozenset[SequenceId]:
-        """Ids of own sequences whose lost KV a stand-in cannot compute: it knows no adapters, and log-probabilities of
-        prompts are those of one engine.
+        """Ids of own sequences whose lost KV a stand-in cannot compute: it has no adapters, and log-probabilities of a
+        prompt have to come from one engine.
         """
         if not self._part.lost:
             return frozenset()

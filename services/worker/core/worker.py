@@ -73,7 +73,7 @@ class Totals:
 
     steps: int
     preemptions: int
-    prompt_tokens: int  # tokens of prompts that have got a first token
+    prompt_tokens: int  # tokens of prompts whose first output token has been sampled
     generation_tokens: int
     endings: Mapping[FinishReason, int]
     refused: int
@@ -267,7 +267,7 @@ class WorkerCore:
 
     @property
     def is_empty(self) -> bool:
-        """True if this worker has no request, and no KV whose request may still come."""
+        """True if this worker has no request, and no KV whose request may still arrive."""
         request_table = self._request_table
         return not (
             request_table.live
@@ -591,6 +591,6 @@ class WorkerCore:
             )
 
 
-# Events after which stages must be told of removals, though no batch may follow soon.
+# Events after which removals must be sent to the stages even if no batch follows soon.
 _TELLS_REMOVED = (CapacityChanged, GroupOpened, HandOver, MovedOver, OfflinePaused, RoleChanged, RoomWanted)
 _DRAINS = "this worker is draining"

@@ -1,7 +1,7 @@
 """An instance's network cards as one: bulk transfers leave one after the other, by priority.
 
-Only marks are moved; a transfer takes the time of its bytes. Receivers' cards are not modelled. Concurrent reception
-halves the rate, as in the simulator, where both directions share a card.
+Only marks (see `phantom`) are moved; a transfer takes as long as its bytes would. Receivers' cards are not modelled.
+Concurrent reception halves the rate, as in the simulator, where both directions share a card.
 """
 
 import asyncio

@@ -1,9 +1,9 @@
 """Ideal time of steps and messages of an emulated GPU, without delays of the host.
 
 Several emulated workers share a machine's processors, and wake up some milliseconds late under load: after a step, on a
-message. A GPU's host has a processor of its own. So a step begins when it could have: at the ideal end of the previous
-one, or the ideal arrival of the message it waited for, which messages carry. Delays above `MOST_S` are not compensated;
-after a longer gap there may have been nothing to do.
+message. A GPU's host has a processor of its own. So a step counts as begun when it could have been: at the ideal end
+of the previous one, or the ideal arrival of the message it waited for, which the message states. Delays above `MOST_S`
+are not compensated, as there may have been nothing to do.
 
 Instants are those of `time.monotonic`, shared by all processes of a machine.
 """

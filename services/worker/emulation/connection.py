@@ -1,6 +1,6 @@
 """A connection between two emulated workers: one TCP connection, on both event loops.
 
-Messages are real, except tensors, which are only sizes. A transfer is announced, takes the card's time, and then its
+Messages are real, except tensors, which are only sizes. A transfer is announced, takes time on the card, and then its
 marks are sent. Everything else is as over channels: the opening asks the receiver for destinations, which it may
 refuse, and either end may cancel.
 """
@@ -170,10 +170,10 @@ class EmulatedConnection(Connection):
         return cast("torch.Tensor", _LongMeta(data))
 
     def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        raise InvariantViolation("nothing goes along with a message over an emulated link")
+        raise InvariantViolation("tensors cannot be packed into a message over an emulated link")
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
-        raise InvariantViolation("nothing comes along with a message over an emulated link")
+        raise InvariantViolation("tensors cannot be unpacked from a message over an emulated link")
 
     def tell(self, kind: FrameKind, epoch: int) -> None:
         frame = EmulatedFrame(
@@ -301,7 +301,7 @@ class EmulatedConnection(Connection):
         try:
             self._handle(frame)
         except (BallastError, ValueError, KeyError) as error:
-            get_logger().error("a frame from a link is invalid", peer=self.peer_id, why=f"{error}")
+            get_logger().error("what came over a link is wrong", peer=self.peer_id, why=f"{error}")
             self._break(f"{type(error).__name__}: {error}")
 
     def _handle(self, frame: EmulatedFrame) -> None:

@@ -1,4 +1,4 @@
-"""Copies between emulated device and host memory: marks are copied, in the time of the bytes.
+"""Copies between emulated device and host memory: marks are copied, in the time that the bytes would take.
 
 Engine thread only. Copies are made when the step begins; the worker waits after the step for the rest of their
 duration.
@@ -37,7 +37,7 @@ def one_way(copies: Sequence[BlockCopy], layer_count: int) -> int:
 
 
 class EmulatedCopier:
-    """A `BlockCopier` that copies marks, and waits for the time of the bytes."""
+    """A `BlockCopier` that copies marks, and waits as long as the bytes would take."""
 
     def __init__(self, memory: DeviceMemory, block_count: int, host_bytes_per_s: float) -> None:
         """`host_bytes_per_s`: copy speed in each direction."""

@@ -136,7 +136,7 @@ class Marks:
         block further tokens may have been computed already, in a batch that a later stage has lost.
         """
         if first > len(known.start):
-            raise InvariantViolation(f"a sequence of {len(known.start)} tokens goes on at position {first}")
+            raise InvariantViolation(f"a sequence of {len(known.start)} tokens continues at position {first}")
         marks, size, so_far = list[int](), self._block_tokens, 0
         for at in range(0, first, size):
             so_far = prefix_hash(known.start[at : min(at + size, first)], so_far)
@@ -194,7 +194,7 @@ class EmulatedRunner:
 
     @property
     def wrong_total(self) -> int:
-        """Slices with a wrong read."""
+        """Number of slices that have read wrong KV or parameters."""
         return self._marks.wrong_total
 
     @property

@@ -14,7 +14,7 @@ _WRONG = 0x5BD1E995
 
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:
-    """32 bits over all tokens so far; `before`: the hash of the earlier ones, for any split."""
+    """A 32-bit hash of a prefix, of which `token_ids` are the last tokens. `before`: the hash of the tokens before."""
     words = array(_WORD, token_ids)
     if sys.byteorder == "big":
         words.byteswap()

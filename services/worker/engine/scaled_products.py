@@ -19,9 +19,12 @@ _MULTIPLE = 16  # of rows and columns of a matrix
 
 @functools.cache
 def device_multiplies(device: torch.device) -> bool:
-    """True if a product with scales of rows succeeds on this device."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) < _LEAST_CAPABILITY:
-        return False
+    """True if this device has units for them, and this torch uses them."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY and succeeds(device)
+
+
+def succeeds(device: torch.device) -> bool:
+    """True if a product with scales of rows succeeds on this device, also in software."""
     values = torch.zeros(_MULTIPLE, _MULTIPLE, dtype=torch.uint8, device=device)
     tensors = {VALUES: values, SCALES: torch.ones(1, 1, device=device)}
     try:

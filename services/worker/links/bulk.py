@@ -98,7 +98,7 @@ class BulkSender:
         self._least_bytes = min(least_bytes, config.chunk_bytes)
         self._chunks = ChunkSize(
             config.chunk_bytes,
-            config.window_chunks if wire is None else 1,  # on an emulated wire one at a time is sent
+            config.window_chunks if wire is None else 1,  # an emulated wire takes one chunk at a time
             self._least_bytes,
             min(config.most_chunk_bytes, config.max_message_bytes),
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,

@@ -38,8 +38,8 @@ class ChunkSize:
     """Chunk size of one link: two chunks take about as long as the stage executes (EuroSys '26, section 4.2).
 
     Two are in flight while activations are sent, as a single one would leave the link idle in between. So an activation
-    waits for bulk for at most a stage's time. Otherwise more are in flight. The minimum size prevents a feedback loop:
-    small chunks cost wake-ups, which make the link seem slow, which would make chunks even smaller.
+    waits for bulk for at most a stage's time. At other times more are in flight. The minimum size prevents a feedback
+    loop: small chunks cost wake-ups, which make the link seem slow, which would make chunks even smaller.
     """
 
     def __init__(

@@ -135,7 +135,7 @@ class DataPlane:
         mine.set_result(link)
         if not is_wanted:
             link.retire()
-            raise Unavailable(peer_id, f"link for epoch {epoch} was given up while it was made")
+            raise Unavailable(peer_id, f"link for epoch {epoch} was abandoned while it was being opened")
         return link
 
     def warm(

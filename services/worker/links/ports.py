@@ -51,7 +51,7 @@ class ConnectionFacts:
 class Message:
     """An urgent message. The tensor has the sender's dtype and shape and belongs to the receiver.
 
-    It is on the device that the receiver wants for that topic, whatever the route.
+    It is on the device that the receiver has chosen for the topic (`Receiver.device_of`).
     """
 
     traffic: TrafficClass

@@ -118,7 +118,7 @@ def _arrives_on(header: Header, channel: Channel, peer: str) -> torch.device:
     if not header.on_device:
         return HOST
     if channel.device == HOST:
-        raise PeerViolation(peer, "a payload from device to device, where payloads go from host to host")
+        raise PeerViolation(peer, "a payload between devices, but this channel only carries payloads between hosts")
     return channel.device
 
 

@@ -293,7 +293,7 @@ def _introduce(connection: socket.socket, mine: Hello, deadline_s: float, secret
     answer = _heard(connection, peer_id, deadline_s)
     theirs = parse_hello(answer)
     if theirs.worker_id != peer_id:
-        raise PeerViolation(peer_id, f"{theirs.worker_id} answers at its address")
+        raise PeerViolation(peer_id, f"another worker, {theirs.worker_id}, answers at its address")
     if not is_proof(parse_proof(read_line(connection, deadline_s)), secret, "host", hello, challenge, proof, answer):
         raise PeerViolation(peer_id, "does not prove that it has this cluster's secret")
     check_terms(mine, theirs)

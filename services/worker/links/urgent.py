@@ -141,7 +141,7 @@ class UrgentSender:
             if outgoing.header.kind is FrameKind.CLOSE:
                 return
 
-    # ------------------------------------------------------------ below: called with _changed held, but for _complete
+    # ------------------------------------------------------------ below: called with _changed held, except _complete
 
     def _oldest_in_flight(self) -> _UrgentMessage | None:
         """Post what may be posted. Returns the oldest message in flight; None if there is none after a short wait."""

@@ -98,7 +98,7 @@ class CudaBackend(TensorOperations):
     def create(self, extent_bytes: int, count: int) -> None:
         if self._taken and not self._extent_bytes:
             if len(self._handles) != count:
-                raise InvariantViolation(f"{count} extents are wanted, another process has {len(self._handles)}")
+                raise InvariantViolation(f"{count} extents requested, but the other process has {len(self._handles)}")
             self._extent_bytes = extent_bytes
             return
         if self._handles:

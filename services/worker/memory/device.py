@@ -231,7 +231,7 @@ class DeviceMemory:
         """
         least = self.kv.extents_for_blocks(1) * self.kv.shape.layer_count
         if self.leaving is not None:
-            raise InvariantViolation("a window is opened, and another one has not been closed yet")
+            raise InvariantViolation("a window is opened, but another one has not been closed yet")
         if len(self.parameters.held_layers) < self.parameters.layer_count:
             raise InvariantViolation(f"a window is opened with the layers {self.parameters.held_layers} only")
         if self.pool.free_count < least:

@@ -132,7 +132,7 @@ class KvWindow:
         """
         wanted = extents_per_layer * len(self._held_layers)
         if wanted > self._pool.free_count:
-            raise InvariantViolation(f"the KV cache wants {wanted} extents, {self._pool.free_count} are free")
+            raise InvariantViolation(f"the KV cache needs {wanted} extents, but {self._pool.free_count} are free")
         for owner in self._held_ranges():
             before = owner.mapped_bytes
             owner.grow(extents_per_layer)

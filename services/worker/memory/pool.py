@@ -24,6 +24,7 @@ class Purpose(IntEnum):
 
 
 _FREE = 0
+_IS_OWNED = b"\x00" + b"\x01" * 255  # owner -> whether it is one
 
 
 class PhysicalPool:
@@ -175,10 +176,11 @@ class PhysicalPool:
         expected = bytearray(self.extent_count)
         for owner in self._ranges:
             for run in owner.runs:
-                for extent in range(run.first, run.end):
-                    if expected[extent] != _FREE:
-                        raise InvariantViolation(f"extent {extent} is mapped twice", story=self._story(extent))
-                    expected[extent] = owner.purpose
+                taken = expected[run.first : run.end]
+                if taken.count(_FREE) != run.count:
+                    extent = run.first + next(i for i, purpose in enumerate(taken) if purpose != _FREE)
+                    raise InvariantViolation(f"extent {extent} is mapped twice", story=self._story(extent))
+                expected[run.first : run.end] = bytes([owner.purpose]) * run.count
         if expected != self._owners:
             extent = next(i for i in range(self.extent_count) if expected[i] != self._owners[i])
             why = "leaked" if expected[extent] == _FREE else "mapped by one who does not own it"
@@ -228,7 +230,7 @@ class PhysicalPool:
         listed = bytearray(b"\x01") * self.extent_count
         for run in self._free:
             listed[run.first : run.end] = bytes(run.count)
-        if [bool(owner) for owner in self._owners] != [bool(owner) for owner in listed]:
+        if self._owners.translate(_IS_OWNED) != listed:
             raise InvariantViolation(f"the list of free extents disagrees with the books: {self._free}")
         for one, other in zip(self._free, self._free[1:], strict=False):
             if one.end >= other.first:

@@ -1,7 +1,7 @@
-"""The activation log of a stage: what it has sent downstream, in host memory, and how a stand-in computes KV from it.
+"""The activation log of a stage (what it has sent downstream, in host memory), and how a stand-in computes KV from it.
 
-The stage that a stand-in replaces got its input from the stage before it. That one has logged it, so the stand-in
-computes the lost layers alone. Engine thread only.
+A lost stage got its input from the stage before it, which has logged it. From that log a stand-in computes the KV of
+the lost layers, without the other stages. Engine thread only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class HostActivations:
-    """An `ActivationStore`, reserved with the first batch in a pipeline; pages are taken when first written."""
+    """An `ActivationStore`, reserved with the first batch in a pipeline; its pages are allocated when first written."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -146,7 +146,7 @@ class Refill:
         done = job.computed_tokens >= job.victim.computed_tokens
         if done:
             self._jobs.popleft()
-            self._run(Batch(0, (event.sequence_id,), (), ()), (), None)  # out of the engine: its leader adds it anew
+            self._run(Batch(0, (event.sequence_id,), (), ()), (), None)  # out of the engine; its leader adds it anew
         if self._jobs:
             self._ask()
         return KvReceived(self._context.now(), job.epoch, event.sequence_id, job.giver) if done else None

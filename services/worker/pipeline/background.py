@@ -1,8 +1,7 @@
 """Threads for checksums and disk reads; a job without urgency pauses after each piece.
 
-Lower thread priority would not do: the interpreter's lock goes to the thread that requested it, and the engine would
-wait until that thread gets a processor, tens of milliseconds on a busy machine. For the same reason pieces are large:
-the number of wake-ups matters.
+A lower thread priority would not help: the GIL goes to the thread that requested it, and the engine would wait until
+that thread is scheduled, tens of milliseconds on a busy machine. For the same reason pieces are large: fewer wake-ups.
 """
 
 import time
@@ -28,7 +27,7 @@ class Stopped(Exception):
 
 def unhurried(stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None]:
     """Make a function to be called between two pieces, on the job's thread; one per job. It pauses, and raises Stopped
-    if the job was cancelled. `hurried()`: True for no pauses, as requests wait for the job.
+    if the job was cancelled. `hurried()`: True if requests wait for the job, which then makes no pauses.
     """
     worked_s: float | None = None  # CPU time of the working thread, which may be another one
 

@@ -63,8 +63,8 @@ class BuiltInstance(Protocol):
         ...
 
     def read_layer(self, layer: int) -> bool:
-        """Reload a layer's parameters from that copy (True), or else from the checkpoint (False). Any thread; the layer
-        is not executed meanwhile.
+        """Reload a layer's parameters from the copy in host memory (True) or, without one, from the checkpoint (False).
+        Any thread; the layer is not executed meanwhile.
         """
         ...
 

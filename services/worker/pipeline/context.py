@@ -1,7 +1,7 @@
 """The environment that an executor provides to a member, and the context that the member's parts share.
 
-Executors: threads and links (a worker), or virtual time (the simulator, fault campaigns). A member's decisions do not
-depend on which.
+An executor uses threads and links (a worker) or virtual time (the simulator, fault campaigns). A member's decisions do
+not depend on its executor.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
 # Maximum prompt tokens of a batch with decodes, in blocks. Loading layers takes bandwidth and processor time from every
-# batch: a long chunk in addition would be the longest gap between two tokens. In a pipeline a token waits for the
-# chunks of all microbatches in flight. KV that has arrived counts from the end of a batch on.
+# batch; a long chunk in addition would cause the longest gap between two tokens. In a pipeline a token waits for the
+# chunks of all microbatches in flight. KV that has arrived is only used from the end of a batch on.
 _PROMPT_BLOCKS = 0.5
 Now = Callable[[], float]  # monotonic seconds
 
@@ -99,7 +99,7 @@ class ActivationStore(Protocol):
 
 
 class Background(Protocol):
-    """Background jobs beside the engine: checksums and loading of layers."""
+    """Background jobs that run alongside the engine: checksums and loading of layers."""
 
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]: ...
 
@@ -108,8 +108,8 @@ class Background(Protocol):
         ...
 
     def fill(self, layer: int) -> Future[bool]:
-        """Load a layer's parameters from the copy in this host's memory (True, they are right then), or else from the
-        checkpoint (False). The layer is not executed meanwhile.
+        """Load a layer's parameters from the copy in this host's memory (True: they are known to be correct), or else
+        from the checkpoint (False). The layer is not executed meanwhile.
         """
         ...
 
@@ -122,7 +122,7 @@ class Background(Protocol):
         ...
 
     def shutdown(self) -> None:
-        """Finish the running jobs, start no further one."""
+        """Finish the running jobs; start no others."""
         ...
 
 
@@ -142,7 +142,7 @@ class MemberEnvironment:
     watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
     launch: Launch | None = None  # launches batches; None: the engine only executes synchronously
     activations: ActivationStore | None = None  # memory of the activation log; None: there is no log
-    preempts: Callable[[], bool] = never  # True: online work came since the engine thread last took events
+    preempts: Callable[[], bool] = never  # True: online work has arrived since the engine thread last took events
 
 
 @dataclass(slots=True)
@@ -178,8 +178,8 @@ class MemberContext:
         self.room.begin(stages, self.book.block_count, before_block_count=before_block_count)
 
     def report_capacity(self, *, ends: bool = False) -> None:
-        """Report the group's blocks to the core. `ends`: the group is about to end, and its stages are told of all
-        releases.
+        """Report the group's blocks to the core. `ends`: the group is about to end, so all releases are sent to its
+        stages.
         """
         self.answers.tell(self.room.capacity(self.now(), ends=ends))
 
@@ -202,9 +202,9 @@ class MemberContext:
             self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)
 
     def limit_prompts(self, *, beside: bool = False, batch_count: int | None = None) -> None:
-        """Limit prompt chunks during a transition, in that many batches, or until `lift_limit` or another role.
-        `beside`: in all batches of this worker's own group, while the draining one computes on the same devices, or
-        others wait for their KV.
+        """Limit prompt chunks during a transition: in `batch_count` batches, or until `lift_limit` or a change of role.
+        `beside`: also in batches without decodes, because the draining group computes on the same devices, or other
+        sequences wait for their KV.
         """
         token_count = max(1, int(_PROMPT_BLOCKS * self.memory.kv.shape.block_tokens))
         self.answers.tell(PrefillLimited(self.now(), token_count, always=beside, batch_count=batch_count))
@@ -217,7 +217,7 @@ Answer = Command | StepOutcome
 
 
 class MemberAnswers:
-    """Collects commands of the core for the shell, which sends to dispatchers and drops texts."""
+    """Collects the core's commands and the outcomes of steps, for the shell."""
 
     def __init__(self, core: WorkerCore, run: Callable[[Removed], object]) -> None:
         """`run` executes removals on this member's stages."""

@@ -1,7 +1,8 @@
 """Executes one transition at a time: `core.transition` decides, its commands are executed here.
 
-`drive` is the only loop. Each command has a line in `_execute`, which returns its result as the next event; no function
-that executes a command drives the transition itself. Commands beyond a message are executed by the parts.
+`drive` is the only loop. Each command has a case in `_execute`, which returns its result as the next event; no function
+that executes a command drives the transition itself. Commands that take more than a message are executed by the
+member's parts.
 """
 
 import copy
@@ -51,8 +52,8 @@ class TransitionDriver:
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[MemberContext, MemberRole], tuple[MemberContext, StageRunner]],
     ) -> None:
-        """`broken` is called when the group is lost with a member. `second` makes the context and stage of a draining
-        group, beside the group in force.
+        """`broken` is called when the loss of a member ends the group. `second` makes the context and stage of a
+        draining group, in addition to those of the group in force.
         """
         self._context = context
         self._role = context.role
@@ -85,7 +86,7 @@ class TransitionDriver:
             self.drive(t.AbortRequested(self._now(), current.epoch, why))
         self._migrations.give_up("the layout changes")
         if self.undoing or not self._migrations.idle:
-            return  # memory that is read or written for it must not be unmapped
+            return  # memory that a migration still reads or writes must not be unmapped
         if plan.kind is TransitionKind.RESTORE and self._role.leads and self._context.room.sizes is None:
             return  # stages report their capacity once the previous transition has ended there
         self._links.retire(self._role.epoch)
@@ -232,7 +233,7 @@ class TransitionDriver:
             self.drive(*self._mover.left(event))
 
     def room_granted(self, epoch: Epoch, block_count: int) -> None:
-        """Handle the leader's grant of room, which may come before the planner's Prepare."""
+        """Handle the leader's grant of room, which may arrive before the planner's Prepare."""
         if self.leaving is not None and self._current().epoch == epoch:
             self.leaving.limited(block_count)
             return
@@ -398,7 +399,9 @@ class TransitionDriver:
     # ------------------------------------------------------------ prepare
 
     def _prepare_memory(self) -> Sequence[t.PreparationFailed]:
-        """Check the plan. If it does not fail, `MemoryReady` follows, in a drop when no job reads layers (`poll`)."""
+        """Check that this worker can execute the plan. If so, `MemoryReady` follows; in a drop, once no job reads
+        layers (`poll`).
+        """
         transition, progress = self._current(), self._published.counted
         why = self._why_unfit(transition)
         if not why and transition.plan.kind is TransitionKind.RESTORE:
@@ -473,8 +476,8 @@ class TransitionDriver:
         return t.TakenUp(self._now(), transition.epoch, own)
 
     def _dissolve(self) -> Sequence[t.Event | e.RosterArrived]:
-        """Between two batches: serve alone from now on, with the old group draining beside. Then handle rosters of
-        peers that were faster.
+        """Between two batches: serve alone from now on, while the old group drains. Then handle rosters of peers that
+        were faster.
         """
         transition, now_s, role, context = self._current(), self._now(), self._role, self._context
         progress = self._published.counted
@@ -530,7 +533,7 @@ class TransitionDriver:
 
     def _lead(self, victims: tuple[Victim, ...], wave: int) -> t.Led:
         """Decide which victims keep their KV now. There are further waves only if all holders of KV are stages of the
-        new group, as these receive every roster.
+        new group, because only these receive every roster.
         """
         transition, now_s, progress = self._current(), self._now(), self._published.counted
         if wave:

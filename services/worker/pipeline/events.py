@@ -60,7 +60,7 @@ class BatchArrived(MemberEvent):
 
     @property
     def preempts(self) -> bool:
-        """True for a batch with online work, or one for which another stage has preempted."""
+        """True for a batch with online work, or one that another stage has preempted."""
         return self.batch.failure == PREEMPTED or bool(self.batch.slices and not self.batch.safepoint_layers)
 
 
@@ -85,7 +85,7 @@ class HandoverArrived(MemberEvent):
     block_count: int
     final_block_count: int  # blocks of the source when all KV of layers given up has been sent
     more: bool = False  # another handover of this source follows
-    lacking: tuple[SequenceId, ...] = ()  # if a stage was lost: sequences without all that a stand-in needs
+    lacking: tuple[SequenceId, ...] = ()  # if a stage was lost: sequences that a stand-in cannot continue
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class ActivationsArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RosterArrived(MemberEvent):
-    """A roster has arrived; that of a later wave comes from the leader by way of the stages in between."""
+    """A roster has arrived; that of a later wave is passed on by the stages between the leader and this one."""
 
     epoch: Epoch
     event: RosterReceived
@@ -170,14 +170,14 @@ class KvLanded(MemberEvent):
     giver: WorkerId
     piece: Piece
     delivered: bool
-    unpack: Callable[[], None] | None = None  # it is in a receive buffer, and has to be copied to its place
+    unpack: Callable[[], None] | None = None  # not None: copies it from the receive buffer to its blocks
 
 
 @dataclass(frozen=True, slots=True)
 class LayerAsked(MemberEvent):
     epoch: Epoch
     layer: int
-    link: Link  # it may arrive before this side's event that the link is up
+    link: Link  # this event may precede the link's `LinkMade` on this side
     layout: bytes  # byte layout of the layer in the requester's memory, which must equal this worker's
 
 
@@ -189,7 +189,7 @@ class LayerArrived(MemberEvent):
     checksum: bytes
     failure: str = ""
     by: Algorithm | None = None  # algorithm of the checksum
-    verified: bool = False  # a copy in host memory, which is verified while it is copied
+    verified: bool = False  # True: from a copy in host memory, verified while it was copied
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,7 +209,7 @@ class RoomGranted(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class PartnersNamed(MemberEvent):
-    """From the planner: workers that this one may soon share a group with, and where links to them are made."""
+    """From the planner: workers with which this one may soon share a group, and the addresses for links to them."""
 
     partners: Mapping[WorkerId, str]
 
@@ -241,8 +241,8 @@ class MigrationOrdered(MemberEvent):
 class MigrationTold(MemberEvent):
     peer: WorkerId
     message: MigrationMessage
-    link: Link  # answers go back over it
-    at_s: float  # arrival: the engine may have been in a step
+    link: Link  # answers are sent back over it
+    at_s: float  # when it arrived, since the engine may have been in a step
 
 
 @dataclass(frozen=True, slots=True)

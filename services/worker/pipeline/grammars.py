@@ -1,8 +1,8 @@
-"""Compiles grammars of requests ahead, on the stage that samples.
+"""Compiles grammars of requests in advance, on the stage that samples.
 
-Compilation takes up to seconds and would block every batch in the last stage's engine thread. The leader compiles too,
-as validation, before it accepts the request: by then the last stage has usually finished. Otherwise it waits for the
-compilation under way; a grammar that was not announced is compiled on arrival.
+Compilation takes up to seconds and would block every batch in the last stage's engine thread. The leader compiles the
+grammar, too, to validate it before it accepts the request; by then the last stage has usually finished. If not, the
+last stage waits for its compilation under way; a grammar that was not announced is compiled on arrival.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CompileGrammar: TypeAlias = Callable[[Grammar], Future[Any]]  # Any: the engine'
 
 
 class GrammarsAhead:
-    """Grammars that one member compiles ahead."""
+    """Grammars that one member compiles in advance."""
 
     def __init__(self, role: MemberRole, links: Links, compile_grammar: CompileGrammar) -> None:
         self._role = role
@@ -42,7 +42,7 @@ class GrammarsAhead:
         """Compile, or announce to the last stage, the grammar of a request that this worker or its leader accepts."""
         role = self._role
         if not role.stages:
-            return  # compiled here by the submission
+            return  # compiled here when the request is submitted
         if role.is_last:
             self._compile_in_background(grammar)
         elif role.leads:

@@ -23,7 +23,7 @@ from services.worker.pipeline.wire import SNAPSHOT, Topic, roster_to_bytes
 
 
 class Handover:
-    """Handovers of one plan; `begin` starts with the next."""
+    """Handovers of one plan; `begin` resets this object for the next one."""
 
     def __init__(self, context: MemberContext) -> None:
         self._role = context.role
@@ -38,7 +38,7 @@ class Handover:
         self._final_counts: dict[WorkerId, int] = {}  # member -> its blocks when KV of layers given up has been sent
         self._recomputed: tuple[SequenceId, ...] = ()  # new leader: sequences to be recomputed
         self._leading: Leading | None = None
-        self._lacking: set[SequenceId] = set()  # sequences that a stand-in cannot continue; leader: for any member
+        self._lacking: set[SequenceId] = set()  # sequences that a stand-in cannot continue; leader: of all members
 
     def begin(self) -> None:
         self._going, self._coming, self._told_counts, self._final_counts = {}, [], {}, {}
@@ -63,7 +63,7 @@ class Handover:
             log.forget_numbers()
 
     def end_for(self, epoch: Epoch, followers: Iterable[WorkerId]) -> None:
-        """Tell the followers of a broken pipeline, each directly, that the epoch ends, and which sequences are kept."""
+        """Notify each follower of a broken pipeline directly that the epoch ends, and which sequences are kept."""
         body = roster_to_bytes(SendRoster(epoch, self._own_victims(), ()), ())
         for to in followers:
             self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)

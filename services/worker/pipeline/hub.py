@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from services.worker.links.transfer import Opening
 
 Pieces = list["torch.Tensor"]
-_PARAMETERS = -1  # in place of the first layer of KV in a key: the key of a layer's parameters
+_PARAMETERS = -1  # replaces the first layer of KV in a key: the key is that of a layer's parameters
 
 
 def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
@@ -62,7 +62,7 @@ class Destinations:
 
     def put(self, key: Key, pieces: Callable[[int, int], Pieces], first_block: int = 0, last_block: int = 0) -> None:
         """Register a destination. `pieces(first, last)` is called on a link's thread with the range of the sequence's
-        blocks that arrive, which may be shorter than the room.
+        blocks that arrive, which may be shorter than the reserved range.
         """
         with self._lock:
             self._expected[key] = first_block, last_block, pieces
@@ -240,5 +240,5 @@ def _reason(message: Message) -> str:
 
 
 def _whole(message: Message) -> bytes:
-    """The body of a message without a tensor: small ones travel as meta, large ones as a tensor of bytes."""
+    """The body of a message without a tensor: small ones are sent as meta, large ones as a tensor of bytes."""
     return message.meta if message.tensor is None else message.tensor.numpy().tobytes()

@@ -1,7 +1,7 @@
 """Loads missing layers while the group serves: from host memory, peers or the checkpoint, verified by checksum.
 
-The KV cache has been shrunk before. A few layers at a time are requested at the lowest priority; one whose checksum is
-wrong is requested again from the next source. Engine thread only, except for checksums and disk reads, which have a
+The KV cache has been shrunk beforehand. A few layers at a time are requested at the lowest priority; one whose checksum
+is wrong is requested again from the next source. Engine thread only, except for checksums and disk reads, which have a
 thread of their own.
 """
 
@@ -57,7 +57,9 @@ class LayerServer:
         self._sending: list[Transfer] = []
 
     def checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
-        """The layer's checksum. Slow the first time: not on the engine thread. `between` is called between pieces."""
+        """The layer's checksum. Slow on the first call, so not for the engine thread. `between` is called between
+        pieces.
+        """
         with self._hashing:
             known = self._checksums.get(layer)
             if known is None:
@@ -70,8 +72,8 @@ class LayerServer:
             self._start(self._learn, unknown)
 
     def learn_each(self, layers: Sequence[int]) -> None:
-        """Compute checksums in advance, one job for each layer, so that a drop does not wait; `cancel` stops them. A
-        checkpoint loader has reported those of all layers that it has read.
+        """Compute checksums in advance, one job for each layer, so that a drop does not wait; `cancel` stops them.
+        Layers that the checkpoint loader has read already have theirs.
         """
         for layer in layers:
             if layer in self._checksums:
@@ -114,7 +116,7 @@ class LayerServer:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """Tell a peer that it does not get a layer; it then asks another source."""
+        """Notify a peer that it does not get a layer; it then asks another source."""
         with contextlib.suppress(BallastError):  # the end of a link is reported anyway
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
@@ -221,7 +223,7 @@ class LayerPull:
                 return
             self._hub.places.forget(layer_key(self.epoch, layer, source))
         self._under_way.pop(layer, None)
-        self.failure = f"layer {layer} could not be had from any source"
+        self.failure = f"layer {layer} could not be obtained from any source"
 
     def arrived(self, event: LayerArrived) -> None:
         if self._under_way.get(event.layer, _NOBODY) != event.peer:
@@ -257,7 +259,9 @@ class LayerPull:
         self.go_on()
 
     def peer_lost(self, peer: WorkerId) -> None:
-        """Request elsewhere what a lost peer was asked for; what it has begun to send ends by itself."""
+        """Request from other sources the layers requested from a lost peer; transfers that it has begun end by
+        themselves.
+        """
         for layer, source in list(self._under_way.items()):
             if source == peer and self._hub.places.forget(layer_key(self.epoch, layer, peer)):
                 self._again(layer, f"{peer} is gone")
@@ -395,7 +399,7 @@ class LayerLoading:
 
     def undo(self, kept: range, *, serves: bool = False) -> int | None:
         """Give up all layers except `kept` again. None: something still writes into them, call again later. `serves`:
-        transfers of `kept` layers to peers go on.
+        transfers of `kept` layers to peers continue.
 
         Returns the present number of blocks.
         """

@@ -1,6 +1,6 @@
-"""One member's part in a draining group, which runs beside the member's own until it is empty.
+"""One member's part in a draining group, which runs alongside the member's own group until it is empty.
 
-`core.draining` decides, at the worker that has led it. Engine thread only.
+`core.draining` decides, on the worker that led the group. Engine thread only.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -83,7 +83,9 @@ class Leaving:
         self._draining.recomputed_count = 0
 
     def limited(self, block_count: int) -> None:
-        """Shrink to `block_count` blocks, beyond which the group holds none, and tell the next stage, after batches."""
+        """Shrink to `block_count` blocks, beyond which the group holds none, and notify the next stage, in order with
+        batches.
+        """
         context, book = self._context, self._context.book
         context.links.pass_down(Topic.ROOM, room_to_bytes(self._epoch, block_count))
         if block_count < book.block_count:

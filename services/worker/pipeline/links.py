@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from services.worker.links.connection import Link
     from services.worker.links.member_side import Plane
 
-# Epoch of the links over which workers that may soon share a group give each other layers, whatever the layout.
+# Epoch of the links over which workers that may soon share a group send each other layers, whatever the layout.
 LAYERS = Epoch(1 << 62)
 _LINK_TIMEOUT_S = 5.0
 _KEPT_S = 60.0
-_MEETING_TIMEOUT_S = 1.0  # the other side may not connect
+_MEETING_TIMEOUT_S = 1.0  # short, as the other side may not connect
 _SEND_TIMEOUT_S = 5.0
 _HEAD_BYTES = 2048  # a longer batch head (prompts are in it) is sent before its hidden states
 _META_BYTES = 2048  # a longer body of a message without a tensor is sent as a tensor of bytes
@@ -44,7 +44,7 @@ class Links:
         self._now = now
         self._post = post
         self.missing: set[WorkerId] = set()  # requested peers whose links are not up yet
-        self._partners: dict[WorkerId, float] = {}  # partner -> when the planner has named it last
+        self._partners: dict[WorkerId, float] = {}  # partner -> when the planner last named it
         self._meeting: set[tuple[WorkerId, Epoch]] = set()  # links to partners that are being connected
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
@@ -63,8 +63,8 @@ class Links:
         stream: int = 0,
         epoch: Epoch | None = None,
     ) -> Future[None] | None:
-        """Send a message. It is delivered, or the link ends, which is reported as an event: no message is lost in
-        between. The future completes when it has left this side.
+        """Send a message. Either it is delivered or the link ends, which is reported as an event: no message is lost
+        silently. The future completes when it has left this side.
         """
         link = self.to(to, epoch)
         return None if link is None else self.send_over(link, traffic, topic, meta, tensor, stream)
@@ -78,7 +78,7 @@ class Links:
         tensor: torch.Tensor | None = None,
         stream: int = 0,
     ) -> Future[None] | None:
-        """Send over the link on which a message arrived, which may not have been reported as up."""
+        """Send over the link on which a message arrived, which may not have been reported as up yet."""
         try:
             if tensor is None and len(meta) > _META_BYTES:
                 tensor, meta = link.as_tensor(meta), b""
@@ -137,7 +137,9 @@ class Links:
         return () if self.missing else (LinksUp(self._now(), epoch),)
 
     def join(self, event: PlanReceived, peers: Sequence[WorkerId]) -> None:
-        """Take part in the plan's epoch while the engine runs a step: `connect` then finds the links up. Any thread."""
+        """Start connecting for the plan's epoch while the engine runs a step, so that `connect` finds the links up. Any
+        thread.
+        """
         for peer in peers:
             address, life = event.data_addresses[peer], event.lives.get(peer, 0)
             self._plane.warm(peer, address, event.plan.epoch, _LINK_TIMEOUT_S, life)
@@ -148,9 +150,9 @@ class Links:
         self._make(peer, address, epoch)
 
     def keep(self, partners: Mapping[WorkerId, str]) -> None:
-        """Keep links of `LAYERS` to these partners, so that a later layout finds their connections made, and for a
-        minute to those named before: a worker that is not in the layout may be loading its layers. The partners are
-        told the same; a link that does not come up is tried again when the partner is named again.
+        """Keep links of `LAYERS` to these partners, so that a later layout finds their connections made. Links to
+        partners named earlier are kept for a minute, because a worker outside the layout may be loading its layers over
+        them. The partners get the same call; a link that does not come up is retried when the partner is named again.
         """
         now_s = self._now()
         self._partners |= dict.fromkeys(partners, now_s)

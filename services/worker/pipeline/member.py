@@ -65,7 +65,7 @@ class GroupMember:
         compile_grammar = environment.compile_grammar
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
         self._rescue: Rescue | None = None  # recovery after the loss of the group; None: not under way
-        self._lost: LostStage | None = None  # lost stage for which a stand-in may come
+        self._lost: LostStage | None = None  # lost stage that a stand-in may replace
         self._is_awake = True  # `poll` may have something to do
         pace = environment.plane.pace
 
@@ -157,7 +157,7 @@ class GroupMember:
 
     @property
     def at_rest(self) -> bool:
-        """True if there was no event since the last `poll`, and nothing under way depends on it."""
+        """True if there was no event since the last `poll`, and nothing under way depends on `poll`."""
         return not self._is_awake
 
     @property
@@ -325,7 +325,7 @@ class GroupMember:
         if answer is Reception.TAKE:
             driver.receive(event)
         elif answer is Reception.LEAVE:
-            why = f"the planner counts on the group no more: epoch {epoch} begins without it"
+            why = f"the planner no longer counts on the group: epoch {epoch} begins without it"
             if driver.leaving is not None:
                 driver.end_leaving(why)  # this worker then holds all layers: the planner asks again
             else:
@@ -337,7 +337,9 @@ class GroupMember:
             self.published.publish_as(epoch, Phase.DONE)
 
     def _layer_asked(self, event: e.LayerAsked) -> None:
-        """Handle a worker's request outside of any transition. Layers about to be given up are not read any more."""
+        """Handle a worker's request for a layer outside of any transition. Layers about to be given up are not read any
+        more.
+        """
         if self._parking.under_way or not self._driver.at_rest:
             self._layer_loading.server.refuse(event.link, event.layer)
         else:
@@ -352,8 +354,8 @@ class GroupMember:
     # ------------------------------------------------------------ loss of a member
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
-        """Handle a lost link. Before a commit it fails the preparation; in the group in force, the group, unless a
-        stand-in may come.
+        """Handle a lost link. Before a commit it fails the preparation. In the group in force it ends the group, unless
+        a stand-in may replace the lost stage.
         """
         if epoch == LAYERS:
             self._layer_loading.peer_lost(event.peer)
@@ -416,7 +418,7 @@ class GroupMember:
         givers = self._links.givers()
         of_group = [stage for stage in survivors if stage.worker_id in givers]
         others = [peer for peer in givers if all(stage.worker_id != peer for stage in survivors)]
-        if others:  # each worker begins with another one
+        if others:  # each worker begins with a different one
             turn = sorted([*others, self.me]).index(self.me) % len(others)
             others = others[turn:] + others[:turn]
         return {

@@ -1,6 +1,6 @@
 """Live migrations of single sequences, to and from this worker's group. Engine thread only.
 
-`core.departures` and `core.arrivals` decide, at the leaders of both groups; each stage sends and receives its own
+`core.departures` and `core.arrivals` decide, on the leaders of both groups; each stage sends and receives its own
 layers (`mover`). No migration runs while a layout changes: `give_up` cancels what can be cancelled, and `idle` is True
 when nothing reads or writes the cache.
 """
@@ -123,7 +123,9 @@ class Migrations:
         self._arrivals.check()
 
     def _why_no_room(self, block_count: int, new: bool) -> str:
-        """Why there is no room. Evicts retained prefixes first, which the stages learn before blocks are reserved."""
+        """Why blocks cannot be reserved; empty if they can. Evicts retained prefixes first; the stages learn of that
+        before blocks are reserved.
+        """
         self._tell(w.RoomWanted(self._now(), block_count))
         return self._core.why_no_room(block_count, new=new)
 
@@ -192,7 +194,7 @@ class Migrations:
             case m.Offer():
                 self._link[peer] = link
                 why = self._why_not() or ("" if self._role.leads else f"{self._role.leader} leads here")
-                if self._context.book.table(message.sequence_id):  # its blocks of an earlier stay are not freed
+                if self._context.book.table(message.sequence_id):  # its blocks from an earlier stay are not freed yet
                     why = why or "its KV has not left yet"
                 epoch = Epoch(link.epoch)
                 self._carry_out(self._arrivals.offered(now_s, peer, epoch, message, self._stages, why))
@@ -279,7 +281,7 @@ class Migrations:
             self._tell(w.PrefillLimited(now_s, limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
-        """Send a message to another group's leader. If the link refuses it, it ends, which `peer_lost` reports."""
+        """Send a message to another group's leader. A link that refuses it ends, which `peer_lost` reports."""
         self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
     def _hand_over_now(self, command: m.HandOverNow) -> None:
@@ -313,7 +315,7 @@ class Migrations:
     def _adopt(self, command: m.Adopt) -> None:
         snapshot, now_s = command.snapshot, self._now()
         if not self._context.group_scheduler.leads:
-            return  # it has cancelled, or its group is lost: the dispatcher replays the request
+            return  # the source has cancelled, or its group is lost: the dispatcher replays the request
         self._report_capacity()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})
         self._tell(w.Adopted(now_s, (snapshot,), lost_ids=lost, in_order=True))

@@ -1,4 +1,4 @@
-"""Executes the commands of `core.mover`: KV goes from the blocks of one stage directly into those of another.
+"""Executes the commands of `core.mover`: KV is sent from the blocks of one stage directly into those of another.
 
 Engine thread only. Incoming KV is written by link threads (`hub`) and reported here.
 """
@@ -128,7 +128,7 @@ class KvMover:
     def _give(self, give: Give, why_not: str) -> str:
         sends = self.core.give(give, self.stage, self._context.book)
         if sends is None:
-            return "it has ended, or has given way"
+            return "it has ended or was preempted"
         if why_not and not give.span.last:
             return why_not
         self._context.memory.pool.backend.synchronise()  # wait for the device
@@ -200,7 +200,7 @@ class KvMover:
         return self.core.sent(self._context.now(), send)
 
     def _send_again(self, to: WorkerId) -> None:
-        """Retry what the link had no room for."""
+        """Retry the transfers for which the link had no room."""
         for send in self.core.again(to):
             self._begin(send)
 
@@ -215,7 +215,7 @@ class KvMover:
         meta = pieces_to_bytes(block_range.piece for block_range in send.block_ranges)
         if send.mode is Mode.LAST and sum(tensor.nbytes for tensor in tensors) < link.packed_below_bytes:
             # A transfer needs several thread switches on either side; a message is sent at once, and one thread
-            # receives it. No activation waits behind it: those use links of the group.
+            # receives it. No activation waits behind it, since these use the links of the group.
             packed = link.pack(tensors) if tensors else None
             self._links.send_over(link, TrafficClass.CONTROL, Topic.KV, meta, packed)
             return ""

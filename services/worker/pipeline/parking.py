@@ -1,8 +1,8 @@
 """Parking: the parameters of an idle instance are copied to host memory, and its device memory is released.
 
-Only an instance that serves alone, without requests, transition or migration, is parked. From the first step on it
-leads no group, so new requests are refused and placed elsewhere. Waking is the recovery of a member of a lost group:
-load all layers, then open a group of one. Engine thread only, except `parks`.
+Only an instance that serves alone, without requests, transition or migration, is parked. As soon as parking begins it
+leads no group, so new requests are refused and placed elsewhere. Waking works like the recovery of a member of a lost
+group: load all layers, then open a group of one. Engine thread only, except `parks`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Parking:
         self._now = context.now
         self._state = _ParkingState.SERVING
         self._jobs: list[Future[None]] = []
-        self._stays = False  # while layers are saved: wake as soon as parked
+        self._stays = False  # True: layers are still being saved; wake as soon as parked
         self._began_s = 0.0
         self._took_s = deque[float](maxlen=_MEASURED)
         self.parks = Parks(wake_s=self._estimate_s())  # replaced, never changed: read by other threads
@@ -118,7 +118,9 @@ class Parking:
             self._wake()
 
     def _stay(self, error: BaseException) -> None:
-        """Serve on, as the layers cannot be kept in host memory, and report that this instance cannot be parked."""
+        """Keep serving, because the layers cannot be kept in host memory, and report that this instance cannot be
+        parked.
+        """
         get_logger().warning("not parked: its parameters cannot be kept in host memory", why=str(error))
         self._jobs, self._state, self.parks = [], _ParkingState.SERVING, Parks()
         self._serve()
@@ -128,7 +130,7 @@ class Parking:
         try:
             self._memory.unpark()
         except ConfigError as error:  # another process uses the memory; retried with the next order
-            get_logger().warning("not woken: the device's memory is not to be had", why=str(error))
+            get_logger().warning("not woken: the device's memory is not available", why=str(error))
             return
         self._state = _ParkingState.WAKING
         epoch = max(role.epoch, self._context.published.newest_epoch)

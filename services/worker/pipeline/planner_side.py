@@ -122,7 +122,9 @@ class Transitions:
         self._post(Told(epoch, PreparationFailed(self._now(), epoch, why)))
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
-        """Wait briefly, so that the planner need not poll for a phase of a few milliseconds."""
+        """Wait briefly for the end of the preparation, so that the planner need not poll for a phase of a few
+        milliseconds.
+        """
         return await self._status_beyond(NOT_PREPARED, epoch)
 
     async def when_taken_up(self, epoch: int) -> pb.TransitionStatus:
@@ -198,7 +200,9 @@ class Transitions:
         return self._member.newest_epoch
 
     def _take_back(self, settled_epoch: Epoch) -> None:
-        """Abort a transition that will not be committed; not if the planner called just now: calls may be reordered."""
+        """Abort a transition that will not be committed; not if the planner called just now, since calls may be
+        reordered.
+        """
         epoch = self._member.newest_epoch
         waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch
         if waits and self._now() - self._heard_at_s >= _SILENCE_S:

@@ -80,7 +80,7 @@ class Published:
         return self._counted
 
     def note(self, event: Event) -> None:
-        """Record the duration of connecting or preparing memory when its event comes."""
+        """Record the duration of connecting or of preparing memory at the event that ends it."""
         progress = self.counted
         if isinstance(event, LinksUp):
             progress.links_s = event.at_s - progress.began_s
@@ -123,7 +123,7 @@ DOWNTIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 class MigrationTotals:
     moved: int = 0
     not_moved: int = 0
-    recomputed: int = 0  # part of `moved`: their KV was lost, or that is unknown
+    recomputed: int = 0  # part of `moved`: those whose KV was lost, or may have been
     blocks: int = 0
     downtime_s: float = 0.0  # sum over all moved sequences
     max_downtime_s: float = 0.0

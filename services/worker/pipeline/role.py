@@ -68,7 +68,7 @@ class MemberRole:
         self.place = Place(self.place.epoch, Group(GroupId(self.me), (alone,)))
 
     def why_not_as_in(self, base: Group) -> str:
-        """Why a plan whose base is another group than this one cannot be executed; empty if it can."""
+        """Why a plan that takes `base` for this worker's present group cannot be executed; empty if it is."""
         whole = ((self.me, self.layers.start, self.layers.stop),)
         is_ = _spans(self.stages) or whole
         taken_for = _spans(base.members)

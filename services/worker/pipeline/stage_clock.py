@@ -1,8 +1,8 @@
 """Busy and idle time of a stage, and its recent spans.
 
-A stage is busy while it executes. It is idle, a pipeline bubble, while it does not although its leader has work. The
-leader sends with each batch how long it had none, so that followers do not count that as bubble. Times are of this
-process's clock; only durations are sent.
+A stage is busy while it executes. It is idle (a pipeline bubble) while it does not execute although its leader has
+work. With each batch the leader sends how long it had no work, so that followers do not count that time as a bubble.
+Times are of this process's clock; only durations are sent.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class StageClock:
         self._busy_s = self._idle_s = self._network_s = self._send_s = 0.0
         self._steps = 0
         self._ended_s: float | None = None  # end of the previous batch in this layout
-        self._quiet_since_s: float | None = None  # leader: without work since then
+        self._quiet_since_s: float | None = None  # leader: instant since which it has had no work
         self._quiet_s = 0.0  # leader: time without work since the previous batch
         self._spans: deque[BusySpan] = deque(maxlen=SPANS)
         self._send_lock = Lock()
@@ -78,7 +78,7 @@ class StageClock:
     # ------------------------------------------------------------ every stage
 
     def begin_layout(self) -> None:
-        """Begin anew with a layout, so that the transition does not count as pipeline bubble."""
+        """Start over with a new layout, so that the transition does not count as a pipeline bubble."""
         self._ended_s = self._quiet_since_s = None
         self._quiet_s = 0.0
 

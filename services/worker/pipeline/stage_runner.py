@@ -40,8 +40,8 @@ class StageRunner:
         preempts: Callable[[], bool] = never,
         log: ActivationLog | None = None,
     ) -> None:
-        """`awaits_roster(epoch)`: True until the roster has come that says which blocks are free. `preempts()`: True if
-        online work waits.
+        """`awaits_roster(epoch)`: True until the roster that determines which blocks are free has arrived.
+        `preempts()`: True if online work waits.
         """
         self._context = context
         self._role = context.role
@@ -111,7 +111,7 @@ class StageRunner:
                 )
         except Preempted:
             return self._not_run(batch, PREEMPTED)
-        except Unavailable as error:  # a holder of KV being sent is lost: so is the group, which is reported
+        except Unavailable as error:  # a holder of KV is lost, and so is the group, which is reported
             get_logger().error("attention elsewhere was not had", step_id=batch.step_id, why=str(error))
             return None
         except (RuntimeError, ValueError, IndexError) as error:
@@ -175,8 +175,8 @@ class StageRunner:
         return None
 
     def arrived(self, event: BatchArrived) -> None:
-        # The leader has heard from all members, but this one has not taken up the epoch; or the roster, which comes
-        # another way and says which blocks are free, has not arrived.
+        # All members are ready, but this one has not taken up the epoch yet; or the roster, which determines which
+        # blocks are free and is sent over another link, has not arrived.
         if event.epoch > self._role.epoch or self._awaits_roster(event.epoch):
             self._early.append(event)
             return
@@ -190,7 +190,7 @@ class StageRunner:
         assert outcome is None
 
     def run_early(self) -> None:
-        """Run the batches that have arrived early, as far as their turn has come."""
+        """Run the batches that arrived early and can run now."""
         early, self._early = self._early, []
         for event in early:
             self.arrived(event)

@@ -148,7 +148,7 @@ def grammar_from_bytes(data: bytes) -> Grammar:
     """Decode a grammar. Raises ValueError if the message has none."""
     grammar = SAMPLING.record(cluster_pb2.SamplingParams.FromString(data)).grammar
     if grammar is None:
-        raise ValueError("a grammar that says nothing")
+        raise ValueError("the grammar is empty")
     return grammar
 
 
@@ -246,7 +246,7 @@ def migration_from_bytes(data: bytes) -> m.Message:
     made = pb.Migration.FromString(data)
     name = made.WhichOneof("said")
     if name is None:
-        raise ValueError("a message of a migration that says nothing")
+        raise ValueError("the migration message is empty")
     return _SAID[name].record(getattr(made, name))
 
 

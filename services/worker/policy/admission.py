@@ -19,7 +19,7 @@ class AdmissionView:
 
 
 def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) -> bool:
-    """True if the sequence at the head of the waiting line may start now.
+    """True if the sequence at the head of the waiting queue may start now.
 
     A fraction of the blocks is kept free for the growth of running sequences: without it a new sequence takes the last
     block and is preempted one step later. An idle instance uses all blocks.
@@ -32,7 +32,7 @@ def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) 
 
 def most_prompt_tokens(max_batch_tokens: int, stage_count: int) -> int:
     """Maximum admitted prompt tokens that are in no batch yet. Fewer would leave batches unfilled until further
-    requests arrive; more would be computed much later, and might be placed on another worker before.
+    requests arrive; more would be computed much later, and might be placed on another worker in the meantime.
     """
     return PROMPT_STEPS * max_batch_tokens * stage_count
 

@@ -23,9 +23,9 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
     """Tokens of each of `prefills` in this step, aligned with it; 0 leaves a sequence out.
 
     `prefills` are in order of service (class, then arrival). Each decode takes one token of the budget before any
-    chunk. Half of the rest is for the first prefill, so that a long prompt always progresses; the other half for the
-    others, within a class the one closest to its first token first, so that short prompts do not wait for a long one,
-    and callers in turn. Each half takes what the other leaves.
+    chunk. Half of the rest is for the first prefill, so that a long prompt always progresses. The other half is for the
+    others, by class, then closest to the first token first, so that short prompts do not wait for a long one; callers
+    take turns. What one half leaves is added to the other.
     """
     chunks = [0] * len(prefills)
     left_tokens = budget_tokens - decode_count

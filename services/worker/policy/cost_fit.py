@@ -46,7 +46,7 @@ class StageCosts:
     """Components from which the cost of any stage is composed."""
 
     layer: CostModel
-    step: CostModel  # cost per batch on every stage, whatever its layers: preparing the batch
+    step: CostModel  # cost per batch on every stage, regardless of its layers: preparing the batch
     first: CostModel
     last: CostModel
 

@@ -3,8 +3,8 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# Maximum blocks of a sequence that relieves a nearly full instance, as a multiple of those that make both as full: one
-# long sequence may be more than that, and moving it still leaves the fuller one with less than before.
+# Maximum blocks of a sequence that relieves a nearly full instance, as a multiple of those that would make both equally
+# full: a single long sequence may have more, and moving it still leaves the fuller one with less than before.
 _OVERSHOOT = 1.5
 
 

@@ -4,7 +4,8 @@ Other members depend on the layers of a pipeline's stage: its exit would break t
 would be recomputed, and the other members would have to load the missing layers.
 """
 
-# How long an idle pipeline is waited for: it is not dissolved while the planner is away, or a whole cluster is stopped.
+# How long to wait for an idle pipeline to be dissolved, which never happens if the planner is away or the whole cluster
+# is being stopped.
 _GIVEN_UP_S = 30.0
 
 

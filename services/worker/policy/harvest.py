@@ -1,4 +1,4 @@
-"""Offline work in batches (ConServe): it fills what online work leaves of a step, within a bound.
+"""Offline work in batches (ConServe): it fills the part of a step that online work leaves unused, within a bound.
 
 An instance's idle capacity lies inside its steps: a step takes as long as reading the parameters, and could compute
 more tokens meanwhile. Offline prompts are split into small chunks: they fill many steps, and a step without online work
@@ -15,10 +15,10 @@ from ballast.common.sampling import PriorityClass
 from ballast.common.targets import NO_TARGETS, Targets
 
 MIN_CHUNK_TOKENS = 16  # minimum tokens of an offline prompt in a batch
-_BATCHES_AHEAD = 2  # batches of prompts in progress; more would fill the cache with sequences without a token
+_BATCHES_AHEAD = 2  # batches of prompts in progress; more would fill the cache with sequences that have no token yet
 _MOST_OF_THE_BEST = 0.95  # fraction of the best tokens/s of any batch that counts as efficient
 _LEAST_EFFICIENT_TOKENS = 32
-_WORTH_CUTTING = 0.25  # fraction of a TTFT target: shorter batches are not split, and parts of others are as long
+_WORTH_CUTTING = 0.25  # only batches longer than this fraction of a TTFT target get safepoints, 1/16 of it apart
 
 
 class OfflineView(NamedTuple):
@@ -62,7 +62,7 @@ class PriceList:
 
     @classmethod
     def free(cls) -> "PriceList":
-        """A price list by which nothing has a cost."""
+        """A price list on which everything is free."""
         return cls(CostModel(0.0, 0.0, 0.0, 0.0))
 
     @property
@@ -137,13 +137,13 @@ def allowance_s(
 
     Args:
         harvest: The bounds.
-        base_s: On the stage whose costs are known, or on all of them.
+        base_s: That duration, on the stage whose costs are known, or on all stages.
         stage_count: Stages of the group.
         batch_count: Batches in flight.
-        online: All running ones; the strictest target counts. Without a target a sequence is slowed down by a fraction,
-            and not at all while its prompt is computed.
-        place_count: Online sequences that may run. With a target they are few: answers may last longer only as far as
-            the places then still suffice.
+        online: All running online sequences; the strictest target counts. Without a target a sequence is slowed down by
+            a fraction, and not at all while its prompt is computed.
+        place_count: Online sequences that may run, a number limited by their targets: answers may take longer only as
+            far as this number still suffices.
         most: Maximum tokens of a batch.
     """
     if any(view.left_tokens > 1 and math.isinf(view.first_token_in_s) for view in online):

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 LEAVES_WITHIN_S = 10.0  # time after the commit; sequences still running then move to a member with their KV
-# Multiple of this time without any request ending, if there is no room for the KV, after which sequences are
-# recomputed. Long, unless requests wait for memory at the member that led the group.
+# If there is no room for their KV, sequences are recomputed once no request has ended for this multiple of
+# LEAVES_WITHIN_S. It is large, unless requests wait for memory at the member that led the group.
 _PATIENCE, _PATIENCE_IF_SHORT = 60, 12
 ROOM_SHARE = 0.75  # fraction of a member's memory: the rest is for its own new sequences
 STEPS = 8  # number of steps in which the group releases its blocks; in each step every stage moves some
-# Blocks reserved for the growth of each running sequence, as one without free blocks is recomputed. Long sequences tend
-# to continue for long, so a fraction of the length is reserved if that is more.
+# Blocks reserved for the growth of each running sequence, because one without free blocks is recomputed. Long sequences
+# tend to continue for long, so a fraction of the length is reserved if that is more.
 _AHEAD_TOKENS, AHEAD_SHARE = 256, 0.5
 
 
@@ -33,7 +33,7 @@ def over_at_s(
         left_s: Time at which the last request ended.
         reserved_blocks: Of the group, in the layers of any stage.
         stages: For each: its fraction of the layers, and its member's blocks with all layers.
-        is_short: Requests wait for memory beside the group.
+        is_short: Whether requests outside of the group wait for memory.
     """
     all_blocks = sum(home_blocks for _, home_blocks in stages)
     fits = all(

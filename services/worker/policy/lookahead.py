@@ -1,8 +1,8 @@
 """Microbatches of equal cost, formed one at a time from the whole backlog (KunServe, EuroSys '26, section 4.3).
 
-The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So it is evaluated each
-time, and only the next microbatch is formed, by filling it. For a constant backlog this comes as close to the optimum
-as the recursive halving of figure 11 (benchmarks/results: microbatching).
+The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So the backlog is
+evaluated for each microbatch, and only the next one is formed, by filling it. For a constant backlog this comes as
+close to the optimum as the recursive halving of figure 11 (benchmarks/results: microbatching).
 
 Unlike with token counts, successive chunks of a prompt may be in flight at once: a stage executes batches in order, so
 the KV of a chunk is available when the next one runs, and a single prompt keeps all stages busy.
@@ -66,8 +66,7 @@ class _Former:
 
     def _ahead_pays(self) -> bool:
         """True if one more microbatch than stages is worthwhile: the next one is then ready at each stage when one
-        ends, which hides its way back to the leader and out again, but every round has the fixed cost of one more
-        batch.
+        ends, which hides the round trip to the leader, but every round has the fixed cost of one more batch.
         """
         if not (self._view.waiting_count and self._prefills):
             return False

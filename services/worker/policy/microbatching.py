@@ -1,8 +1,8 @@
 """Forms the next microbatch of a pipeline, such that as many microbatches as stages, or one more, circulate and have
 similar cost.
 
-A policy sees all running sequences and picks from those that are ready. The one below, by token count, is that of other
-engines; `policy.lookahead` forms them by cost.
+A policy sees all running sequences and picks from those that are ready. The one below, by token count, is what other
+engines use; `policy.lookahead` forms them by cost.
 """
 
 import sys

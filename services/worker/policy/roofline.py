@@ -29,7 +29,7 @@ class BatchCost(NamedTuple):
 
     layer_s: float  # time per layer
     head_s: float  # time of the head, on the last stage
-    stage_s: float  # time per stage, whatever its layers
+    stage_s: float  # time per stage, regardless of its layers
 
     def on(self, layer_count: int, *, is_last: bool) -> float:
         return self.stage_s + self.layer_s * layer_count + (self.head_s if is_last else 0.0)

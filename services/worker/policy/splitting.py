@@ -1,4 +1,4 @@
-"""Splits prompts so that a microbatch has a given cost, by the cost model."""
+"""Splits prompts so that a microbatch has a given cost according to the cost model."""
 
 import math
 from typing import NamedTuple

@@ -1,8 +1,8 @@
 """Decides when a worker sends a load report to a dispatcher for which it has no tokens.
 
-A dispatcher with tokens to receive gets a report with every step. Others cost a message on both sides, so they only get
-what routing needs: arrivals and ends of requests, and larger changes of memory. The report is sent at once when the
-worker becomes idle, as no later one would follow.
+A dispatcher with tokens to receive gets a report with every step. Reports to others cost a message on both sides, so
+these are sent only for what routing needs: arrivals and ends of requests, and larger changes of memory. The report is
+sent at once when the worker becomes idle, because no later one would follow.
 """
 
 from ballast.common.load import LoadReport

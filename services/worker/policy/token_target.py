@@ -33,7 +33,7 @@ class Decoders(NamedTuple):
 
 
 class Turnover(NamedTuple):
-    """Mean request that ends and is replaced by another like it. Without a prompt: unknown."""
+    """Mean request that ends and is replaced by another like it. `prompt_tokens` 0: unknown."""
 
     prompt_tokens: int = 0
     answer_tokens: float = 1.0

@@ -60,7 +60,7 @@ def build_profile(engine: Engine, measured: Measured) -> CostProfile:
 
 
 def _link() -> LinkCosts | None:
-    """Costs of a link; None if the measurement fails: the others took minutes, and are kept."""
+    """Costs of a link; None if they cannot be measured, as the other measurements took minutes and are kept."""
     try:
         return measure_link()
     except BallastError as error:

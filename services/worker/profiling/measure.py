@@ -76,7 +76,7 @@ def limits_of(engine: Engine, options: Options) -> GridLimits:
         raise ConfigError(
             "device_memory_bytes",
             f"too few for a profile: KV of {engine.block_count * engine.block_tokens} tokens,"
-            f" at least {64 + options.sequences * engine.block_tokens} are needed; a model of at least 32 tokens, too",
+            f" at least {64 + options.sequences * engine.block_tokens} are needed, and a maximum length of at least 32",
         )
     return limits
 

@@ -130,8 +130,8 @@ def body_of(message: object) -> bytes:
 
 
 class RankChannel:
-    """One side of the connection between two ranks. Messages are pickled: both processes are of one program, and one
-    has started the other, or each has shown the other that it has the cluster's secret.
+    """One side of the connection between two ranks. Messages are pickled, as the two processes trust each other: one
+    has started the other, or each has proved to the other that it has the cluster's secret.
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -219,7 +219,7 @@ class RankChannel:
         if len(files) != count:
             for file in files:
                 os.close(file)
-            raise RankLost(f"{self._name}: {count} files were sent, and {len(files)} could be opened here")
+            raise RankLost(f"{self._name}: {count} files were sent, but only {len(files)} could be opened here")
         return files
 
     def hung_up(self) -> bool:

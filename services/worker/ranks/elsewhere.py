@@ -126,7 +126,7 @@ class RemoteRank:
         if isinstance(answer, Failed):
             raise OSError(answer.why)
         if not isinstance(answer, Done):
-            raise RankLost(f"a rank of another host answers {answer}")
+            raise RankLost(f"a rank on another host has answered {answer}")
         return answer.result
 
 
@@ -165,4 +165,4 @@ def _handle(engine: Engine, channel: RankChannel, message: object) -> None:
             else:
                 channel.send(Done(None), _ANSWER_S)
         case _:
-            raise RankLost(f"{message} is not for a rank of another host")
+            raise RankLost(f"{message} is not a request to a rank on another host")

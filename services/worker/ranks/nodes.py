@@ -1,4 +1,4 @@
-"""Ranks on other hosts ("nodes"). A process there (`follow`) starts them, each with connections to the first host.
+"""Ranks on other hosts ("nodes"). A process on each (`follow`) connects to the first host and starts its ranks.
 
     caller  hello      its rank and lane; what its instance is; a nonce
     host    challenge  a nonce
@@ -186,7 +186,7 @@ class NodeListener:
             if (there := getattr(hello, name)) != here:
                 return f"{flags[name]} is {there} there and {here} on the first host"
         if hello.rank not in wanted or hello.lane not in LANES:
-            return f"rank {hello.rank} is none of the other hosts' ({wanted}): look at --node-rank"
+            return f"rank {hello.rank} is none of the other hosts' ({wanted}): check --node-rank"
         return ""
 
 

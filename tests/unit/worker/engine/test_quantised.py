@@ -58,6 +58,8 @@ def test_matrices_are_multiplied_in_float8_where_the_device_does_so(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a checkpoint whose activations are float8, too: a row's result does not depend on the others."""
+    if not scaled_products.succeeds(torch.device("cpu")):
+        pytest.skip("torch 2.11 multiplies with one scale for all rows on CPUs")
     folder = write_family(f"llama:{form}", tmp_path)
     prompt = tuple(range(5, 45))
 
