@@ -84,12 +84,13 @@ SETTINGS = (
 
 def make_models(folder: Path) -> dict[str, Path]:
     """The preset, and a mixture of experts with as many parameters that compute a token."""
-    import transformers
+    from transformers.models.auto.modeling_auto import AutoModelForCausalLM
+    from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
     dense, experts = make_preset("bench", folder / "bench"), folder / "experts"
     sizes = json.loads((dense / "config.json").read_text())
     count, used = 8, 2
-    made: Any = transformers.MixtralConfig  # Any: its fields are not typed
+    made: Any = MixtralConfig  # Any: its fields are not typed
     config = made(
         **{name: sizes[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")},
         num_key_value_heads=sizes["num_key_value_heads"],
@@ -99,7 +100,7 @@ def make_models(folder: Path) -> dict[str, Path]:
         max_position_embeddings=sizes["max_position_embeddings"],
     )
     torch.manual_seed(0)
-    model: Any = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
         if parameter.dim() > 1:  # tokens differ more, and are routed to all experts
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
