@@ -264,7 +264,7 @@ def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_u
 
 
 def test_what_travels_is_what_two_stages_have_in_common() -> None:
-    """Every layer goes from the stage that has it to the one that is to have it, once."""
+    """Every layer is sent once, from the stage that has it to the stage that will have it."""
     assert hops(GIVERS, PAIR) == [Hop(W1, W2, 0, 5), Hop(W1, W3, 5, 8)]
     assert hops(PAIR, GIVERS) == [Hop(W2, W1, 0, 5), Hop(W3, W1, 5, 8)]
     for seed in range(300):

@@ -26,7 +26,7 @@ STEPS = {  # (tokens in the cache, tokens computed) of each sequence
     "mixed": [(7, 1), (0, 12), (2, 1), (9, 6), (160, 1), (70, 33)],
 }
 HEADS = ((8, 2, 64), (6, 6, 80), (7, 1, 16))  # query heads, KV heads, head dim
-# bfloat16 has no tolerance: the interpreter multiplies its bits as if they were integers.
+# TOLERANCES lacks bfloat16: the interpreter multiplies its bits as if they were integers.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
 

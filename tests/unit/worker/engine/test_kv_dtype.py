@@ -157,7 +157,7 @@ def test_scales_of_the_checkpoint_are_used_whatever_their_names(kernels: str, tm
 
     exact, plain, small = found(folder, "auto"), found(folder), scaled("vllm", k_scale=2.0**-5, v_scale=2.0**-6)
     ours = found(small)
-    assert not torch.equal(ours, plain)  # the values divided by the scale round differently
+    assert not torch.equal(ours, plain)  # with other scales, other values become subnormal
     assert (ours - exact).std() < 0.25 * exact.std()
     for number, folders in enumerate(
         [

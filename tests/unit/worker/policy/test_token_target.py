@@ -69,7 +69,7 @@ def test_what_ended_long_ago_does_not_count() -> None:
 
 
 def test_one_may_always_run_and_any_number_where_no_cost_is_known() -> None:
-    assert target(1e-9).place_count(Decoders(0, 0), 64) == 64  # the first is admitted; then the cost is known
+    assert target(1e-9).place_count(Decoders(0, 0), 64) == 64  # no limit until the first runs
     assert target(1e-9).place_count(Decoders(1, 100), 64) == 1
     assert target(1e-9, None).place_count(TEN, 64) == 64
     assert target(1.0).place_count(Decoders(70, 100), 64) == 70
