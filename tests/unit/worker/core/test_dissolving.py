@@ -107,7 +107,7 @@ def committed(me: WorkerId) -> Transition:
 
 
 def is_done_when_led(transition: Transition, others: tuple[WorkerId, ...] = ()) -> bool:
-    """Whether the transition is done once it is led and has a roster from each of `others`, with no KV to exchange."""
+    """Whether the transition is done after Led and a roster from each of `others`, with no KV to exchange."""
     commands = transition.handle(Led(0.0, NEW, ()))
     assert commands[0] == SendRoster(NEW, (), tuple(name for name in NAMES if name != transition.me), 0, True)
     for other in others:

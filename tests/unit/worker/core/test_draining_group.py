@@ -36,7 +36,7 @@ def snapshots_of(commands: list[w.Command]) -> list[SequenceSnapshot]:
 
 
 def from_elsewhere(snapshot: SequenceSnapshot) -> SequenceSnapshot:
-    """The same sequence as another worker would hand it over: under an id of that worker's."""
+    """The sequence as another worker would hand it over, with an id of that worker."""
     return replace(snapshot, sequence_id=(7 << 32) + snapshot.sequence_id)
 
 

@@ -125,7 +125,7 @@ def test_what_waiting_sequences_share_counts_on_every_stage() -> None:
     waves = Waves((A, B), [standing(n, -1, -2, own=4) for n in range(4)])
     first = waves.first({A: 22, B: 10}, 40)
     assert [v.sequence_id for v in first.admitted] == [0], "needs 2 shared blocks, 4 of its own, 1 in reserve"
-    assert waves.lent_blocks({A: 22, B: 10}) == (10, 0), "needs 2 shared blocks, 4 of its own, 1 in reserve"
+    assert waves.lent_blocks({A: 22, B: 10}) == (10, 0), "the three waiting sequences hold 12 of the 22"
     # The admitted sequence has reserved 2 + 4.
     second = waves.next({A: 40, B: 20}, 6, ())
     assert [v.sequence_id for v in second.admitted] == [1, 2, 3]

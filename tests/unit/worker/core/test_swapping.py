@@ -133,7 +133,7 @@ def test_a_change_of_the_group_has_them_computed_anew() -> None:
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
     assert space(driver).enabled
-    assert not driver.core.handle(w.RoleChanged(driver.at_s, leads=True, stage_count=2)), "it is not in the engine"
+    assert not driver.core.handle(w.RoleChanged(driver.at_s, leads=True, stage_count=2)), "stages have nothing to free"
     driver.core.check()
     assert len(space(driver).entries) == 0
     assert not space(driver).enabled, "the other stages' host memory is not known yet"

@@ -111,7 +111,7 @@ class Stages:
         return self.before + self.more + self.share * self.before
 
     def send(self, wave: Wave, homes: Mapping[int, MovedSequence]) -> None:
-        """Adds the room of KV that the wave has sent, or that is given up."""
+        """Adds the blocks that are free once the wave's KV has been sent or given up."""
         for victim in (*wave.admitted, *wave.lost):
             self.counts[homes[victim.sequence_id].victim.old_leader] += (
                 self.share * homes[victim.sequence_id].held_blocks

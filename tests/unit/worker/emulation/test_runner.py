@@ -190,7 +190,7 @@ def test_a_preempted_step_can_be_run_once_more(engine: EmulatedEngine) -> None:
 
 
 def test_a_stage_runs_once_more_what_was_preempted_behind_it(engine: EmulatedEngine) -> None:
-    """Its block also holds correct tokens besides the one that it computes again."""
+    """The recomputed token is in a block that also holds correct tokens."""
     later, hidden = small_engine(), None
     for number, (first, tokens, times) in enumerate([(0, PROMPT, 1), (10, ANSWER[:1], 3), (11, ANSWER[1:2], 2)]):
         batch = offline(number, first, tuple(tokens), added=not first)

@@ -1,4 +1,4 @@
-"""Makes interpreted kernels of triton 3.6 (of torch 2.11) behave as with 3.7: otherwise numpy from 2.4 on refuses loops
+"""Makes the interpreter of triton 3.6 (torch 2.11) behave like that of 3.7. Otherwise numpy 2.4 and later refuse loops
 whose bounds the kernel has loaded.
 """
 

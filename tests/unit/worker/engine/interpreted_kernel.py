@@ -100,8 +100,8 @@ def compare_operations(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> None:
     """Compares the fused operations with torch's. In float16 nearly all elements are equal bit by bit, since both round
-    at the same places. In float32, functions and sums differ in the last bits; to bfloat16, the interpreter truncates
-    instead of rounding.
+    at the same places. In float32, functions and sums differ in the last bits, and in bfloat16 the interpreter
+    truncates instead of rounding.
     """
     torch.manual_seed(1)
     pool, shares = BlockPool(BLOCKS, BLOCK_TOKENS), STEPS["decodes"]

@@ -14,7 +14,7 @@ ROWS, ALONE = (3, 64, 65), (0, 1, 2, 17, 63, 64)
 
 
 def multiply_rows(a: np.ndarray, b: np.ndarray, dtype: type[np.generic]) -> np.ndarray:
-    """Replaces `numpy.matmul`, whose BLAS rounds a row differently by its position in the matrix on some processors. A
+    """Replaces `numpy.matmul`, whose BLAS on some processors rounds a row depending on its position in the matrix. A
     tensor core does not.
     """
     return np.stack([np.einsum("k,kn->n", row, b, dtype=dtype) for row in a])

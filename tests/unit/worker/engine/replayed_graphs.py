@@ -112,7 +112,7 @@ def as_on_a_gpu(record: Record) -> None:
         made._kernels = SeenKernels(made._kernels, record)
         return made
 
-    attention_cuda._LEAST_PART = 16  # so that contexts are split, although few programs are interpreted
+    attention_cuda._LEAST_PART = 16  # so that short contexts, which need few programs, are split
     attention_cuda._LEAST_PROGRAMS = attention_cuda._PROGRAMS_PER_ROW = 1  # so that some rows have several parts
 
     def recorder(device: torch.device) -> Record:

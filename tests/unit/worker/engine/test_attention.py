@@ -163,7 +163,7 @@ def test_what_others_left_in_the_cache_changes_nothing(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_float8_is_attended_to_as_what_it_holds(kernels: str, dtype: torch.dtype) -> None:
-    """It gives the same bits as its values in a cache of the model's dtype. Keys and values of the step are rounded,
+    """A float8 cache gives the same bits as its values in the model's dtype. The step's keys and values are rounded,
     too.
     """
     world = World([(7, 1), (0, 12), (2, 1), (9, 6), (40, 1), (3, 1)])

@@ -99,7 +99,7 @@ def refusing_share(
 def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
     refusing: int, once_aborted: type[Exception], tmp_path: Path
 ) -> None:
-    """Also if the first rank is aborted while it records a sum, and takes the abort for the reason."""
+    """The first rank may be aborted while it records a sum, and take the abort for the reason."""
     model_dir = make_tiny(
         "llama", tmp_path / "model", layers=1, heads=6, kv_heads=3, hidden=96, intermediate=192, max_len=64
     )

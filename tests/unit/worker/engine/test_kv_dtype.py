@@ -64,7 +64,7 @@ def test_logits_are_near_those_of_exact_kv(kernels: str, dtype: str, tiny: Path)
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma2", "qwen3_moe"])
 def test_models_of_transformers_have_it_too(family: str, tmp_path: Path) -> None:
-    """Latent attention, attention sinks, soft caps and sliding windows, experts."""
+    """The families have latent attention, attention sinks, soft caps and sliding windows, or experts."""
     assert 1e-4 < apart(write_family(family, tmp_path), dtype="float32") < 0.25
 
 

@@ -1,4 +1,4 @@
-"""The block tables that a packer keeps from earlier steps change no step: a new packer lays each out the same way."""
+"""Block tables kept from earlier steps do not change a packed step: a new packer gives the same."""
 
 import random
 from dataclasses import fields

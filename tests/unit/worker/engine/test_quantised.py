@@ -57,7 +57,7 @@ def test_experts_whose_halves_share_blocks_are_made_dense_when_they_are_loaded(t
 def test_matrices_are_multiplied_in_float8_where_the_device_does_so(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only for checkpoints whose activations are float8, too. A row's result does not depend on the other rows."""
+    """This requires a checkpoint that declares float8 activations. A row's result does not depend on the other rows."""
     if not scaled_products.succeeds(torch.device("cpu")):
         pytest.skip("torch 2.11 multiplies with one scale for all rows on CPUs")
     folder = write_family(f"llama:{form}", tmp_path)

@@ -137,7 +137,7 @@ def write_whole(model_type: str, folder: Path) -> Path:
 
 
 def under_other_names(folder: Path, out: Path) -> Path:
-    """Copies a checkpoint under the tensor names of `transformers`' classes; saving uses those of published ones."""
+    """Copies a checkpoint, renaming its tensors from their published names to those of `transformers`' classes."""
     change(folder, out)
     tensors = load_file(out / "model.safetensors")
     assert "language_model.model.norm.weight" in tensors

@@ -18,7 +18,7 @@ def test_arrays_keep_shapes_types_and_contents() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Records of every copy to the meta device whether the caller waits for it."""
+    """Records, for every copy to the meta device, whether the caller waits for it."""
 
     def __init__(self) -> None:
         super().__init__()

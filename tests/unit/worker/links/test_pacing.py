@@ -101,7 +101,7 @@ def bulk(wire: Wire, size_bytes: int, at_s: float, since_s: float | None = None)
 def test_a_wire_lets_the_rate_through_and_remembers_no_idle_time() -> None:
     wire = Wire(100.0)
     assert bulk(wire, 50, 10.0) == 10.5
-    assert bulk(wire, 50, 10.1) is None, "the first message is still on the wire"
+    assert bulk(wire, 50, 10.1) is None, "the first chunk is still on the wire"
     assert bulk(wire, 50, 10.5) == 11.0
     assert bulk(wire, 100, 20.0) == 21.0
 

@@ -83,7 +83,7 @@ def test_nothing_is_left_behind_by_use_or_by_failure() -> None:
         use()
     gc.collect()
     assert (fds(), shared_lines()) == before == (before[0], 0)
-    assert mapped_bytes() - address_space_before < 4 * BUDGET_BYTES  # a single leaked memory would be more than that
+    assert mapped_bytes() - address_space_before < 4 * BUDGET_BYTES  # one leaked memory would map more than that
 
 
 def test_the_same_story_on_the_gpu_backend() -> None:

@@ -68,7 +68,7 @@ def resident_bytes(address: int) -> int:
 def test_mapped_memory_is_resident_before_it_is_touched(
     backend: HostBackend, monkeypatch: pytest.MonkeyPatch, tables_move: bool
 ) -> None:
-    """Also if the kernel refuses to move page tables, as old kernels do."""
+    """This holds even if the kernel refuses to move page tables, as old kernels do."""
     monkeypatch.setattr(backend, "_tables_move", tables_move)
     one, other = Range(backend, backend.granularity_bytes), Range(backend, backend.granularity_bytes)
     one.map(0, ExtentRun(0, 4))

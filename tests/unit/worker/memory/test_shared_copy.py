@@ -1,4 +1,4 @@
-"""The parameters' copy in host memory that a host's workers share: made once, never seen half made, removed by the last
+"""The copy of the parameters that all workers of a host share: made once, never visible half made, removed by the last
 user.
 """
 

@@ -64,7 +64,7 @@ def test_the_strictest_of_those_that_run_decides() -> None:
     assert allowed_s(OnlineView(0.05), free) == pytest.approx(0.025), "no target: slowed down by a fraction"
     assert allowed_s(OnlineView(0.05, first_token_in_s=0.08, left_tokens=150)) == 0.04, "two batches to the first token"
     assert allowed_s(OnlineView(0.05, first_token_in_s=-1.0)) == 0.02, "the first token is late already"
-    assert allowed_s(free, OnlineView(math.inf, left_tokens=150)) == 0.02, "none beside a prompt without a target"
+    assert allowed_s(free, OnlineView(math.inf, left_tokens=150)) == 0.02, "none alongside a prompt without a target"
 
 
 def test_under_a_target_answers_last_longer_only_as_far_as_places_suffice() -> None:

@@ -33,7 +33,9 @@ def test_the_longer_contexts_are_the_fewer_run(context_tokens: int, count: int) 
 
 @pytest.mark.parametrize(("stage_count", "count"), [(1, 50), (2, 100), (4, 200)])
 def test_a_pipeline_computes_a_microbatch_for_each_stage_between_two_tokens(stage_count: int, count: int) -> None:
-    """Each stage has its share of the layers, so with as many sequences in each microbatch, a round takes as long."""
+    """Each stage has its share of the layers, so with that many sequences in each microbatch, a round takes as long as
+    a step with one stage.
+    """
     assert target(0.0601).place_count(TEN._replace(stage_count=stage_count), 1024) == count
 
 

@@ -127,8 +127,8 @@ def test_an_address_of_another_host_is_no_place_to_listen(nodes: Nodes) -> None:
 
 
 def test_the_kernel_notices_a_silent_host(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
-    """It probes a silent host, which answers even if the process is busy, and closes the connection if there is no
-    answer.
+    """The kernel probes the other host, which answers even if its process is busy; without an answer, it closes the
+    connection.
     """
     listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
     lanes = [*called(nodes, 2, "a"), *called(nodes, 3, "a")]
