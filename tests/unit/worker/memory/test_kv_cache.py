@@ -101,7 +101,7 @@ def test_shrinking_below_a_block_in_use_is_refused(memory: DeviceMemory) -> None
 
 def test_growth_beyond_the_free_extents_is_refused_and_changes_nothing(memory: DeviceMemory) -> None:
     assert memory.pool.free_count == 1
-    with pytest.raises(InvariantViolation, match="wants 4 extents, 1 are free"):
+    with pytest.raises(InvariantViolation, match="needs 4 extents, but 1 are free"):
         memory.kv.window.grow(1)
     assert memory.kv.block_count == BLOCKS
     memory.check()
