@@ -1,4 +1,4 @@
-"""What the dispatcher remembers and tells of requests: the core notes, the chronicle keeps and counts."""
+"""The stories of requests: the core records moments, the chronicle keeps and counts them."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ from tests.support.dispatcher_core import FULL, Answer, Story
 
 
 def moments(answer: Answer) -> list[tuple[str, str, int]]:
-    """What the ending tells."""
+    """(moment, worker, token count) of the finished request's story."""
     [ended] = answer.of(Finish)
     return [(m.what.value, m.worker_id, m.token_count) for m in ended.facts.story.moments]
 
@@ -173,7 +173,7 @@ async def test_lines_of_many_endings_at_once_are_written_a_few_in_each_turn_of_t
     with structlog.testing.capture_logs() as lines:
         for number in range(100):
             chronicle.record_refused(RequestId(f"r{number}"), wrong, None, 0.0)
-        assert not lines, "who ends a request does not wait for its line"
+        assert not lines, "ending a request does not wait for its log line"
         writing = asyncio.create_task(chronicle.write_lines())
         counts = [0]
         while counts[-1] < 90:
