@@ -1,4 +1,4 @@
-"""A proxy that swallows, delays and cuts."""
+"""A proxy that drops, delays and resets."""
 
 import asyncio
 import time

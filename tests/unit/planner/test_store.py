@@ -118,7 +118,7 @@ def test_what_was_learnt_is_for_the_next_planner() -> None:
         await store.write(write(1, None, token))
         assert await read() == learnt
         await store.write_learnt(Learnt(), token - 1)
-        assert await read() == learnt, "a former leader writes nothing"
+        assert await read() == learnt, "a former leader cannot write"
         for garbage in ("{", '{"jumps": [-1.0]}', '{"dwell_s": NaN}', '{"jumps": [1e300]}'):
             await state.run(state.redis.set(LEARNT_KEY, garbage))
             assert await read() == Learnt()
@@ -195,9 +195,9 @@ def test_with_the_decision_the_layout_changes_and_not_before() -> None:
         while message := await pubsub.get_message(timeout=0.2 if told else 60):
             if message["type"] == "message":
                 told.append(str(message["data"]))
-        assert told == ["2"], "dispatchers hear of the decision once"
+        assert told == ["2"], "dispatchers are notified of the decision once"
         await pubsub.aclose()
-        assert await store.write(write(3, 2, token)) is WriteOutcome.WRITTEN, "layouts go on behind the transition's"
+        assert await store.write(write(3, 2, token)) is WriteOutcome.WRITTEN, "later layouts follow the transition's"
 
     tell(story)
 
