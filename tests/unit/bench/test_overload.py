@@ -45,7 +45,9 @@ def test_policies_carry_knobs_as_flags() -> None:
     (pipeline,) = parse_policies("static-pipeline:degree=4")
     assert (pipeline.pipeline_degree, plain.pipeline_degree) == (4, 1)
     assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
-    assert pipeline.flags()["worker"][2:] == ["--dev", "microbatching=token-count"], "a static pipeline uses no lookahead"
+    assert pipeline.flags()["worker"][2:] == ["--dev", "microbatching=token-count"], (
+        "a static pipeline uses no lookahead"
+    )
     (ordered,) = parse_policies("drop:queue-order=deadline")
     assert ordered.flags()["dispatcher"] == ["--queue-order", "deadline"]
 

@@ -253,7 +253,9 @@ def test_planner_commands_speak_json(
             "tpot_s": None,
             "tokens_per_s": None,
         }
-        assert told["layout"]["groups"][0]["members"][0]["last_layer"] == 3, "last_layer is inclusive, as in all JSON output"
+        assert told["layout"]["groups"][0]["members"][0]["last_layer"] == 3, (
+            "last_layer is inclusive, as in all JSON output"
+        )
 
 
 def test_drain_health_doctor_and_model_speak_json(

@@ -1,5 +1,4 @@
-"""The Kubernetes manifests: valid by schema, with settings that exist and policies that allow the needed connections.
-"""
+"""The Kubernetes manifests: valid by schema, with settings that exist and policies that allow the needed connections."""
 
 import copy
 import math
@@ -169,8 +168,7 @@ class Keda:
 
 @pytest.mark.rotating
 def test_workers_are_scaled_by_what_the_planner_wants() -> None:
-    """Compute is short, then no requests arrive: pods are added at once, and the last one is removed once it is parked.
-    """
+    """Compute is short, then no requests arrive: pods are added at once, and the last one is removed once it is parked."""
     keda, metrics = Keda(), PlannerMetrics()
     assert (PODS[keda.target["name"]]["kind"], keda.target["name"]) == (keda.target["kind"], "worker")
     assert keda.least >= 2, "a lone worker cannot drop"

@@ -84,9 +84,7 @@ def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> Non
         monitor.announce(1.0, i, f"w{i}")
         monitor.tell(m.LoadReported(1.0, "c", i, load_report(10), pace=pace))
     monitor.announce(1.0, 99, "new")
-    assert monitor.core.pace() == whole[3], (
-        "an outlier changes nothing, nor do instances with fewer layers"
-    )
+    assert monitor.core.pace() == whole[3], "an outlier changes nothing, nor do instances with fewer layers"
     found = monitor.core.slowness()
     assert found.pop(WorkerId("w8")) == pytest.approx(0.5)
     assert found.pop(WorkerId("w6")) == pytest.approx(2.0)
@@ -103,7 +101,9 @@ def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() 
     assert m.CloseStream(1, m.CloseReason.SILENT) in commands
     assert lost(commands) == [("w1", 1)]
     assert monitor.report(5.0, 1) == [], "a late report on the closed stream is ignored"
-    assert monitor.announce(5.0, 2) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")], "the instance was only silent"
+    assert monitor.announce(5.0, 2) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")], (
+        "the instance was only silent"
+    )
 
 
 def test_a_goodbye_is_a_loss_at_once() -> None:
@@ -262,6 +262,8 @@ def test_an_engine_that_hangs_for_ever_is_lost_once() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert lost(monitor.report(2.0, 1, step_age_s=100.0)) == [("w1", 1)]
-    assert monitor.announce(3.0, 2) == [m.CloseStream(1, m.CloseReason.SUPERSEDED)], "a new stream does not show that the engine works"
+    assert monitor.announce(3.0, 2) == [m.CloseStream(1, m.CloseReason.SUPERSEDED)], (
+        "a new stream does not show that the engine works"
+    )
     assert lost(monitor.tick_until(20.0, 2.0)) == []
     assert monitor.core.entries == {}

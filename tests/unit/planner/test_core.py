@@ -293,7 +293,9 @@ def test_another_memory_or_a_worker_of_another_version_serves_the_same_model(own
     planner = leader("w1")
     assert not [c for c in planner.up("w2", model=own) if isinstance(c, p.RejectInstance)]
     assert names(planner.settle_all()) == {"w1", "w2"}
-    assert planner.core.membership.model == (own if own.revision else MODEL), "a model reported with a revision takes precedence"
+    assert planner.core.membership.model == (own if own.revision else MODEL), (
+        "a model reported with a revision takes precedence"
+    )
 
 
 def test_another_checkpoint_of_the_same_shape_is_another_model() -> None:

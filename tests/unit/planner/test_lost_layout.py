@@ -94,7 +94,9 @@ def test_a_pipeline_outlives_the_loss_of_all_planners_and_of_the_state_server() 
     begin(planner)
     up(planner, "w1", PLACE)
     planner.wait(1.0)
-    assert not [c for c in planner.said if isinstance(c, p.WriteLayout)], "it waits until the monitor's snapshot is complete"
+    assert not [c for c in planner.said if isinstance(c, p.WriteLayout)], (
+        "it waits until the monitor's snapshot is complete"
+    )
     up(planner, "w2", PLACE)
     up(planner, "w3", None)
     planner.tell(p.SnapshotEnded(1.0, "c"))

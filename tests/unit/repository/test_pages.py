@@ -50,7 +50,9 @@ def test_every_setting_is_on_the_page() -> None:
             else:
                 assert flag in section or flag in shared, flag
             assert field.description, flag
-    assert len(re.findall(r"^\| `--", page, re.MULTILINE)) <= 113, "list settings that no operator chooses in `developer`"
+    assert len(re.findall(r"^\| `--", page, re.MULTILINE)) <= 113, (
+        "list settings that no operator chooses in `developer`"
+    )
 
 
 def test_what_the_page_on_gpus_says_of_workers_may_be_said_to_up() -> None:

@@ -38,7 +38,9 @@ def test_a_worker_gets_as_many_prompt_tokens_as_it_wants() -> None:
         assert not offline(story, f"b{index}", prompt=40).places, "no worker has asked for offline tokens"
     answer = story.step("a", report=load(offline_wanted_tokens=100))
     assert answer.places == [("b0", "a"), ("b1", "a"), ("b2", "a")], "the third starts within the 100 tokens wanted"
-    assert not story.step("a", report=load(offline_wanted_tokens=100), seen_handle=0).places, "the report is older than those placements"
+    assert not story.step("a", report=load(offline_wanted_tokens=100), seen_handle=0).places, (
+        "the report is older than those placements"
+    )
     assert story.step("a", report=load(offline_wanted_tokens=60)).places == [("b3", "a"), ("b4", "a")]
 
 

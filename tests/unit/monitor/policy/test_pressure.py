@@ -95,7 +95,9 @@ def test_capacity_on_its_way_down_counts_as_it_will_be_but_not_below_the_undropp
     def by_plan(t: float) -> ClusterDemand:
         return sample(t, 900, capacity_bytes=2000 if t < 2 else 1000, undropped_bytes=1000, groups=MERGED)
 
-    assert tell(Pressure(RULES), series(6, by_plan)) == [], "a restore takes capacity down to the planned value and no further"
+    assert tell(Pressure(RULES), series(6, by_plan)) == [], (
+        "a restore takes capacity down to the planned value and no further"
+    )
 
 
 def test_relief_only_when_something_is_dropped_and_usage_stayed_low_for_long_enough() -> None:
@@ -183,8 +185,7 @@ def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next
 
 
 def test_while_parameters_come_back_demand_is_held_against_what_there_will_be() -> None:
-    """A restoring pair holds all layers twice and half of the KV: demand that fits afterwards does not end the restore.
-    """
+    """A restoring pair holds all layers twice and half of the KV: demand that fits afterwards does not end the restore."""
     pressure = Pressure(RULES)
     relieved_at(pressure)
 

@@ -225,8 +225,7 @@ def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
-    """Apart from bubbles, token times are therefore half as long again with two stages, and a quarter longer with four.
-    """
+    """Apart from bubbles, token times are therefore half as long again with two stages, and a quarter longer with four."""
     future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
     alone_s, two_s, four_s = (
         look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
@@ -292,7 +291,9 @@ def test_the_only_one_of_its_kind_may_be_merged_with_others() -> None:
     assert {one.name.split(",")[0] for one in found.candidates} == {"nothing", f"1 pair {2.0:.1f} x as slow"}
     plan = plan_of(slowed(snapshot, {WorkerId("w0")}), [[GroupId("w0"), GroupId("w1")]], 1, 0.0)
     layers = {m.worker_id: m.last_layer - m.first_layer for m in plan.groups[0].members}
-    assert 2.5 * layers[WorkerId("w0")] < layers[WorkerId("w1")] < 4 * layers[WorkerId("w0")], "both stages take equally long"
+    assert 2.5 * layers[WorkerId("w0")] < layers[WorkerId("w1")] < 4 * layers[WorkerId("w0")], (
+        "both stages take equally long"
+    )
 
 
 def pairs(used: int) -> Snapshot:
@@ -480,8 +481,7 @@ def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
 
 
 def test_a_request_is_not_divided_between_groups() -> None:
-    """Eight instances with room for two and a half long prompts each hold sixteen of them, but all of the short ones.
-    """
+    """Eight instances with room for two and a half long prompts each hold sixteen of them, but all of the short ones."""
 
     def wait_s(prompt_tokens: float) -> float:
         future = Future(

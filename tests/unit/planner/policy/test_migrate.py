@@ -105,7 +105,9 @@ def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
 
 def test_an_instance_that_is_nearly_full_gives_its_longest_requests_until_both_are_as_full() -> None:
     large = load(100, 20, blocks=900)
-    assert moves({"w1": load(97), "w2": large}, RELIEVES) == [("w1", "w2", 77)], "leaves 20 of 100 blocks and about 180 of 900 in use"
+    assert moves({"w1": load(97), "w2": large}, RELIEVES) == [("w1", "w2", 77)], (
+        "leaves 20 of 100 blocks and about 180 of 900 in use"
+    )
     assert moves({"w1": load(97), "w2": large}, DRAINS_ONLY) == []
     assert moves({"w1": load(70), "w2": large}, RELIEVES) == [], "each of its requests can still grow by 120 tokens"
     assert moves({"w1": load(97), "w2": replace(large, used_block_count=890)}, RELIEVES) == []
