@@ -1,4 +1,4 @@
-"""From the trace file to the result over real gRPC, against a scripted dispatcher."""
+"""A replay over real gRPC against a scripted dispatcher, from the trace file to the result."""
 
 import asyncio
 import io

@@ -1,4 +1,4 @@
-"""`benchmarks.streamed`: what streaming layers would gain."""
+"""`benchmarks.streamed`: what streaming an instance's layers from host memory would gain."""
 
 from benchmarks.streamed import StreamingInstance, table
 from sim.hardware import find_gpu, models

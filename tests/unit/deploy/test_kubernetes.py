@@ -1,4 +1,4 @@
-"""The Kubernetes manifests: valid by schema, with settings that exist and policies that allow the needed connections."""
+"""The Kubernetes manifests: valid by schema, existing settings, and policies that allow the needed connections."""
 
 import copy
 import math
@@ -131,9 +131,7 @@ def test_only_those_who_have_to_come_in_can() -> None:
 
 
 class Keda:
-    """KEDA and its autoscaler, as configured in autoscaling.yaml: the replica count that follows from the query's
-    result.
-    """
+    """KEDA and its autoscaler as configured in autoscaling.yaml: replica counts from the query's result."""
 
     def __init__(self) -> None:
         scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())["spec"]
@@ -168,7 +166,7 @@ class Keda:
 
 @pytest.mark.rotating
 def test_workers_are_scaled_by_what_the_planner_wants() -> None:
-    """Compute is short, then no requests arrive: pods are added at once, and the last one is removed once it is parked."""
+    """Compute is short, then no requests arrive: pods are added at once, and the last one goes once it is parked."""
     keda, metrics = Keda(), PlannerMetrics()
     assert (PODS[keda.target["name"]]["kind"], keda.target["name"]) == (keda.target["kind"], "worker")
     assert keda.least >= 2, "a lone worker cannot drop"

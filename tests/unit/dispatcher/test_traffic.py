@@ -60,7 +60,7 @@ def test_how_long_and_high_bursts_are_is_learnt_from_those_before() -> None:
     assert told(times, 230.0) == told(times, 240.5) == (0.0,) * 3
     assert told([float(second) for second in range(300)], 300.0) == (0.0,) * 3, "there were no bursts"
     assert told(sorted([*times, *(240 + i / 10 for i in range(120))]), 252.0) == (0.0,) * 3, (
-        "it lasts longer than a burst"
+        "it lasts longer than the bursts before"
     )
     by_chance = sorted([*(3.0 * i for i in range(100)), 100.1, 100.2, 100.3, *(280 + i / 4 for i in range(40))])
     assert told(by_chance, 289.0) == (0.0,) * 3, "four requests in two seconds are no burst"

@@ -28,7 +28,7 @@ async def test_a_state_server_that_is_killed_while_it_starts_is_started_once_mor
         keeping = asyncio.create_task(Keeper(cluster, told.append).run())
         first = server.pid
         server.send_signal(signal.SIGKILL)
-        while not server.is_running or server.pid == first:  # noqa: ASYNC110 - before the keeper checks
+        while not server.is_running or server.pid == first:  # noqa: ASYNC110 - the kill must precede the keeper's check
             await asyncio.sleep(0)
         server.send_signal(signal.SIGKILL)
         await until(lambda: any("is back" in line for line in told))

@@ -1,4 +1,4 @@
-"""A proxy that drops, delays and resets."""
+"""A proxy that drops or delays data, or resets connections."""
 
 import asyncio
 import time

@@ -279,7 +279,7 @@ def test_a_jump_of_the_demand_is_looked_at_before_the_next_tick() -> None:
     assert [type(change.signal) for change in raised] == [Overload]
     looks = len(history)
     cluster.tell(m.LoadReported(jump_at_s + LEAST_LOOK_S / 2, "c", 1, load(50, waiting=400)))
-    assert len(history) == looks  # evaluations are costly with thousands of instances, so they are spaced
+    assert len(history) == looks  # evaluations over thousands of instances are costly, hence a minimum interval
 
 
 def test_a_line_that_grows_in_a_dispatcher_is_looked_at_before_the_next_tick() -> None:

@@ -1,4 +1,4 @@
-"""With old, missing or wrong inputs of its comparison, the planner decides as with fresh ones, or not yet."""
+"""With old, missing or wrong inputs, the planner decides as with fresh ones or defers the decision."""
 
 import itertools
 import math

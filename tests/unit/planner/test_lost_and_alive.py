@@ -11,7 +11,7 @@ LONE = {"w0[0:4]", "w1[0:4]", "w2[0:4]"}
 
 
 def paired(*more: str) -> tuple[Planner, Group]:
-    """A planner whose w0 and w1 are a pair, by the layout and by their own reports; and the pair."""
+    """A planner in whose layout w0 and w1 are a pair, as they report themselves; returns it and the pair's group."""
     planner = Planner()
     planner.start("w0", "w1", *more)
     planner.drop("w0", "w1")
@@ -149,7 +149,7 @@ def test_an_abort_that_nobody_answers_ends() -> None:
 
 
 def gone_back(planner: Planner, old: p.StoredLayout | None) -> Planner:
-    """Another planner, which reads `old` because the state server has gone back in time."""
+    """Another planner that reads `old`, as if the state server had lost its latest writes."""
     later = Planner()
     later.stored, later.token, later.now_s = old, planner.token + 10_000, 100.0
     later.lives = dict(planner.lives)

@@ -96,9 +96,7 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
 def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
     queued: int, recent: int, others: Traffic
 ) -> None:
-    """It may have died with its queue, so a drop must be right without it: by the others' traffic, or with an empty
-    queue.
-    """
+    """It may have died with its queue, so the other dispatchers' traffic, or an empty queue, must justify the drop."""
     planner = Planner(planning=Planning())
     planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
     planner.fresh_traffic = others

@@ -55,7 +55,7 @@ def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> 
 
 
 def test_a_planner_begins_with_what_the_one_before_has_learnt() -> None:
-    """The first planner sees two minutes without jumps. Without that knowledge, half of the instances keep serving."""
+    """The first planner sees two minutes without jumps; a successor that lacks this keeps half of the instances."""
     names = [f"w{number}" for number in range(6)]
     first = Planner(sizing=SizingRules(parks=True))
     first.load, first.traffic = IDLE, CALM

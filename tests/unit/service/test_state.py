@@ -253,7 +253,7 @@ async def test_a_fixed_address_is_never_looked_up() -> None:
 
 
 async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> None:
-    """Before Python 3.12, asyncio.wait_for swallows it if the awaited call ends at the same moment."""
+    """Before Python 3.12, asyncio.wait_for swallows a cancellation if the awaited call ends at the same moment."""
 
     async def swallow() -> str:
         try:

@@ -111,7 +111,7 @@ def test_a_layer_takes_what_it_was_measured_to_take(row: str) -> None:
 
 @pytest.mark.parametrize("row", _ALL_REDUCES_MS.split("\n")[1:-1])
 def test_an_all_reduce_takes_what_it_was_measured_to_take(row: str) -> None:
-    """A model with a hidden size of 8,192 has two for each layer, of 1 MB for 64 tokens."""
+    """Each layer of a model with a hidden size of 8,192 has two all-reduces, of 1 MB for 64 tokens."""
     name, ranks, *measured_ms = row.split()
     gpu = find_gpu(name, "test")
     together, alone = (_roofline("Qwen-72B", gpu, count).costs for count in (int(ranks), 1))

@@ -8,7 +8,7 @@ from tests.support.simulated import options
 
 FLOOD_COUNT, FLOOD_AT_S = 3000, 2.0
 ANSWER_TOKENS = 150  # of the flood; each of its answers takes about 5 s
-BATCH_S = 0.8  # a full prompt batch, already running when a request arrives, and the request's own
+BATCH_S = 0.8  # a full prompt batch that is running on arrival, plus the request's own batch
 
 
 def test_who_asks_now_and_then_is_served_in_a_flood() -> None:

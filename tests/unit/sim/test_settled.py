@@ -53,7 +53,7 @@ def test_demand_grows_faster_than_the_rate_until_there_is_no_end_to_it() -> None
 
 
 def test_a_simulated_burst_wants_as_much_as_the_closed_form_says() -> None:
-    """Within a third: answers of the trace all have the same length, whereas the closed form's end at a constant rate."""
+    """Within a third: the trace's answers all have one length; in the closed form they end at a constant rate."""
     machine = find_cluster("2xA100-80G")
     calm, burst = steady(1.0, 30.0), steady(3.0, 30.0)
     later = [TraceRequest(30.0 + r.arrival_s, r.input_tokens, r.output_tokens) for r in burst.requests]

@@ -163,7 +163,7 @@ def test_a_model_of_the_catalogue_in_another_format_takes_fewer_gpus() -> None:
 
 
 def times(gpu: str, quantization: Quantization | None, kv_cache_dtype: KvCacheDtype = "auto") -> tuple[float, float]:
-    """Seconds per layer, for a prompt of 4,096 tokens and for a step of 64 decodes with 4,096 tokens of context each."""
+    """Seconds per layer: for a prompt of 4,096 tokens, and for a step of 64 decodes with 4,096 tokens of context."""
     cluster = find_cluster(f"1x{gpu}")
     model = stored_as(find_model("Llama-3.1-8B"), cluster.gpu, quantization, kv_cache_dtype)
     costs = SimRoofline(model, cluster, timings()).costs

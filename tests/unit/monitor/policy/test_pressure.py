@@ -163,7 +163,7 @@ def test_memory_that_a_dissolving_pipeline_still_has_counts_as_the_members_own()
 
 
 def gives_back_after(pressure: Pressure, from_s: float) -> float:
-    """Seconds of low demand until the relief."""
+    """Seconds of low demand until the relief is signalled."""
     merged = series(from_s + 90, lambda t: sample(t, 300, capacity_bytes=3000, groups=MERGED), from_s=from_s)
     for one in merged:
         if pressure.observe(one):
@@ -185,7 +185,7 @@ def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next
 
 
 def test_while_parameters_come_back_demand_is_held_against_what_there_will_be() -> None:
-    """A restoring pair holds all layers twice and half of the KV: demand that fits afterwards does not end the restore."""
+    """A restoring pair holds all layers twice and half of the KV; demand that will fit afterwards does not abort it."""
     pressure = Pressure(RULES)
     relieved_at(pressure)
 

@@ -96,7 +96,7 @@ def test_where_memory_is_short_groups_are_merged() -> None:
 
 
 def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
-    """Answers are not taken for endless because none has ended yet; otherwise every option would look hopeless."""
+    """Although no answer has ended yet, they are not assumed endless, or every option would look hopeless."""
     snapshot = alone(EIGHT, BLOCKS - 5, waiting=20)
     first = Traffic(
         queued_count=200,
@@ -225,7 +225,7 @@ def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
-    """Apart from bubbles, token times are therefore half as long again with two stages, and a quarter longer with four."""
+    """Apart from bubbles, token times are half as long again with two stages, and a quarter longer with four."""
     future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
     alone_s, two_s, four_s = (
         look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
@@ -356,9 +356,7 @@ def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> 
 
 
 def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pipeline_that_dissolves() -> None:
-    """Afterwards there is room, but until then, memory that the pipelines hold and grow into is not available to
-    others.
-    """
+    """Afterwards there is room, but until then, memory that dissolving pipelines hold is not available to others."""
     snapshot = running(pairs(5 * BLOCKS // 4), 40)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     steady = replace(LONG, queued_count=0, queued_tokens=0, recent_count=60, minute_count=300, minute_tokens=150_000)
@@ -481,7 +479,7 @@ def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
 
 
 def test_a_request_is_not_divided_between_groups() -> None:
-    """Eight instances with room for two and a half long prompts each hold sixteen of them, but all of the short ones."""
+    """Eight instances with room for two and a half long prompts each hold sixteen of them, but all short ones."""
 
     def wait_s(prompt_tokens: float) -> float:
         future = Future(
@@ -570,7 +568,7 @@ def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
 
 
 def test_full_instances_beside_large_ones_with_room_are_predicted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests are routed to all alike, but instances with little memory cannot compute prompts."""
+    """Requests are routed to all alike, but full instances with little memory cannot compute prompts."""
     layers = tuple(range(LAYERS))
     small = alone(EIGHT[:3], BLOCKS - 5).groups
     member = InstanceState(WorkerId("large"), 2 * BUDGET_BYTES, 0, LAYERS, layers)

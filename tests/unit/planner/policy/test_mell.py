@@ -68,7 +68,9 @@ def operations(seed: int, count: int) -> Iterator[tuple[Book, dict[int, int]]]:
 
 @pytest.mark.rotating
 def test_repaired_all_properties_hold_through_a_thousand_random_sequences() -> None:
-    """Except for the last bin of each kind. No request is lost, no bin overflows (`check`), at most ten items move."""
+    """At most one bin of each kind is an exception; no request is lost, no bin overflows (`check`), at most ten items
+    move.
+    """
     for seed in range(1000):
         where: dict[object, int] = {}
         for book, amounts in operations(seed, 40):
