@@ -10,9 +10,7 @@ from tools.bench.records import StatusSample
 
 @dataclass
 class TimerTarget:
-    """Emits the first token after `first_s` and each later one after `token_s`. `failures`: request index -> error
-    raised.
-    """
+    """First token after `first_s`, each later one after `token_s`. `failures`: request index -> error raised."""
 
     first_s: float = 0.0
     token_s: float = 0.0

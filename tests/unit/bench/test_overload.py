@@ -126,7 +126,7 @@ def arguments(model: Path, **changes: object) -> ComparisonArguments:
         "max_num_seqs": 16,
         "settings": {"monitor.dwell_s": "7"},
     }
-    return arguments_of(read_info(model), **{**given, **changes})  # pyright: ignore[reportArgumentType] -- one by one
+    return arguments_of(read_info(model), **{**given, **changes})  # pyright: ignore[reportArgumentType] -- any argument
 
 
 def test_settings_are_those_that_services_ship_with_but_for_what_is_given(tmp_path: Path) -> None:

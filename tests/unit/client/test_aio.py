@@ -197,7 +197,7 @@ def test_retries_wait_as_told_and_keep_the_request_id() -> None:
         with pytest.raises(Overloaded):  # longer than max_retry_wait_s
             await client.generate("a")
         dispatcher.refuse = [Overloaded("full", 0.9)]
-        with pytest.raises(Overloaded):  # the deadline comes first
+        with pytest.raises(Overloaded):  # the deadline expires first
             await client.generate("a", deadline_s=0.5)
 
     tell(story, overload_retries=2, max_retry_wait_s=1.0)

@@ -71,7 +71,7 @@ def test_an_announced_instance_is_up_and_stays_up_while_it_reports() -> None:
     for second in range(2, 20):
         assert monitor.report(second, 1) == []
         assert lost(monitor.tick_until(second, second - 1)) == []
-    assert len(monitor.core.entries[W1].history) == 5, "the ring is bounded"
+    assert len(monitor.core.entries[W1].history) == 5, "the history is bounded"
 
 
 def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> None:

@@ -82,7 +82,7 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
         await asyncio.sleep(0.1)
         unchanged = await heard()
         await asyncio.sleep(0.1)
-        assert await heard() == unchanged, "without news the last entry stays"
+        assert await heard() == unchanged, "without changes the last entry stays"
         waiting = Traffic()
         await _until(heard, lambda words: not words)
         sharing.cancel()

@@ -82,7 +82,7 @@ def test_a_group_that_broke_at_once_is_not_made_again_for_a_while_and_longer_eac
     grouped(planner, "d2")
     breaks(planner)
     planner.wait(31.0)
-    assert set(kept_out.why(planner.now_s)) == {"w0", "w1"}, "a minute the second time"
+    assert set(kept_out.why(planner.now_s)) == {"w0", "w1"}, "kept out for a minute the second time"
     planner.wait(31.0)
     assert kept_out.why(planner.now_s) == {}
 

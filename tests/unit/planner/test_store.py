@@ -71,7 +71,7 @@ def test_a_deposed_planner_is_refused() -> None:
         old = await state.acquire_lease("planner", "p1", 0.05, "host:1")
         assert old is not None
         await asyncio.sleep(0.1)
-        assert await store.write(write(1, None, old)) is WriteOutcome.FENCED, "its lease has run out"
+        assert await store.write(write(1, None, old)) is WriteOutcome.FENCED, "its lease has expired"
         new = await state.acquire_lease("planner", "p2", 10.0, "host:2")
         assert new is not None
         assert await store.write(write(1, None, old)) is WriteOutcome.FENCED
@@ -207,7 +207,7 @@ def test_a_deposed_planner_cannot_journal() -> None:
         old = await base_written(state, store)
         assert await store.write_journal(note(Stage.PREPARING, old)) is WriteOutcome.WRITTEN
         await state.release_lease("planner", "p1")
-        assert await store.write_journal(note(Stage.COMMITTING, old)) is WriteOutcome.FENCED, "nobody leads"
+        assert await store.write_journal(note(Stage.COMMITTING, old)) is WriteOutcome.FENCED, "no planner leads"
         new = await state.acquire_lease("planner", "p2", 10.0, "host:2")
         assert new is not None
         for stage in Stage:

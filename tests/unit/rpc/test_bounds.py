@@ -67,7 +67,7 @@ def serve(story: Callable[[str, Reader], Awaitable[None]], bounds: CallBounds) -
     asyncio.run(run())
 
 
-# Any: a call of gRPC.
+# Any: a gRPC call.
 async def begun(channel: grpc.aio.Channel, name: str = "") -> Any:
     call = planner_pb2_grpc.PlannerServiceStub(channel).WatchLayout(
         pb.WatchLayoutRequest(), timeout=60, metadata=(("name", name),)
@@ -112,7 +112,7 @@ def test_a_token_has_so_many_calls_over_all_its_connections() -> None:
                 await begun(two, "alice")
             await begun(two, "bob")
             for _ in range(3):
-                await begun(one)  # calls without a name are not counted
+                await begun(one)  # a call without a token is not counted
             first.cancel()
             await begun_at_last(two, "alice")
 

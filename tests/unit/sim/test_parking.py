@@ -1,4 +1,4 @@
-"""Instances of a cluster that are parked and woken by hand while requests run: none is lost, no token is wrong."""
+"""Instances that are parked and woken by hand while requests run: no request is lost, no token is wrong."""
 
 from dataclasses import replace
 from functools import partial

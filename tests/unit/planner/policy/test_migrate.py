@@ -70,7 +70,7 @@ def test_a_single_request_gains_nothing_by_moving() -> None:
 
 def test_who_drains_gives_everything_away_and_takes_nothing() -> None:
     drained = {"w1": load(10, draining=True), "w2": load(40), "w3": load(60, running=2)}
-    assert moves(drained, DRAINS_ONLY) == [("w1", "w3", 40), ("w1", "w2", 60)], "to all that have room, at once"
+    assert moves(drained, DRAINS_ONLY) == [("w1", "w3", 40), ("w1", "w2", 60)], "to all workers with room, at once"
     assert moves({"w1": load(97), "w2": load(0, running=0, draining=True)}) == []
 
 
