@@ -471,7 +471,7 @@ def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
 
 def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
     snapshot = alone(EIGHT, BLOCKS // 3)
-    lengths = (0,) * 28 + (40,)  # some 7,500 tokens each
+    lengths = (0,) * 28 + (40,)  # about 7,500 tokens each
     agents = replace(LONG, queued_count=0, queued_tokens=0, recent_count=6, minute_count=40, minute_tokens=300_000)
     found = compare(running(snapshot, 3), Running(256, 0), replace(agents, prompt_counts=lengths, calm_per_s=0.6), PACE)
     assert found.chosen.name == "nothing"
