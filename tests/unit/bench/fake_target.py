@@ -1,4 +1,4 @@
-"""A cluster emulated by timers, for the replay's port."""
+"""A replay target that emulates a cluster with timers."""
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
@@ -10,7 +10,7 @@ from tools.bench.records import StatusSample
 
 @dataclass
 class TimerTarget:
-    """`first_s` until the first token, `token_s` for each one after it. `failures`: request index -> its error."""
+    """First token after `first_s`, each later one after `token_s`. `failures`: request index -> error raised."""
 
     first_s: float = 0.0
     token_s: float = 0.0

@@ -1,4 +1,4 @@
-"""Records and results made up for the tests of what is computed and drawn from them."""
+"""Made-up records and results for tests of the figures and plots derived from them."""
 
 import random
 from array import array
@@ -51,7 +51,7 @@ def sample(at_s: float, demand_mib: float, epoch: int = 0, *, merged: bool = Fal
 
 
 def drop_and_restore(at_s: float, duration_s: float, epoch: int) -> list[TimedTransition]:
-    """Transitions as a planner tells them: the drop begins at `at_s`, the restore `duration_s` later."""
+    """Transitions as a planner reports them: the drop begins at `at_s`, the restore `duration_s` later."""
 
     def told(kind: str, epoch: int) -> PlannerTransition:
         return PlannerTransition(
@@ -92,7 +92,7 @@ def bursty_run(seed: int = 0) -> ReplayRun:
 
 
 def dropped_run() -> ReplayRun:
-    """The same, with the parameters dropped from 27 s to 52 s."""
+    """`bursty_run` with the parameters dropped from 27 s to 52 s."""
     run = bursty_run()
     run.samples = [
         sample(s.at_s, s.kv_demand_bytes / 2**20, epoch=1, merged=True)
@@ -143,7 +143,7 @@ def bench_result(run: ReplayRun, *policies: str) -> BenchResult:
     )
 
 
-# label -> (overload policy, knobs, seconds that its requests wait beyond those of `bursty_run`)
+# label -> (overload policy, knobs, `extra_s` of `late_run`)
 CONTESTANTS: dict[str, tuple[str, dict[str, str], float]] = {
     "recompute": ("recompute", {}, 9.0),
     "recompute:watermark=0.2": ("recompute", {"watermark": "0.2"}, 8.0),
@@ -156,7 +156,7 @@ CONTESTANTS: dict[str, tuple[str, dict[str, str], float]] = {
 
 
 def late_run(policy: str, extra_s: float, seed: int) -> ReplayRun:
-    """A run like `bursty_run`, but requests of the burst wait longer or (`drop`) hardly at all."""
+    """`bursty_run` (drop: `dropped_run`) in which waits reach `extra_s` at the peak, and tokens slow down with it."""
     run = dropped_run() if policy == "drop" else bursty_run()
     rng = random.Random(seed)
     for made in run.records:
@@ -188,7 +188,7 @@ def comparison_result(workload: str, label: str, repetition: int, position: int)
 
 
 def write_comparison(out: Path, workloads: tuple[str, ...] = ("spiky",), repetitions: int = 2) -> None:
-    """Files as `bench overload` writes them."""
+    """Write results into the folder layout of `bench overload`."""
     position = 0
     for repetition in range(repetitions):
         for workload in workloads:

@@ -6,7 +6,7 @@ from tools.bench.results import policy_result
 
 
 def test_what_a_leader_counts_on_while_layers_go_is_not_the_capacity() -> None:
-    """The drop takes from 26.8 to 28.3 s, the restore from 51.8 to 53.3 s."""
+    """Samples during the drop (26.8 to 28.3 s) and the restore (51.8 to 53.3 s) are left out."""
     run = dropped_run()
     dip = [26.8 <= s.at_s <= 28.3 for s in run.samples]
     run.samples = [replace(s, kv_capacity_bytes=1) if d else s for s, d in zip(run.samples, dip, strict=True)]

@@ -1,4 +1,4 @@
-"""The paragraph says what the figures say."""
+"""The conclusion of a report agrees with its figures."""
 
 import pytest
 
@@ -12,9 +12,10 @@ from tools.bench.slo import Slo
 def policy(
     template: PolicyResult, *, p99_s: float, dropped: bool, demand: float = 1.5, late: float = 0.0, tpot_s: float = 0.06
 ) -> PolicyResult:
-    """Its KV demand is so many times the capacity for half of the samples, and little otherwise.
+    """A result whose KV demand is `demand` times the capacity in half of the samples and low in the others.
 
-    `late`: share of requests that wait a minute for their first token. `tpot_s`: with drops; 0.05 without.
+    `late`: fraction of requests that wait a minute for their first token. `tpot_s`: median TPOT if `dropped`, else
+    0.05.
     """
     at_s = [0.5 * index for index in range(21)]
     series = template.series.model_copy(
@@ -67,7 +68,7 @@ def test_a_drop_that_helps(template: BenchResult) -> None:
 
 
 def test_a_drop_that_harms(template: BenchResult) -> None:
-    """With more KV cache the requests do not wait less, and a pipeline wastes a part of the GPUs' time."""
+    """Compute-bound: more KV cache does not shorten the waits, and a pipeline wastes part of the GPUs' time."""
     base = next(iter(template.policies.values()))
     config = template.config.model_copy(update={"cluster": {"prompt_share": 0.93}})
     drop = policy(base, p99_s=5.0, dropped=True, late=0.3)
@@ -116,7 +117,7 @@ def test_the_goal_is_the_users(template: BenchResult) -> None:
 def test_what_is_short(
     template: BenchResult, cluster: dict[str, object], series: dict[str, list[int]], short: str
 ) -> None:
-    """Of a cluster that is too small."""
+    """For a cluster that is too small, the conclusion names the resource that is short."""
     base = next(iter(template.policies.values()))
     drop = policy(base, p99_s=50.0, dropped=True, late=0.5)
     columns = {"waiting_count": [5] * 21, "group_sizes": [[1, 2]] * 21, **series}
@@ -140,7 +141,7 @@ def test_a_drop_that_helps_at_a_price_names_it(template: BenchResult) -> None:
 
 
 def test_a_cluster_that_is_too_small_for_either_is_called_so_and_told_how_many_it_takes(template: BenchResult) -> None:
-    """The p99 is better with drop, and still nobody should run either."""
+    """P99 TTFT is better with drop, yet the cluster is too small under either policy."""
     base = next(iter(template.policies.values()))
     drop = policy(base, p99_s=58.0, dropped=True, late=0.65, tpot_s=0.12)
     other = policy(base, p99_s=230.0, dropped=False, late=0.8)

@@ -1,4 +1,4 @@
-"""The page of the evaluation: its marks, its commands, and what is put into it."""
+"""The evaluation page: its markers, its commands, and the text generated into it."""
 
 import re
 from pathlib import Path
@@ -17,13 +17,13 @@ def mark(part: str) -> str:
 
 def test_every_part_has_its_place_and_fits_into_its_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = evaluation.PAGE.read_text()
-    named = ["emulated", *(part.name for part in evaluation.parts(None))]  # the first: benchmarks/regret_emulated.py
+    named = ["emulated", *(part.name for part in evaluation.parts(None))]  # "emulated": benchmarks/regret_emulated.py
     assert re.findall(r"<!-- begin (\w+): ", page) == named
     assert evaluation.main(["plan", "comparison", "--out", str(tmp_path)]) == 0
     said = capsys.readouterr().out
     minutes = sum(int(m) * 60 + int(s) for m, s in re.findall(r"about (\d+):(\d+) min", said)) / 60
     assert 5 < minutes < 25
-    assert not list(tmp_path.iterdir()), "a plan leaves nothing"
+    assert not list(tmp_path.iterdir()), "`plan` writes no files"
     assert evaluation.main(["plan", "comparisons"]) == 2
     assert "unknown: comparisons" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""Decodes of mixtures of experts cost more than prompts on GPUs with fast memory: a drop must serve these as well."""
+"""On GPUs with fast memory, decodes of MoE models cost more than prompts; a drop must serve these models as well."""
 
 import pytest
 

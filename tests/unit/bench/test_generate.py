@@ -35,7 +35,7 @@ def test_another_seed_gives_another_trace() -> None:
 
 
 def test_the_burst_is_where_it_should_be() -> None:
-    """Mean rates of a long trace, where the clumpiness of the arrivals averages out."""
+    """Compares mean rates over a long trace, in which random fluctuations of the arrivals average out."""
     spec = BurstySpec(span_s=3000, base_rate=5, burst_start_s=1000, burst_s=500, burst_factor=3)
     arrivals = [r.arrival_s for r in generate(spec)]
     assert arrivals == sorted(arrivals)

@@ -1,4 +1,4 @@
-"""Tables, figure and command line."""
+"""Tables, figure and command line of `bench`."""
 
 import argparse
 import io

@@ -1,4 +1,4 @@
-"""`bench overload` and `bench plot`, as far as no cluster is needed."""
+"""The parts of `bench overload` and `bench plot` that need no cluster."""
 
 import argparse
 import asyncio
@@ -45,7 +45,9 @@ def test_policies_carry_knobs_as_flags() -> None:
     (pipeline,) = parse_policies("static-pipeline:degree=4")
     assert (pipeline.pipeline_degree, plain.pipeline_degree) == (4, 1)
     assert pipeline.flags()["planner"][2:] == ["--pipeline-degree", "4"]
-    assert pipeline.flags()["worker"][2:] == ["--dev", "microbatching=token-count"], "no lookahead"
+    assert pipeline.flags()["worker"][2:] == ["--dev", "microbatching=token-count"], (
+        "a static pipeline uses no lookahead"
+    )
     (ordered,) = parse_policies("drop:queue-order=deadline")
     assert ordered.flags()["dispatcher"] == ["--queue-order", "deadline"]
 
@@ -124,7 +126,7 @@ def arguments(model: Path, **changes: object) -> ComparisonArguments:
         "max_num_seqs": 16,
         "settings": {"monitor.dwell_s": "7"},
     }
-    return arguments_of(read_info(model), **{**given, **changes})  # pyright: ignore[reportArgumentType] -- one by one
+    return arguments_of(read_info(model), **{**given, **changes})  # pyright: ignore[reportArgumentType] -- any argument
 
 
 def test_settings_are_those_that_services_ship_with_but_for_what_is_given(tmp_path: Path) -> None:
@@ -206,7 +208,7 @@ def test_emulated_workers_replay_a_trace_as_it_is(tmp_path: Path) -> None:
         ([2, 2], 2, True),
         ([2, 2, 1], 2, True),
         ([2, 1, 1], 2, False),
-        ([4, 1], 2, False),  # an overload's group
+        ([4, 1], 2, False),  # a group formed by an overload
         ([4, 2, 1], 4, False),
         ([1, 1], 4, True),
     ],
@@ -221,7 +223,7 @@ def test_a_run_says_why_it_is_void(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="have not said"):
         with_effort(result, tmp_path)
     log.write_text("t [info     ] emulated            due_s=10.0 late_s=1.0 lost_s=5.0\n")
-    with log.open("a") as more:  # a second run
+    with log.open("a") as more:  # appended by a second run
         more.write("t [info     ] emulated            due_s=10.0 instance=w late_s=1.0 lost_s=0.1 service=worker\n")
     kept_up = with_effort(result, tmp_path)
     assert kept_up.config.cluster["lost_share"] == 0.01
@@ -267,7 +269,7 @@ def test_a_comparison_goes_on_only_with_the_same_arguments_and_plan(tmp_path: Pa
     made = comparison_result("burst", "drop", 0, 0)
     assert made.comparison is not None
     write_result(run.path(out), made)
-    assert not comparison._finished(run), "made by another plan"
+    assert not comparison._finished(run), "the result belongs to another plan"
     facts = made.comparison.model_copy(update={"plan_digest": comparison._digest(workload)})
     write_result(run.path(out), made.model_copy(update={"comparison": facts}))
     assert comparison._finished(run)
@@ -320,7 +322,7 @@ def test_a_terminal_shows_a_bar_with_the_time_left() -> None:
     assert "4 not served" in shown
 
 
-# ---------------------------------------------------------------- what is made of results
+# ---------------------------------------------------------------- derived from results
 
 
 def test_a_study_takes_its_unit_from_the_best_baseline(tmp_path: Path) -> None:

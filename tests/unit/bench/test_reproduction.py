@@ -1,4 +1,4 @@
-"""What the table of a reproduction says about figures."""
+"""How the table of a reproduction compares measured figures with those of a paper."""
 
 import random
 from dataclasses import replace
@@ -104,7 +104,7 @@ def test_a_policy_is_named_once() -> None:
 
 
 def overload(scenario: Scenario, answer_scale: float) -> tuple[float, float]:
-    """Prompts' share of the steps in the burst, and the most KV that is wanted over the memory: a closed form."""
+    """Return (prefill fraction of the step time in the burst, peak KV demand / KV memory), from the closed form."""
     arrivals, model, cluster = scenario.arrivals, find_model(scenario.model), find_cluster(scenario.cluster)
     assert arrivals is not None
     assert scenario.lengths is not None
@@ -126,9 +126,9 @@ def test_the_operating_point_follows_from_a_rule(name: str) -> None:
     chosen = scenario.answer_scale
     assert chosen is not None
     share, peak = overload(scenario, chosen)
-    assert 0.5 < share <= 0.56  # the most that leaves memory, not computing, to be what is short
+    assert 0.5 < share <= 0.56  # the largest share at which memory, not compute, is the bottleneck
     assert peak > 1.0
-    assert overload(scenario, chosen - 0.5)[1] <= 1.0  # with answers half as much longer memory would suffice
+    assert overload(scenario, chosen - 0.5)[1] <= 1.0  # at an answer scale lower by 0.5, memory would suffice
 
 
 def test_bursts_begin_when_figures_count_from() -> None:

@@ -83,9 +83,9 @@ def test_slo_counts_late_and_unserved_requests_but_not_those_we_cancelled() -> N
     reference = SloReference(policy="drop", ttft_s=1.0, tpot_s=0.1)
     policy = policy_result(
         run_of(
-            record(0, 0.0, [0.5, 0.6]),  # in time
-            record(1, 0.0, [3.5, 3.6]),  # first token late up to scale 3
-            record(2, 0.0, [0.5, 1.05]),  # the rest late up to scale 5
+            record(0, 0.0, [0.5, 0.6]),  # within the SLO
+            record(1, 0.0, [3.5, 3.6]),  # violates the TTFT SLO up to scale 3
+            record(2, 0.0, [0.5, 1.05]),  # violates the TPOT SLO up to scale 5
             record(3, 0.0, [], outcome=RequestOutcome.REFUSED),
             record(4, 0.0, [], outcome=RequestOutcome.CANCELLED),
         ),
@@ -167,7 +167,7 @@ def test_every_field_is_documented() -> None:
 
 
 def test_what_overloaded_requests_met_is_no_goal() -> None:
-    """Alone, a run whose requests nearly all waited for memory would otherwise be judged by that wait."""
+    """The SLO reference of a lone run excludes overloaded periods; otherwise waits for memory would set the target."""
     run = bursty_run()
     shortage = [dataclasses.replace(s, kv_demand_bytes=2 * s.kv_capacity_bytes) for s in run.samples if s.at_s > 5.0]
     calm = [s for s in run.samples if s.at_s <= 5.0]

@@ -1,4 +1,4 @@
-"""From the trace file to the result over real gRPC, against a scripted dispatcher."""
+"""A replay over real gRPC against a scripted dispatcher, from the trace file to the result."""
 
 import asyncio
 import io
@@ -67,7 +67,7 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
             return await replay_on(address, job, Console(file=io.StringIO()), {"workers": 1})
 
     result = asyncio.run(story())
-    policy = result.policies["unknown"]  # nobody is there who would say
+    policy = result.policies["unknown"]  # no planner is there to report the policy
     assert result.complete
     assert [r.outcome for r in policy.requests] == [
         RequestOutcome.REFUSED,
@@ -81,7 +81,7 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
     assert policy.series.kv_capacity_bytes[0] == 100 * 16 * 128
     assert policy.series.kv_used_bytes[0] == 25 * 16 * 128
 
-    assert len(dispatcher.requests) == 3, "a refusal is a result and not retried"
+    assert len(dispatcher.requests) == 3, "a refusal is a result, so it is not retried"
     last = dispatcher.requests[-1]
     assert list(last.token_ids.ids) == policy.requests[2].prompt_token_ids
     assert len(last.token_ids.ids) == 97
@@ -93,7 +93,7 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
 
 
 class ToldPlanner(planner_pb2_grpc.PlannerServiceServicer):
-    """Remembers one drop that began 100 s ago and one that began just now."""
+    """Reports one drop that began 100 s ago and one that began just now."""
 
     async def ListTransitions(
         self, request: planner_pb2.ListTransitionsRequest, context: Any
@@ -133,7 +133,7 @@ def replayed(tmp_path: Path, planner: str | None) -> tuple[BenchResult, str]:
 
 def test_the_planner_tells_the_transitions_of_the_run_and_no_earlier_ones(tmp_path: Path) -> None:
     result, log = replayed(tmp_path, None)
-    [transition] = result.policies["swap"].transitions  # named as the planner tells
+    [transition] = result.policies["swap"].transitions  # the planner reports the policy's name
     assert (transition.epoch, transition.kind, transition.moved_bytes) == (4, "drop", 1000)
     assert transition.duration_s is not None
     assert abs(transition.duration_s - 0.06) < 1e-9
@@ -161,7 +161,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
                 sys.executable, "-m", "tools.cli.main", *arguments, cwd=ROOT, stdout=asyncio.subprocess.PIPE
             )
             await dispatcher.started.wait()
-            await asyncio.sleep(3.0)  # for three tokens to arrive there
+            await asyncio.sleep(3.0)  # until the client has received three tokens
             process.send_signal(signal.SIGINT)
             output, _ = await process.communicate()
             return process.returncode, output.decode()

@@ -1,4 +1,4 @@
-"""Bubbles of a run, from what the workers' stages say before and after it."""
+"""The bubble fraction of a run, from the workers' stage counters before and after it."""
 
 import pytest
 
@@ -17,8 +17,8 @@ def test_only_what_was_added_counts() -> None:
         (None, {"w0": (1.0, 0.0)}),
         ({"w0": (1.0, 0.0)}, None),
         ({"w0": (1.0, 0.0)}, {"w1": (2.0, 0.0)}),  # another worker
-        ({"w0": (1.0, 0.5)}, {"w0": (1.0, 0.5)}),  # nothing was done
-        ({"w0": (1.0, 0.5)}, {"w0": (2.0, 0.1)}),  # it has begun anew
+        ({"w0": (1.0, 0.5)}, {"w0": (1.0, 0.5)}),  # no work was done
+        ({"w0": (1.0, 0.5)}, {"w0": (2.0, 0.1)}),  # the worker restarted
     ],
 )
 def test_what_cannot_be_compared_is_not_known(

@@ -1,4 +1,4 @@
-"""What streaming layers would gain: `benchmarks.streamed`."""
+"""`benchmarks.streamed`: what streaming an instance's layers from host memory would gain."""
 
 from benchmarks.streamed import StreamingInstance, table
 from sim.hardware import find_gpu, models
@@ -12,7 +12,9 @@ def test_streamed_layers_hide_behind_the_step_and_are_worth_their_slots() -> Non
     alone = card.best(0.0, card.model.layer_count)
     assert alone.net_layers == 0 < alone.tokens_per_s < parts.tokens_per_s
     assert card.pair()[1] > parts.tokens_per_s / alone.tokens_per_s
-    assert card.best(2.0, 1.0).net_layers == 0, "over PCIe whole layers only just pay for their slots"
+    assert card.best(2.0, 1.0).net_layers == 0, (
+        "over PCIe, streaming whole layers frees no more memory than its slots take"
+    )
 
 
 def test_the_table_has_a_row_for_each_case() -> None:

@@ -22,7 +22,7 @@ from tools.bench.workloads import parse_workloads
 
 
 def spiky(rate_per_s: int = 4) -> Trace:
-    """60 s, five times as many between 20 s and 30 s; the later a request, the longer."""
+    """60 s with five times the rate between 20 s and 30 s; prompts grow with the arrival time."""
     arrivals = [t / rate_per_s for t in range(60 * rate_per_s)]
     arrivals += [20 + t / (4 * rate_per_s) for t in range(40 * rate_per_s)]
     requests = tuple(TraceRequest(at_s, 10 + int(at_s), 5) for at_s in sorted(arrivals))
@@ -117,7 +117,7 @@ def test_workloads_are_arrivals_and_lengths(tmp_path: Path) -> None:
     assert "fitted" in workloads["burst"].lengths
     assert len(workloads["extreme-burst"].requests) > len(workloads["burst"].requests)
     (extreme,) = parse_workloads("extreme:burst", seed=0)
-    assert extreme.base.requests == workloads["burst"].requests, "the rate is that of the ordinary trace"
+    assert extreme.base.requests == workloads["burst"].requests, "the rate is derived from the ordinary trace"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A page's table made in portions."""
+"""Merges new rows into a page's table."""
 
 from benchmarks.prefix_routing import merged
 

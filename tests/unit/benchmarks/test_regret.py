@@ -1,4 +1,4 @@
-"""The rules that judge policies over a grid, on runs made up, and the grid's draws."""
+"""The rules that judge policies over a grid, on made-up runs, and the random draws of the grid."""
 
 from pathlib import Path
 from typing import Any
@@ -116,9 +116,9 @@ def test_text_has_every_cell_and_each_policys_worst() -> None:
 def test_predictions_are_judged_by_what_then_happened() -> None:
     decided = [
         {"predicted_s": 2.0, "was_s": 1.0},
-        {"predicted_s": 0.0, "was_s": 0.3},  # both are good, and no difference
+        {"predicted_s": 0.0, "was_s": 0.3},  # both are good enough to count as equal
         {"predicted_s": 1.0, "was_s": 8.0},
-        {"predicted_s": 1.0, "was_s": None},  # nobody was there to wait
+        {"predicted_s": 1.0, "was_s": None},  # no request waited
     ]
     found = predictions([run("drop", 1.0, decisions=decided), run("recompute", 1.0)])
     assert "3 decisions: median error 2.00 x (goal 1.5), 67% within 3 x" in found
@@ -128,9 +128,9 @@ def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
     made = world("drop", check_every=0)
     done = made.run()
     assert done.predicted
-    # One of them is overtaken by the next before anybody has had a first token.
+    # A prediction that is superseded before any first token has no outcome.
     first = next(one for one in (decided(predicted, done.zero_s) for predicted in done.predicted) if one["was_s"])
-    assert 5.0 < first["at_s"] < 15.0  # the burst
+    assert 5.0 < first["at_s"] < 15.0  # during the burst
     assert first["after_s"] <= max(predicted.horizon_s for predicted in done.predicted) + 1.0
     assert first["predicted_s"] <= first["nothing_s"]
     waits_s = [r.token_times_s[0] - r.arrival_s for r in done.records if r.token_times_s]

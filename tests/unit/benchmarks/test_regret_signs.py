@@ -1,4 +1,4 @@
-"""A run with a change of the layout beside the same run without."""
+"""Compares a run that changes the layout with the same run without the change."""
 
 from array import array
 from dataclasses import asdict, replace
@@ -30,7 +30,7 @@ def test_where_nothing_came_nothing_is_said() -> None:
 
 def test_without_a_drop_the_run_is_the_same_until_then_and_drops_nothing() -> None:
     job = burst_job("drop")
-    later = TraceRequest(150.0, 20, 20)  # when it comes, what followed the drop is known
+    later = TraceRequest(150.0, 20, 20)  # by then the outcome of the drop is known
     job = replace(job, trace=replace(job.trace, requests=(*job.trace.requests, later)))
     [(_, rules)] = specs_of(job)
     run = world_of(job, rules).run()

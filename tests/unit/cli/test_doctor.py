@@ -102,7 +102,7 @@ def test_a_model_that_does_not_fit(tmp_path: Path) -> None:
     assert checks.model(model, whole - 1).verdict is Verdict.WARN
     assert checks.model(tmp_path, 1 << 30).verdict is Verdict.FAIL
     of_each = int(checks.model(model, 1 << 10, 2).remedy.split()[-1])
-    assert whole / 2 < of_each < whole  # each of two ranks has half of the layers, and all of the embedding
+    assert whole / 2 < of_each < whole  # each of two ranks holds half of every layer, and the whole embedding
     assert checks.model(model, of_each, 2).verdict is Verdict.OK
     assert "2 KV heads do not divide by 4 ranks" in checks.model(model, 1 << 30, 4).text
 
@@ -129,7 +129,7 @@ def test_remedies_stand_under_their_finding() -> None:
 
 @pytest.fixture
 def there(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What is installed on a machine with a GPU, by name of the program."""
+    """Programs found on a machine with a GPU: name -> path."""
     found = {"nvidia-smi": "/usr/bin/nvidia-smi"}
     monkeypatch.setattr(checks.shutil, "which", found.get)
     monkeypatch.setattr(checks, "installed_version", lambda name: "3.7.1")  # pyright: ignore[reportUnknownLambdaType]

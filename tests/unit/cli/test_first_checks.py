@@ -1,4 +1,4 @@
-"""What is wrong with a cluster is said before any of its processes is started."""
+"""Configuration errors of a cluster are reported before any of its processes is started."""
 
 import argparse
 import socket

@@ -1,4 +1,4 @@
-"""Followers are asked for their memory; who does not answer, or is another life by now, is left as it was."""
+"""Followers are asked for their memory; those that do not answer or have restarted keep their entries unchanged."""
 
 import dataclasses
 from concurrent.futures import ThreadPoolExecutor

@@ -75,7 +75,9 @@ def test_drain(scripted: ScriptedDispatcher, capsys: pytest.CaptureFixture[str])
     scripted.status.workers.append(worker_status())
     assert main(["drain", "worker-7"]) == 1
     assert capsys.readouterr().err == "ballast: no worker is called worker-7; there are: worker-0\n"
-    assert main(["drain", "worker-0"]) == 0, "nobody is there at the worker's address: only the dispatcher is asked"
+    assert main(["drain", "worker-0"]) == 0, (
+        "no process listens at the worker's address, so only the dispatcher is asked"
+    )
     assert capsys.readouterr().out == "worker-0 takes nothing new; 5 requests still running there\n"
 
 

@@ -1,4 +1,4 @@
-"""Where newcomers have cut themselves: each of these was wrong once."""
+"""Usability bugs that newcomers have met: each of these tests failed once."""
 
 import ast
 import asyncio
@@ -54,7 +54,7 @@ DROP = pb.Transition(
 
 
 class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
-    """Has dropped once and lets everything be done."""
+    """Reports one past drop and accepts every request."""
 
     def __init__(self) -> None:
         self.drops: list[pb.DropRequest] = []
@@ -79,7 +79,7 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
 
 @contextlib.contextmanager
 def serving_planner() -> Generator[tuple[ScriptedPlanner, str]]:
-    """A planner in a loop of its own: the servicers' types are those of grpc.aio."""
+    """A scripted planner on its own event loop, since servicers are typed for grpc.aio. Yields it and its address."""
     planner = ScriptedPlanner()  # pyright: ignore[reportAbstractUsage]
     loop, ready = asyncio.new_event_loop(), threading.Event()
     told: list[str] = []
@@ -136,7 +136,7 @@ def dispatcher(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedDispatcher]:
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    with socket.socket() as holder:  # bound and never listening: refused at once, and taken by nobody else
+    with socket.socket() as holder:  # bound, not listening: connections are refused and the port stays reserved
         holder.bind(("127.0.0.1", 0))
         yield f"127.0.0.1:{holder.getsockname()[1]}"
 
@@ -200,7 +200,7 @@ def test_no_wait_says_what_has_begun(planner: ScriptedPlanner, capsys: pytest.Ca
 def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
     planner: ScriptedPlanner, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "80")  # as a terminal is opened
+    monkeypatch.setenv("COLUMNS", "80")  # a usual terminal width
     assert main(["transitions"]) == 0
     shown = capsys.readouterr().out
     assert re.search(r"^4 +drop +done +1 min 1 +500.0 ms +-75.0 GiB +24.0 GiB +220 +250.0 ms *$", shown, re.MULTILINE)
@@ -224,7 +224,7 @@ def test_the_dashboard_does_not_say_that_nothing_came_back_where_layers_were_rea
     assert describe(after_a_loss) == "the parameters back on board in 3.50 s"
 
 
-# ---------------------------------------------------------------- what programs read
+# ---------------------------------------------------------------- machine-readable output
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,9 @@ def test_planner_commands_speak_json(
             "tpot_s": None,
             "tokens_per_s": None,
         }
-        assert told["layout"]["groups"][0]["members"][0]["last_layer"] == 3, "both ends, as everywhere"
+        assert told["layout"]["groups"][0]["members"][0]["last_layer"] == 3, (
+            "last_layer is inclusive, as in all JSON output"
+        )
 
 
 def test_drain_health_doctor_and_model_speak_json(
@@ -273,7 +275,7 @@ def test_drain_health_doctor_and_model_speak_json(
     made = told("model", "make-tiny", "--out", str(tmp_path / "m"))
     assert told("model", "info", str(tmp_path / "m")) == made
     assert made["layer_count"] > 0
-    fit = 0 if importlib.util.find_spec("torch") else 1  # without torch no worker can run, as doctor says
+    fit = 0 if importlib.util.find_spec("torch") else 1  # without torch doctor fails: no worker can run
     doctor = ("doctor", "--port", address.rpartition(":")[2], "--device-memory-bytes", "64MiB")
     findings = [one for one in told(*doctor, status=fit)["findings"] if one["subject"] != "torch"]
     assert {finding["verdict"] for finding in findings} <= {"ok", "warn"}
@@ -293,7 +295,7 @@ def test_every_command_that_tells_something_has_json_on_one_page() -> None:
             assert "--json" in flags, name
             assert f"`{name}" in page, name
     actions = next(action.choices for action in commands["batch"]._actions if action.dest == "action")  # type: ignore[index]
-    for name in set(actions or ()) - {"results"}:  # which are JSON lines anyway
+    for name in set(actions or ()) - {"results"}:  # `results` prints JSON lines anyway
         assert "--json" in actions[name]._option_string_actions, name  # type: ignore[index]
 
 
@@ -345,7 +347,7 @@ def test_a_bug_is_one_line_and_a_file(
 
 
 def test_errors_name_this_distribution_and_no_other_ones() -> None:
-    """The name `ballast` is somebody else's on the package index."""
+    """On the package index, the name `ballast` belongs to another project."""
     wrong = re.compile(r"pip install[^\n]*['\" ]ballast(\[|'|\"| |$)")
     for folder in ("ballast", "services", "sim", "tools", "benchmarks", "docs"):
         for path in [*(ROOT / folder).rglob("*.py"), *(ROOT / folder).rglob("*.md")]:
@@ -400,12 +402,12 @@ def test_doctor_knows_the_ports_of_ballast_itself(dispatcher: ScriptedDispatcher
     assert "Ballast serves" in finding.text
 
 
-# ---------------------------------------------------------------- quickness and completion
+# ---------------------------------------------------------------- start-up time and completion
 
 
 @pytest.mark.parametrize("flag", ["--version", "--help"])
 def test_version_and_help_need_no_command(flag: str) -> None:
-    """What is imported shows it: times say nothing on a busy machine."""
+    """Checks which modules are imported, since timings are unreliable on a busy machine."""
     code = (
         "import sys\nfrom tools.cli.main import main\n"
         f"try: main(['{flag}'])\nexcept SystemExit: pass\n"

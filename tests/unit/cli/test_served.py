@@ -1,4 +1,4 @@
-"""`ballast model info` and `up` know what a worker would say, before there is one."""
+"""`ballast model info` and `up` compute what a worker would report of a model, before any worker runs."""
 
 from pathlib import Path
 

@@ -43,7 +43,7 @@ def test_both_policies_are_compared_and_the_result_is_told_in_words(
 def test_a_burst_that_fits_in_fewer_bits_needs_no_drop(
     trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The same one that needs a drop in bfloat16."""
+    """The same burst needs a drop in bfloat16."""
     out, narrow = tmp_path / "out.json", ("--quantization", "fp8", "--kv-cache-dtype", "fp8")
     assert main(["sim", "--trace", str(trace), *MODEL, "--policy", "drop", *narrow, "--json", str(out)]) == 0
     result = read_result(out)
@@ -129,7 +129,7 @@ layer_floor_s: 0.000053
 
 
 def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the catalogue's figures for an A100 it gives what an A100 does."""
+    """With the catalogue's figures for an A100, results equal those of an A100."""
     own, fast = tmp_path / "own.yaml", tmp_path / "fast.yaml"
     own.write_text(GPU)
     fast.write_text(GPU.replace("312.0", "936.0").replace("1.555", "4.665"))

@@ -16,7 +16,7 @@ TEXT = "Hello wörld, 1234 <|im_end|>\n\tdef f(x):"
 
 
 def older(folder: Path) -> list[int]:
-    """Replace `tokenizer.json` by the files from which it is made. Returns the tokens that it gave for `TEXT`."""
+    """Replace `tokenizer.json` with the older files it can be built from; return the tokens it gave for `TEXT`."""
     make_tiny("qwen2", folder, vocab=700, max_len=256)
     expected = load_tokenizer(folder).encode(TEXT).ids
     content: dict[str, Any] = json.loads((folder / "tokenizer.json").read_text())
@@ -36,7 +36,7 @@ def test_fetch_makes_it_from_vocabulary_and_merges(tmp_path: Path, capsys: pytes
     assert main(["model", "fetch", str(tmp_path / "model")]) == 0
     capsys.readouterr()
     assert load_tokenizer(tmp_path / "model").encode(TEXT).ids == expected
-    assert not ensure_tokenizer(tmp_path / "model"), "what is there stays"
+    assert not ensure_tokenizer(tmp_path / "model"), "an existing tokenizer.json stays"
     assert not list((tmp_path / "model").glob(".tokenizer*"))
 
 

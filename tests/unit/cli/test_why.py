@@ -1,4 +1,4 @@
-"""`ballast why` in words."""
+"""The text output of `ballast why`."""
 
 from dataclasses import replace
 

@@ -197,7 +197,7 @@ def test_retries_wait_as_told_and_keep_the_request_id() -> None:
         with pytest.raises(Overloaded):  # longer than max_retry_wait_s
             await client.generate("a")
         dispatcher.refuse = [Overloaded("full", 0.9)]
-        with pytest.raises(Overloaded):  # the deadline comes first
+        with pytest.raises(Overloaded):  # the deadline expires first
             await client.generate("a", deadline_s=0.5)
 
     tell(story, overload_retries=2, max_retry_wait_s=1.0)
@@ -224,7 +224,7 @@ async def test_before_the_first_token_another_dispatcher_takes_over() -> None:
             assert (await client.generate("x", request_id="same")).text == "t0 t1 t2 "
         assert len(healthy.requests) == 6
         assert {request.request_id for request in (*draining.requests, *healthy.requests)} == {"same"}
-        # What failed a moment ago comes last: it was not asked each time.
+        # A target that failed recently is tried last, so it was not asked each time.
         assert len(draining.requests) < 3
 
 
@@ -271,7 +271,7 @@ async def test_nobody_there() -> None:
 
 
 async def test_an_address_that_swallows_packets_does_not_hold_the_call() -> None:
-    with socket.socket() as silent:  # accepts connections and never says a word
+    with socket.socket() as silent:  # accepts connections and never answers
         silent.bind(("127.0.0.1", 0))
         silent.listen()
         address = f"127.0.0.1:{silent.getsockname()[1]}"

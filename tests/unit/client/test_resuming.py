@@ -1,4 +1,4 @@
-"""A stream whose dispatcher dies goes on at another one, and its reader sees nothing of it."""
+"""A stream whose dispatcher dies continues on another one, unnoticed by its reader."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ Story = Callable[[ScriptedDispatcher, ScriptedDispatcher, AsyncClient], Awaitabl
 
 
 def tell(story: Story, *, resume_s: float = 30.0) -> None:
-    """The first dispatcher is asked first, and dies after two of five tokens."""
+    """Run `story` with two dispatchers. The first is asked first, and dies after two of five tokens."""
 
     async def run() -> None:
         dying, other = ScriptedDispatcher("a"), ScriptedDispatcher("b")
@@ -48,7 +48,7 @@ def test_it_goes_on_behind_what_has_come() -> None:
         assert (first.resumption.attempt, first.resumption.secret) == (1, told.secret)
         assert len(told.secret) == 16
         assert first.sampling.seed == second.sampling.seed
-        assert first.sampling.HasField("seed")  # drawn here: what follows must be what would have followed
+        assert first.sampling.HasField("seed")  # drawn by the client, so that both attempts sample alike
         second.ClearField("resumption")
         first.ClearField("resumption")
         assert first == second
@@ -74,7 +74,7 @@ async def test_it_goes_on_at_the_same_dispatcher_if_that_is_back() -> None:
         got = [(await anext(stream)).text, (await anext(stream)).text]
         dispatcher.refuse = [Unavailable("d0", "is draining; use another dispatcher")] * 3
         rest = asyncio.create_task(stream.collect())
-        while len(dispatcher.requests) < 2:  # noqa: ASYNC110 - it sets no event
+        while len(dispatcher.requests) < 2:  # noqa: ASYNC110 - the dispatcher sets no event
             await asyncio.sleep(0.01)
         dispatcher.die_after = None
         assert "".join([*got, (await rest).text]) == "t0 t1 t2 t3 t4 "
@@ -155,7 +155,7 @@ async def test_a_dispatcher_that_is_back_is_asked_though_it_was_away_a_moment_ag
         port = probe.getsockname()[1]
     async with AsyncClient(f"127.0.0.1:{port}") as client:
         give_up_s = time.monotonic() + 3.0
-        while time.monotonic() < give_up_s:  # until gRPC waits long before it tries again
+        while time.monotonic() < give_up_s:  # until gRPC's reconnect backoff is long
             with pytest.raises(Unavailable, match="cannot connect"):
                 await client.generate("x")
         async with serving(ScriptedDispatcher(), port):

@@ -1,4 +1,4 @@
-"""Sampling as people write it: a mapping, a list of stops, one stop; and usage by OpenAI's names."""
+"""Sampling as users write it (a mapping, one stop or a list of stops), and usage under OpenAI's names."""
 
 import asyncio
 import subprocess

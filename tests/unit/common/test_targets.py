@@ -1,4 +1,4 @@
-"""Targets are said for all classes, for some, or in a file."""
+"""Targets are given for all classes, for some, or in a file."""
 
 import json
 import math

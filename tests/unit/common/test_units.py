@@ -1,4 +1,4 @@
-"""Sizes, times and layers in words, and back."""
+"""Sizes, durations and layer ranges are formatted as text and parsed back."""
 
 import pytest
 

@@ -29,7 +29,7 @@ def test_ours_scales() -> None:
         spec = OURS[name]
         assert "container_name" not in spec.raw
         assert "hostname" not in spec.raw
-        assert spec.published == ()  # a replica would need a port of its own, and people another address
+        assert spec.published == ()  # replicas cannot share a published port
 
 
 def test_one_port_is_published_and_to_this_machine_only() -> None:
@@ -88,7 +88,7 @@ def test_every_build_target_of_ours_exists() -> None:
 
 
 class Overlay(yaml.SafeLoader):
-    """Reads a file that is laid over another: what `!reset` names is taken out of it."""
+    """Loads a Compose override file; a value tagged `!reset` is read as None."""
 
 
 Overlay.add_constructor("!reset", lambda loader, node: None)
@@ -108,7 +108,7 @@ def test_workers_on_gpus_claim_one_each_and_take_a_share_of_its_memory(tmp_path:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", (ROOT / "deploy/docker/Dockerfile").read_text(), re.MULTILINE)
     assert (name, over["build"]["target"] in stages) == ("worker", True)
     [reserved] = over["deploy"]["resources"]["reservations"]["devices"]
-    # All of them: a number would be the first so many, the same ones for every replica.
+    # All GPUs: with a number, every replica would get the same first GPUs.
     assert (reserved["driver"], reserved["count"]) == ("nvidia", "${BALLAST_GPUS:-all}")
     assert "gpu" in reserved["capabilities"]
     base = yaml.safe_load((ROOT / "docker-compose.yml").read_text())["services"][name]
@@ -139,7 +139,7 @@ def test_ours_stops_slower_than_its_services() -> None:
 
 @pytest.mark.parametrize("name", SCALABLE)
 def test_settings_of_ours_exist(name: str) -> None:
-    """A misspelt variable is an error of the service; here it is found without starting one."""
+    """A service refuses a misspelt variable at start; this finds it without starting one."""
     module = __import__(f"services.{name}.config", fromlist=["config"])
     settings = getattr(module, f"{name.capitalize()}Settings")
     prefix = f"BALLAST_{name.upper()}__"

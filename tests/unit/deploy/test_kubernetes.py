@@ -1,4 +1,4 @@
-"""The manifests: of the form that Kubernetes has, with settings that exist, and doors for whoever has to come in."""
+"""The Kubernetes manifests: valid by schema, existing settings, and policies that allow the needed connections."""
 
 import copy
 import math
@@ -26,10 +26,10 @@ MANIFESTS: list[dict[str, Any]] = read_manifests(FOLDER)
 PODS = of_kind(MANIFESTS, "Deployment", "StatefulSet")
 SETTINGS = of_kind(MANIFESTS, "ConfigMap")["ballast-settings"]["data"]
 SERVICES = ("dispatcher", "gateway", "jobs", "monitor", "planner", "worker")
-# Who connects to whom (docs/security.md).
+# Allowed connections (docs/security.md).
 DOORS = {
     ("gateway", "dispatcher", 50051),
-    ("worker", "dispatcher", 50051),  # its hook before it stops
+    ("worker", "dispatcher", 50051),  # the preStop hook
     ("dispatcher", "monitor", 50052),
     ("planner", "monitor", 50052),
     ("worker", "monitor", 50052),
@@ -76,7 +76,7 @@ def test_pods_are_asked_by_grpc_and_say_where_they_are() -> None:
     for name in set(SERVICES) - {"gateway", "jobs"}:
         pod = container(name)
         assert all("grpc" in pod[probe] for probe in ("startupProbe", "livenessProbe", "readinessProbe")), name
-        assert "service" not in pod["livenessProbe"]["grpc"], "alive is not ready"
+        assert "service" not in pod["livenessProbe"]["grpc"], "liveness must not depend on readiness"
         told = {one["name"]: one for one in pod["env"]}
         assert told["POD_IP"]["valueFrom"]["fieldRef"]["fieldPath"] == "status.podIP"
         assert told[f"BALLAST_{name.upper()}__ADVERTISE_HOST"]["value"] == "$(POD_IP)"
@@ -131,7 +131,7 @@ def test_only_those_who_have_to_come_in_can() -> None:
 
 
 class Keda:
-    """KEDA and the autoscaler that it makes, as far as the file says: replicas from what the query gives."""
+    """KEDA and its autoscaler as configured in autoscaling.yaml: replica counts from the query's result."""
 
     def __init__(self) -> None:
         scaled = yaml.safe_load((FOLDER / "autoscaling.yaml").read_text())["spec"]
@@ -143,7 +143,7 @@ class Keda:
         self._down_at_s = -math.inf
 
     def desired(self) -> int:
-        """`max(METRIC)` over what the planner exposes, by the type AverageValue."""
+        """Desired replicas from `max(METRIC)` over the planner's metrics, for metric type AverageValue."""
         metric = self.trigger["metadata"]["query"].removeprefix("max(").removesuffix(")")
         value = REGISTRY.get_sample_value(metric)
         assert value is not None
@@ -152,7 +152,7 @@ class Keda:
         return min(self.most, max(self.least, wanted))
 
     def replicas(self, count: int, at_s: float) -> int:
-        """Up at once; down to the most of the window, so many in a period."""
+        """The next replica count: up at once; down to the maximum of the window, by a few pods per period."""
         self._desired.append((at_s, self.desired()))
         window_s, [policy] = self.down["stabilizationWindowSeconds"], self.down["policies"]
         recent = [wanted for since_s, wanted in self._desired if since_s >= at_s - window_s]
@@ -166,10 +166,10 @@ class Keda:
 
 @pytest.mark.rotating
 def test_workers_are_scaled_by_what_the_planner_wants() -> None:
-    """Computing is short, then nobody comes: pods come at once, and the last by number goes late, when it is parked."""
+    """Compute is short, then no requests arrive: pods are added at once, and the last one goes once it is parked."""
     keda, metrics = Keda(), PlannerMetrics()
     assert (PODS[keda.target["name"]]["kind"], keda.target["name"]) == (keda.target["kind"], "worker")
-    assert keda.least >= 2, "alone nobody can drop anything"
+    assert keda.least >= 2, "a lone worker cannot drop"
     planner = Planner(sizing=SizingRules(parks=True, last_name=True, dwell_s=10.0))
     planner.load, planner.traffic = IDLE, COMPUTING
     pods = [f"worker-{number}" for number in range(keda.least)]
@@ -186,17 +186,17 @@ def test_workers_are_scaled_by_what_the_planner_wants() -> None:
             pods.append(f"worker-{len(pods)}")
             planner.up(pods[-1])
         while len(pods) > wanted:
-            assert pods[-1] in away(planner), "who ends holds nothing"
+            assert pods[-1] in away(planner), "the pod that ends serves nothing"
             planner.lose(pods.pop())
         counts.append(len(pods))
-    assert max(counts) > keda.least, "computing was short"
+    assert max(counts) > keda.least, "compute was short"
     assert counts[-1] < max(counts)
     assert max(before - after for before, after in pairwise(counts)) <= 1
 
 
 def test_who_is_parked_is_whom_kubernetes_ends() -> None:
-    """Pods of a StatefulSet end by their number; with planners that park the emptiest one a busy one would end
-    (test_sizing.py: the last by name leaves).
+    """Kubernetes removes the highest-numbered pod of a StatefulSet. A planner that parked the emptiest pod would let a
+    busy one end (test_sizing.py: the last by name leaves).
     """
     settings = read_kubernetes(MANIFESTS, SETTINGS)["planner"].environment
     assert settings["BALLAST_PLANNER__PARK_ORDER"] == "last-name"

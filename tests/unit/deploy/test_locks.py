@@ -1,4 +1,4 @@
-"""What images install is what `constraints.txt` says, and each file of it has a hash."""
+"""Images install the versions of `constraints.txt`, and every file has a hash."""
 
 import re
 from pathlib import Path
@@ -15,9 +15,9 @@ _NAME = re.compile(r"^([\w.-]+)(?:\[[^\]]*\])?")
 def test_a_lock_holds_all_requirements_as_they_are_pinned(name: str, extras: list[str]) -> None:
     text = (ROOT / f"deploy/docker/{name}.lock").read_text()
     entries = re.findall(r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)", text, re.MULTILINE)
-    assert len(entries) == len(re.findall(r"^[a-z]", text, re.MULTILINE)), "each has a hash"
+    assert len(entries) == len(re.findall(r"^[a-z]", text, re.MULTILINE)), "every package needs a hash"
     locked = {package: version for package, version, _ in entries}
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
-    assert not {p: v for p, v in locked.items() if pins.get(p, v) != v}, "make lock"
+    assert not {p: v for p, v in locked.items() if pins.get(p, v) != v}, "run `make lock`"
     needed = {found[1] for one in requirements(ROOT, extras) if (found := _NAME.match(one))} - {"torch"}
-    assert needed <= locked.keys(), "make lock"
+    assert needed <= locked.keys(), "run `make lock`"

@@ -1,4 +1,4 @@
-"""Between core and client: deltas merge, waves end, nobody is forgotten."""
+"""Client streams between core and client: deltas merge, waves end, no stream is forgotten."""
 
 import asyncio
 
@@ -40,7 +40,7 @@ async def test_many_logprobs_are_given_out_in_parts_and_the_ending_with_the_last
     parts = [await one.take()]
     while parts[-1].ending is None:
         assert one.waiting_since_s is not None
-        assert one.waiting_since_s > 150.0, "it reads"
+        assert one.waiting_since_s > 150.0, "the client is reading"
         parts.append(await one.take())
     assert max(len(part.token_ids) for part in parts) <= 64
     assert [token for part in parts for token in part.token_ids] == list(range(150))
@@ -103,9 +103,9 @@ async def test_one_that_does_not_read_holds_up_the_others_once_and_briefly() -> 
             for one in (quick, stuck):
                 one.push([token], "", (), at_s=0.0)
             token += 1
-            while got[-1] != token - 1:  # noqa: ASYNC110 - turns of the loop are what is needed
+            while got[-1] != token - 1:  # noqa: ASYNC110 - yields to the event loop
                 await asyncio.sleep(0)
-        # Forty waves, one of which had to be given up on.
+        # Forty waves, one of which timed out on the stuck client.
         assert loop.time() - begin_s < 0.5
         for reader in readers:
             reader.cancel()
@@ -121,7 +121,7 @@ async def test_a_request_that_ends_before_its_wave_holds_up_nobody() -> None:
     sending, ending, going_on = (asyncio.create_task(one.take()) for one in (sends, ends, goes_on))
     await asyncio.sleep(0)
     sends.push([1], "", (), at_s=0.0)
-    await sending  # a wave of its own, not over before it takes again
+    await sending  # a wave of its own, which ends when it takes again
     ends.push([1], "", (), at_s=0.0)
     ends.end(finish("ends"), at_s=0.0)
     assert (await ending).ending is not None

@@ -1,4 +1,4 @@
-"""Flags reach their settings, and what is wrong is named."""
+"""Flags reach their settings, and errors name the wrong value."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Grammars are checked beside everything else: a large one costs its own caller, and nobody else."""
+"""Grammars are checked in other processes: a large one delays its own caller and nobody else."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ def regex(text: str) -> Grammar:
 
 
 def large(name: str) -> Grammar:
-    """Takes half a second and more."""
+    """A JSON schema that takes at least half a second to check."""
     objects = {
         f"{name}{i}": {
             "type": "object",
@@ -84,7 +84,7 @@ async def test_one_that_takes_too_long_is_refused_and_its_process_is_killed(
 
 async def test_a_caller_with_many_large_ones_holds_up_himself(tokenizer_file: Path) -> None:
     async with checks(tokenizer_file) as made:
-        await asyncio.gather(made.check(regex("x"), (), "a"), made.check(regex("y"), (), "b"))  # both processes begin
+        await asyncio.gather(made.check(regex("x"), (), "a"), made.check(regex("y"), (), "b"))  # starts both processes
         flood = [asyncio.create_task(made.check(large(f"p{i}_"), (), "many")) for i in range(6)]
         await asyncio.sleep(0.05)
         began_s = time.monotonic()
@@ -151,7 +151,7 @@ async def test_a_process_that_ends_before_it_is_ready_is_started_anew(
 
 
 def test_its_process_is_polite_before_it_loads_what_takes_long() -> None:
-    """Streams would otherwise stutter while it starts."""
+    """Otherwise streams would stutter while it starts."""
     code = "import sys, services.dispatcher.grammar_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not {"numpy", "llguidance"} & set(loaded)

@@ -1,4 +1,4 @@
-"""A link to a worker goes on whatever it meets."""
+"""A link to a worker survives any error: it reports the worker lost and tries again."""
 
 import asyncio
 

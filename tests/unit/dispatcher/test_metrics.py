@@ -1,4 +1,4 @@
-"""What Prometheus sees, read from a core with a story behind it."""
+"""The dispatcher's Prometheus metrics after a scripted story of its core."""
 
 from prometheus_client import CollectorRegistry, generate_latest
 

@@ -1,4 +1,4 @@
-"""What dispatchers hear over the state server, whoever says it."""
+"""Claims and notifications of dispatchers over the state server, including malformed ones."""
 
 import asyncio
 import contextlib
@@ -46,7 +46,7 @@ def test_words_that_make_no_sense_are_passed_over() -> None:
 
 
 async def test_a_claim_whose_answer_was_lost_may_be_asked_for_again() -> None:
-    """A connection that is cut after the script has run makes redis-py run it once more."""
+    """redis-py runs the script once more if the connection breaks after it has run."""
     async with _stores("d", "e") as (_, mine, other):
         claim = Claim(RequestId("r"), serial=5, secret_hash="hash")
         assert not await mine.claim(claim, 30.0)
@@ -113,7 +113,7 @@ async def test_a_key_of_a_wrong_type_is_cancelled_and_keeps_no_claim_from_its_re
 
 @contextlib.asynccontextmanager
 async def _stores(*names: str) -> AsyncGenerator[Sequence[Any]]:
-    """A state server, and the stores of dispatchers with these names. Any: a client, then stores."""
+    """Yield a state client and one store for each dispatcher name. Any: a client, then stores."""
     async with PrivateStateServer() as server, asyncio.timeout(60):
         state = StateServer(server.url)
         stores = [DispatcherStore(state, Identity(DispatcherId(name), Incarnation(3))) for name in names]

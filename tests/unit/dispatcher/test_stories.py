@@ -1,4 +1,4 @@
-"""What the dispatcher remembers and tells of requests: the core notes, the chronicle keeps and counts."""
+"""The stories of requests: the core records moments, the chronicle keeps and counts them."""
 
 import asyncio
 import itertools
@@ -17,7 +17,7 @@ from tests.support.dispatcher_core import FULL, Answer, Story
 
 
 def moments(answer: Answer) -> list[tuple[str, str, int]]:
-    """What the ending tells."""
+    """(moment, worker, token count) of the finished request's story."""
     [ended] = answer.of(Finish)
     return [(m.what.value, m.worker_id, m.token_count) for m in ended.facts.story.moments]
 
@@ -87,7 +87,7 @@ def test_why_a_request_waits_is_noted_when_it_comes() -> None:
         story.submit(f"r{number}")
         chronicle.opened(RequestId(f"r{number}"), 0.0)
     waiting = [t for t in story.core.requests.values() if t.worker is None]
-    assert waiting, "two full workers do not take eight requests"
+    assert waiting, "two full workers cannot take eight requests"
     assert waiting[-1].story.moments[0].what is What.WAITING
     expected = f"behind {len(waiting) - 1} others; the emptiest of 2 leading workers has 100% of its KV in use"
     assert waiting[-1].story.moments[0].detail == expected
@@ -146,7 +146,7 @@ def test_times_of_now_count_those_that_still_wait() -> None:
     story.step("a", {"r2": [2]})
     times = chronicle.times(6.0)
     assert times.first_token_count == 1
-    assert times.longest_wait_s == 6.0, "r1 came at 0 and has no token yet"
+    assert times.longest_wait_s == 6.0, "r1 arrived at 0 and has no token yet"
     assert times.tpot_p50_s == pytest.approx(1.0)
     assert chronicle.times(100.0).first_token_count == 0
 
@@ -173,7 +173,7 @@ async def test_lines_of_many_endings_at_once_are_written_a_few_in_each_turn_of_t
     with structlog.testing.capture_logs() as lines:
         for number in range(100):
             chronicle.record_refused(RequestId(f"r{number}"), wrong, None, 0.0)
-        assert not lines, "who ends a request does not wait for its line"
+        assert not lines, "ending a request does not wait for its log line"
         writing = asyncio.create_task(chronicle.write_lines())
         counts = [0]
         while counts[-1] < 90:

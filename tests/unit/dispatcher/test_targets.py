@@ -1,4 +1,4 @@
-"""Targets that come with a call, as headers."""
+"""Latency targets given in a call's headers."""
 
 import math
 from typing import Any, cast

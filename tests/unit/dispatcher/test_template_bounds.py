@@ -1,4 +1,4 @@
-"""A template of a stranger's model cannot make texts, or waits, without end."""
+"""The chat template of an untrusted model cannot produce unbounded text or run without end."""
 
 import json
 import time

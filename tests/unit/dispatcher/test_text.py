@@ -1,4 +1,4 @@
-"""Tokenizing as `transformers` does it, and clear words when it cannot be done."""
+"""Tokenization equals that of `transformers`, and failures have clear messages."""
 
 import asyncio
 import json
@@ -56,7 +56,7 @@ def test_bad_words_are_encoded_as_in_vllm(model: Path) -> None:
         if second[0] != first[0] and len(second) == len(first):
             expected.append(second)
     assert PromptEncoder(model).encode_bad_words([*words, "!", "seven ships", " and"]) == expected
-    assert len(words) + 3 < len(expected) < 2 * len(words) + 6  # some with a space before them, and some without
+    assert len(words) + 3 < len(expected) < 2 * len(words) + 6  # some words also have a variant with a leading space
 
 
 def test_a_saved_truncation_does_not_cut_prompts(model: Path) -> None:

@@ -1,4 +1,4 @@
-"""Traces made of what is remembered of requests."""
+"""Traces built from the recorded stories of requests."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -105,11 +105,11 @@ def test_a_request_is_linked_to_the_drops_that_it_has_lived_through_and_to_no_ot
     dropped = layout(3, (0, 2), (2, 4))
     tracer.layout(layout(1, (0, 4)))
     now[0] = 0.5
-    tracer.layout(layout(2, (0, 4), (0, 4)))  # somebody came: nothing was dropped
+    tracer.layout(layout(2, (0, 4), (0, 4)))  # an instance joined: nothing was dropped
     now[0] = 3.5
     tracer.layout(dropped)
     now[0] = 11.0
-    tracer.layout(layout(4, (0, 4), (0, 4)))  # restored when the request had ended
+    tracer.layout(layout(4, (0, 4), (0, 4)))  # restored after the request had ended
     tracer.ended(account())
     context = transition_context(dropped)
     assert exporter.spans[0].links == [context]

@@ -33,7 +33,7 @@ def test_a_burst_does_not_change_what_is_calm() -> None:
 
 
 def test_nor_does_a_burst_that_lasts_for_most_of_what_is_known() -> None:
-    """The cluster has been there for two and a half minutes, and for 100 s four times as much has come."""
+    """The cluster is two and a half minutes old, and for the last 100 s the rate was four times as high."""
     arrivals = [float(second) for second in range(50)] + [50.0 + i / 4 for i in range(400)]
     assert counted(arrivals, 149.9).calm_per_s == 1.0
 
@@ -45,7 +45,7 @@ def test_a_cluster_that_has_just_started_was_calm_before() -> None:
 
 
 def test_how_long_and_high_bursts_are_is_learnt_from_those_before() -> None:
-    """Of six seconds each, every minute: ten requests a second instead of one."""
+    """Bursts of six seconds every minute, at ten requests a second instead of one."""
     times = [i / 10 for i in range(3000) if i % 10 == 0 or 0 < i % 600 < 60]
 
     def told(arrivals: Sequence[float], at_s: float) -> tuple[float, ...]:
@@ -56,10 +56,12 @@ def test_how_long_and_high_bursts_are_is_learnt_from_those_before() -> None:
     rate = pytest.approx(10.0, abs=0.2)
     assert told(times, 183.0) == (2.0, 6.0, rate)
     assert told(times, 185.0) == (4.0, 6.0, rate)
-    assert told(times, 189.0) == (8.0, 6.0, rate), "it is over"
+    assert told(times, 189.0) == (8.0, 6.0, rate), "the burst is over"
     assert told(times, 230.0) == told(times, 240.5) == (0.0,) * 3
-    assert told([float(second) for second in range(300)], 300.0) == (0.0,) * 3, "there were none"
-    assert told(sorted([*times, *(240 + i / 10 for i in range(120))]), 252.0) == (0.0,) * 3, "it lasts too long"
+    assert told([float(second) for second in range(300)], 300.0) == (0.0,) * 3, "there were no bursts"
+    assert told(sorted([*times, *(240 + i / 10 for i in range(120))]), 252.0) == (0.0,) * 3, (
+        "it lasts longer than the bursts before"
+    )
     by_chance = sorted([*(3.0 * i for i in range(100)), 100.1, 100.2, 100.3, *(280 + i / 4 for i in range(40))])
     assert told(by_chance, 289.0) == (0.0,) * 3, "four requests in two seconds are no burst"
     both = sum_traffic([Traffic(burst_s=4.0, burst_per_s=2.0), Traffic(burst_per_s=1.0)])
@@ -107,7 +109,7 @@ def test_there_is_news_of_each_request_at_once_and_of_tokens_four_times_a_second
         at_s = step / 10
         counter.read(at_s, 0, 0)
         assert not counter.carries_changes(at_s + 0.05, 0)
-        assert counter.carries_changes(at_s + 0.05, 1), "it waits in the queue"
+        assert counter.carries_changes(at_s + 0.05, 1), "a request is queued"
         change()
         assert counter.carries_changes(at_s + 0.05, 0)
     counter.read(1.0, 0, 0)
@@ -167,7 +169,7 @@ def test_tokens_of_answers_that_go_on_are_those_of_no_answer_that_has_ended() ->
         counter.arrived(name, 0.0, 10, made_count)
     counter.began(long, 1.0)
     counter.began(short, 1.0)
-    counter.went_on(41, 2.0)  # one of both together
+    counter.went_on(41, 2.0)  # tokens of both together
     counter.left(short, 2)
     counter.ended(3.0, 2)
     counter.check(set(), 111)
@@ -185,7 +187,7 @@ def test_what_clients_had_between_two_looks() -> None:
     assert found is not None
     assert (found.first_count, found.tpot_s) == (100, 0.05)
     assert found.ttft_p99_s == pytest.approx(3.0, rel=0.25)
-    assert served_between(before, more) is None, "who counted the first is gone"
+    assert served_between(before, more) is None, "the dispatcher of the first counts is gone"
     assert served_between(before, before) == Served(0, None, None)
 
 
@@ -208,5 +210,5 @@ def test_what_clients_had_between_two_looks() -> None:
     ],
 )
 def test_a_strange_word_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):  # noqa: PT011 - int() and unpacking say it in their own words
+    with pytest.raises(ValueError):  # noqa: PT011 - raised by int() or by unpacking
         read_traffic(text)

@@ -1,4 +1,4 @@
-"""Anthropic's form of a chat: requests as chats, answers as blocks, failures in its words."""
+"""Anthropic's Messages API: requests become chats, answers become blocks, errors have its format."""
 
 import json
 from typing import Any
@@ -153,7 +153,7 @@ def test_why_an_answer_ended() -> None:
     assert end(whole("a", matched="<|im_end|>")) == ("end_turn", None)
     cut = whole(ANSWER[:-20], FinishReason.LENGTH)
     assert end(cut) == ("max_tokens", None)
-    assert cut["content"] == BLOCKS[:2], "a call that was cut off is none"
+    assert cut["content"] == BLOCKS[:2], "a truncated call is left out"
     odd = whole(ANSWER.replace('{"city": "Ulm"}', '{"city": Ulm}'))
     assert odd["content"][2]["input"] == {"arguments": '{"city": Ulm}'}
 

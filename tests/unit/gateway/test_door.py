@@ -1,4 +1,4 @@
-"""What comes in is bounded, who goes away is noticed, what fails is told: the HTTP side without a network."""
+"""The HTTP door without a network: input is bounded, disconnects are noticed, failures are reported."""
 
 import asyncio
 import gzip
@@ -21,7 +21,7 @@ PATH = "/v1/chat/completions"
 
 @dataclass
 class Client:
-    """One request as a server hands it over. `messages` come one by one, then nothing until `leave` is set."""
+    """One ASGI client. `receive` returns `messages` in order, then waits for `leave` and disconnects."""
 
     messages: list[dict[str, Any]] = field(default_factory=lambda: [{"type": "http.request", "body": b"{}"}])
     headers: dict[str, str] = field(default_factory=dict[str, str])
@@ -54,7 +54,7 @@ class Client:
 
 
 class Parts:
-    """A door, and what its metrics say."""
+    """A door with its metrics registry."""
 
     def __init__(self, **bounds: Any) -> None:
         self.registry = CollectorRegistry()
@@ -289,13 +289,13 @@ async def test_who_calls_is_known_before_a_large_body_is_read() -> None:
     stranger = Client(headers={"authorization": "Bearer bad", "content-length": "100000"})
     await parts.serve(stranger, echo)
     assert (parts.count(401), parts.asked) == (1, ["Bearer bad"])
-    assert stranger.messages, "its body is not read"
+    assert stranger.messages, "the body was not read"
     known = Client(headers={"authorization": "Bearer good", "content-length": "100000"})
     await parts.serve(known, echo)
     small = Client(headers={"authorization": "Bearer bad", "content-length": "10"})
     await parts.serve(small, echo)
     assert parts.count(200) == 2
-    assert parts.asked == ["Bearer bad", "Bearer good"], "for a small one the dispatcher's own word is enough"
+    assert parts.asked == ["Bearer bad", "Bearer good"], "the dispatcher alone authenticates small requests"
 
 
 @pytest.mark.parametrize("name", ["traceparent", "tracestate"])

@@ -1,4 +1,4 @@
-"""Thoughts, calls and text are found in an answer however it is cut into pieces."""
+"""Reasoning, tool calls and text are found in an answer however it is split into chunks."""
 
 import itertools
 import json
@@ -29,7 +29,7 @@ Call = tuple[str, str]  # name, JSON text of the arguments
 
 
 def heard(parse: Format, text: str, cuts: list[int] | None = None, *, cut: bool = False) -> tuple[str, str, list[Call]]:
-    """(thought, text, complete calls)."""
+    """Parse `text`, split at `cuts`; return (reasoning, text, complete calls)."""
     parser = AnswerParser(parse)
     edges = [0, *sorted(min(each, len(text)) for each in cuts or []), len(text)]
     events = [event for a, b in itertools.pairwise(edges) for event in parser.feed(text[a:b])]

@@ -1,4 +1,4 @@
-"""Answers as models write them, in every format: thoughts, text and calls, cut anywhere. BALLAST_ANSWERS: of each."""
+"""Random answers in every format (reasoning, text, tool calls), split anywhere. BALLAST_ANSWERS: answers per format."""
 
 import json
 import os
@@ -18,7 +18,7 @@ _LURES = ("<tool_call>", "</tool_call>", "<think>", "[TOOL_CALLS]", "[ARGS]", "`
 
 
 class Written:
-    """One answer: what it says, and how each format writes that."""
+    """A random answer and its text in the format `kind`."""
 
     def __init__(self, rng: random.Random, kind: str) -> None:
         self._rng, self.kind = rng, kind
@@ -33,7 +33,7 @@ class Written:
         return "W" + "".join(self._rng.choice(letters) for _ in range(self._rng.randrange(most))) + "."
 
     def _text(self) -> str:
-        """May be like what encloses calls, where the format lets a text have that."""
+        """Random text, which may resemble call delimiters in formats that allow it."""
         made = "".join(self._rng.choice(_CHARS) for _ in range(self._rng.randrange(30)))
         if self.kind in ("hermes", "llama3_json", "mistral") and self._rng.random() < 0.3:
             made += self._rng.choice(_LURES)
@@ -53,7 +53,7 @@ class Written:
 
     def _arguments(self) -> str:
         rng = self._rng
-        if self.kind in ("qwen3_coder", "glm45", "pythonic"):  # not written as JSON: one spelling of each
+        if self.kind in ("qwen3_coder", "glm45", "pythonic"):  # not JSON: each value has one spelling
             city = "".join(rng.choice(string.ascii_letters + " éß漢") for _ in range(rng.randrange(1, 20))).strip()
             given: dict[str, object] = {"city": city + "x", "days": rng.randrange(100)}
             return json.dumps(dict(list(given.items())[: rng.randrange(3)]), ensure_ascii=False)
@@ -126,7 +126,7 @@ def test_streamed_and_whole_are_equal_and_arguments_arrive_as_written(kind: str)
         cuts = [rng.randrange(len(text) + 1) for _ in range(rng.randrange(1, 30))]
         assert heard(of(kind), text, cuts) == whole, (seed, text)
         assert heard(of(kind), text, list(range(len(text)))) == whole, (seed, text)
-        end = rng.randrange(len(text) + 1)  # an answer that max_tokens cuts
+        end = rng.randrange(len(text) + 1)  # an answer cut off by max_tokens
         assert heard(of(kind), text[:end], cuts, cut=True) == heard(of(kind), text[:end], cut=True), (seed, text)
 
 

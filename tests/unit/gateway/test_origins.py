@@ -1,4 +1,4 @@
-"""Pages of other origins, as browsers ask for them."""
+"""CORS: requests from pages of other origins."""
 
 import asyncio
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Fields of requests: followed, or refused by name."""
+"""Request fields are followed, or refused by name."""
 
 import json
 from pathlib import Path
@@ -133,7 +133,7 @@ def test_calls_of_openais_older_form_in_a_history_go_on_as_calls_of_tools() -> N
     assert asked == {"role": "user", "content": "Rain?"}
     function = {"name": "weather", "arguments": {"city": "Ulm"}}
     assert called == {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
-    assert answered == {"role": "tool", "name": "weather", "content": ""}, "a tool may say nothing"
+    assert answered == {"role": "tool", "name": "weather", "content": ""}, "a tool's result may be empty"
 
 
 @pytest.mark.parametrize("given", [{}, {"type": None}, {"type": "xml"}, {"schema": {}}])

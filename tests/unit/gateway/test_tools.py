@@ -1,4 +1,4 @@
-"""What the template is given of tools, and what an answer is bound to."""
+"""The tools that the chat template gets, and the grammar that constrains the answer."""
 
 import json
 from dataclasses import replace
@@ -99,7 +99,7 @@ def test_references_within_a_tool_hold_below_the_array_of_calls() -> None:
     book = schema["$defs"]["0"]
     assert book["properties"]["leaf"]["$ref"] == "#/$defs/0/$defs/Leaf"
     assert book["properties"]["again"]["$ref"] == "#/$defs/0"
-    assert book["$defs"]["Leaf"] == leaf  # a property that is called $ref stays
+    assert book["$defs"]["Leaf"] == leaf  # a property named $ref stays as it is
     assert LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(grammar.grammar.text)) == ""
 
 

@@ -1,4 +1,4 @@
-"""Files and batches over HTTP: what is taken, what is refused, and who sees what."""
+"""Files and batches over HTTP: what is accepted, what is refused, and which key sees what."""
 
 import asyncio
 import contextlib
@@ -41,7 +41,7 @@ def form(content: bytes, purpose: str = "batch", name: str = "in.jsonl", **more:
 
 @dataclass
 class Service:
-    """A jobs service in this process, and what a client asks of it."""
+    """A jobs service in this process, with a client for it."""
 
     client: HttpClient
     store: Store

@@ -1,4 +1,4 @@
-"""Batches from file to file: through kills at every write, full disks, other processes, cancels and clocks."""
+"""Batches from input to result files: kills at every write, full disks, other processes, cancels and clock changes."""
 
 import asyncio
 import errno
@@ -48,14 +48,14 @@ def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None
             done = await ended(runner)
         assert (done.state, done.total, done.completed, done.failed) == (BatchState.COMPLETED, COUNT, 36, 4)
         assert results(tmp_path, done) == expected(COUNT)
-        assert store.results("batch_1", 0, 10) == []  # the files have them
+        assert store.results("batch_1", 0, 10) == []  # they are in the files
         store.close()
 
     asyncio.run(check())
 
 
 def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_path: Path) -> None:
-    """The folder as it is just before each write of a whole job: from each of these another process goes on."""
+    """Copies the folder before each write of a job; from every copy, another process finishes the job."""
     folder, images = tmp_path / "whole", list[Path]()
 
     def copy(what: str) -> None:
@@ -79,7 +79,7 @@ def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_pat
         store = Store(image, 2)
         try:
             store.batch("batch_1", "")
-        except NotFound:  # its client got no answer
+        except NotFound:  # its client got no response
             assert image <= next(one for one in images if one.name.endswith("commit-add-a-batch"))
             store.close()
             continue
@@ -89,7 +89,7 @@ def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_pat
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path) -> None:
-    """No write has room for a while, whichever comes first; the batch goes on when there is some."""
+    """Two consecutive writes fail, starting at any write; the batch continues once there is space again."""
     for first in range(3, 12):
         folder, writes = tmp_path / str(first), 0
 
@@ -163,7 +163,7 @@ def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
 
 
 def test_who_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
-    """A process that was stopped in the middle of a write."""
+    """The holder is a process that was stopped in the middle of a write."""
     first = stored(tmp_path)
     first.close()
     stuck = sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)
@@ -181,7 +181,7 @@ def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: 
         gateway = ScriptedGateway(5, takes_s=0.3)
         async with running(store, gateway) as runner:
             await until(runner, lambda one: one.completed > 0)
-            await asyncio.sleep(0.1)  # the next ones are under way
+            await asyncio.sleep(0.1)  # the next calls are in flight
             assert (await runner.cancel("batch_1", "")).state is BatchState.CANCELLING
             done = await ended(runner)
             with pytest.raises(NotPossible, match="is cancelled"):
@@ -202,14 +202,14 @@ def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: 
 
 
 def test_answers_that_came_just_before_a_cancel_are_in_the_files(tmp_path: Path) -> None:
-    """They wait for their transaction when the batch begins to end."""
+    """Their results are not committed yet when the batch begins to end."""
 
     async def check() -> None:
         store = stored(tmp_path)
         gateway = ScriptedGateway(8)
         async with running(store, gateway) as runner:
             await soon(lambda: gateway.asked.total() >= RULES.in_flight)
-            await asyncio.sleep(0.01)  # they have answers
+            await asyncio.sleep(0.01)  # answers have arrived
             await runner.cancel("batch_1", "")
             done = await ended(runner)
         kept = [status for status in results(tmp_path, done).values() if status in (200, 400)]

@@ -1,4 +1,4 @@
-"""What the whole suite is held to can fail: a secret in a log is found, also where two pieces of a file meet."""
+"""The suite-wide check for secrets in logs can fail: it finds one even if it spans two chunks of a file."""
 
 from pathlib import Path
 

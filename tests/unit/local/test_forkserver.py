@@ -53,7 +53,7 @@ def test_a_child_has_its_own_arguments_environment_session_and_title(made: Start
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert ended(process) == -signal.SIGTERM
-    process.send_signal(signal.SIGTERM)  # of no effect
+    process.send_signal(signal.SIGTERM)  # has no effect: the process has ended
 
 
 def test_how_it_ended_and_what_it_wrote(made: Started) -> None:

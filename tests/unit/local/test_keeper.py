@@ -1,4 +1,4 @@
-"""A state server that dies again and again, as a keeper and a breaker meet it."""
+"""A state server that dies repeatedly, under a keeper (restarts processes) and a breaker (injects faults)."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ from tools.local.state_server import PrivateStateServer
 
 @contextlib.asynccontextmanager
 async def lone_state_server(folder: Path) -> AsyncGenerator[tuple[LocalCluster, PrivateStateServer]]:
-    """A cluster of nothing else."""
+    """A cluster that consists of a state server only."""
     async with LocalCluster(folder, workers=0, dispatchers=0, monitors=0, planners=0) as cluster:
         assert cluster.state_server is not None
         yield cluster, cluster.state_server
@@ -28,7 +28,7 @@ async def test_a_state_server_that_is_killed_while_it_starts_is_started_once_mor
         keeping = asyncio.create_task(Keeper(cluster, told.append).run())
         first = server.pid
         server.send_signal(signal.SIGKILL)
-        while not server.is_running or server.pid == first:  # noqa: ASYNC110 - before it is asked a second time
+        while not server.is_running or server.pid == first:  # noqa: ASYNC110 - the kill must precede the keeper's check
             await asyncio.sleep(0)
         server.send_signal(signal.SIGKILL)
         await until(lambda: any("is back" in line for line in told))
@@ -51,10 +51,10 @@ async def test_a_state_server_that_does_not_run_cannot_be_broken(tmp_path: Path)
         server.send_signal(signal.SIGKILL)
         await until(lambda: not server.is_running)
         for name in ("kill the state server", "stop the state server"):
-            assert await faults[name].begin() is None, "it has ended"
+            assert await faults[name].begin() is None, "the server has ended"
         server.stop()
         for name in ("kill the state server", "stop the state server"):
-            assert await faults[name].begin() is None, "there is none, as between two attempts to start it"
+            assert await faults[name].begin() is None, "no server exists between two restart attempts"
         _, _, go_on = stopped
         await go_on()
         assert not server.is_running

@@ -26,7 +26,7 @@ def test_a_taken_port_is_passed_over(monkeypatch: pytest.MonkeyPatch, tmp_path: 
         monkeypatch.setattr(ports, "_PROCESSES", 1)
         monkeypatch.setattr(ports, "_given", set())
         limits = tmp_path / "range"
-        limits.write_text(f"{taken + 1}\t60999\n")  # the taken one is the only one below
+        limits.write_text(f"{taken + 1}\t60999\n")  # the taken port is the only one below the range
         monkeypatch.setattr(ports, "_RANGE", limits)
         assert taken not in free_ports(3)
 

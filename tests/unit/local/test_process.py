@@ -76,7 +76,7 @@ time.sleep(600)
 
 
 def _running(pid: int) -> bool:
-    """Not gone and not a zombie that waits for an init process which never comes (in a container)."""
+    """Whether the process exists and is not a zombie (in a container, there may be no init process to reap it)."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -96,6 +96,6 @@ def test_a_log_that_grows_is_rotated_while_the_child_writes_on(tmp_path: Path) -
     child.rotate_log(most_bytes=1 << 20)
     time.sleep(0.2)
     child.kill()
-    assert len(child.log()) > len(before), "it goes on in the same file"
+    assert len(child.log()) > len(before), "the child still writes to the same file"
     assert sorted(file.name for file in tmp_path.iterdir()) == ["loud.log", *(f"loud.log.{i}" for i in (1, 2, 3))]
     assert (tmp_path / "loud.log.1").read_text().startswith("line ")

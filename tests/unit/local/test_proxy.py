@@ -1,4 +1,4 @@
-"""A proxy that swallows, delays and cuts."""
+"""A proxy that drops or delays data, or resets connections."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""What chaos says of a fault: how long any request was without a token, and when the cluster was whole again."""
+"""The chaos report of a fault: the longest wait for a token, and how long until the cluster was whole again."""
 
 from tools.local.chaos import Recovery, percentile
 
@@ -8,8 +8,8 @@ def test_a_fault_answers_for_the_longest_wait_that_overlaps_it() -> None:
     recovery.add(began_s=10.0, healed_s=12.0, whole_s=15.0)
     recovery.add(began_s=30.0, healed_s=30.0, whole_s=31.0)
     recovery.compare([(1.0, 9.5), (9.0, 10.5), (14.5, 17.0), (16.0, 29.0)])
-    assert recovery.waits_s == [2.5, 0.0], "a wait may begin before the fault, or end when all is whole"
-    assert recovery.times_s == [3.0, 1.0], "counted from when what was broken went on"
+    assert recovery.waits_s == [2.5, 0.0], "a wait counts if it overlaps the time from the fault until all is whole"
+    assert recovery.times_s == [3.0, 1.0], "counted from the end of the fault"
 
 
 def test_percentiles_are_times_that_occurred() -> None:

@@ -1,4 +1,4 @@
-"""One thread of another process stands still, and the others go on."""
+"""Stops one thread of another process while its other threads run on."""
 
 import platform
 import subprocess
@@ -36,7 +36,7 @@ def counting() -> "Generator[subprocess.Popen[str]]":
 
 
 def _switches(pid: int) -> dict[str, int]:
-    """How often each thread has been given up the CPU: a thread that sleeps now and then has more and more."""
+    """Voluntary context switches by thread name; the count of a thread that sleeps and wakes keeps rising."""
     found: dict[str, int] = {}
     for task in Path(f"/proc/{pid}/task").iterdir():
         status = (task / "status").read_text()

@@ -1,4 +1,4 @@
-"""Whatever is in the files of a checkpoint, in a trace or in a scenario: it is read, or refused by an error of ours."""
+"""Any content of checkpoint, trace and scenario files is either read or refused with a Ballast error."""
 
 import contextlib
 import json
@@ -26,7 +26,7 @@ def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def mutated(data: bytes, rng: random.Random) -> bytes:
-    """The file with something odd or missing in its JSON, or with noise in its bytes."""
+    """`data` with an odd or missing value in its JSON, or with noise in its bytes."""
     if rng.random() < 0.5:
         return noisy(data, rng)
     content = json.loads(data)

@@ -1,4 +1,4 @@
-"""The checkpoints are what `transformers` takes for one, and greedy decoding from them is worth comparing."""
+"""`transformers` loads the tiny checkpoints, and their greedy decoding is suited to comparisons."""
 
 import hashlib
 import json
@@ -58,7 +58,7 @@ def test_transformers_loads_and_decodes_it(arch: str, tied: bool, tmp_path: Path
         gaps += [float(best[0] - best[1]) for best in (step[0].topk(2).values for step in out.logits)]
     assert len(set(tokens)) > 20, "decoding has fallen into a loop"
     assert sum(gaps) / len(gaps) > 0.5, "the logits are too close together to compare tokens"
-    assert min(gaps) > 1e-5, "a near-tie"
+    assert min(gaps) > 1e-5, "two logits nearly tie"
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)

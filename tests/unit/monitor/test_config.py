@@ -1,4 +1,4 @@
-"""Flags and environment reach their settings; thresholds that would make drops and restores chase each other do not."""
+"""Flags and environment reach their settings; thresholds that would make drops and restores alternate are refused."""
 
 import pytest
 

@@ -17,7 +17,7 @@ W1 = WorkerId("w1")
 
 
 class Monitor:
-    """A core that is checked after each event; `tell` gives the commands."""
+    """A core whose invariants are checked after each event; `tell` returns the commands."""
 
     def __init__(self, *, active: bool = True, max_instances: int = 10) -> None:
         rules = MonitorRules(
@@ -46,7 +46,7 @@ class Monitor:
         return self.tell(m.LoadReported(at_s, "c", stream_id, load))
 
     def tick_until(self, at_s: float, first_s: float = 0.0) -> list[m.Command]:
-        """Ticks twice a second; leaves out the writes of the registry."""
+        """Tick every 0.5 s; return the commands other than writes of the registry."""
         commands: list[m.Command] = []
         for tick in range(int(first_s * 2), int(at_s * 2) + 1):
             commands += self.tell(m.Ticked(tick / 2, "c"))
@@ -71,7 +71,7 @@ def test_an_announced_instance_is_up_and_stays_up_while_it_reports() -> None:
     for second in range(2, 20):
         assert monitor.report(second, 1) == []
         assert lost(monitor.tick_until(second, second - 1)) == []
-    assert len(monitor.core.entries[W1].history) == 5, "the ring is bounded"
+    assert len(monitor.core.entries[W1].history) == 5, "the history is bounded"
 
 
 def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> None:
@@ -84,15 +84,13 @@ def test_of_unlike_machines_the_middle_one_says_how_fast_an_instance_is() -> Non
         monitor.announce(1.0, i, f"w{i}")
         monitor.tell(m.LoadReported(1.0, "c", i, load_report(10), pace=pace))
     monitor.announce(1.0, 99, "new")
-    assert monitor.core.pace() == whole[3], (
-        "one that is mistaken by far changes nothing, nor do those with fewer layers"
-    )
+    assert monitor.core.pace() == whole[3], "an outlier changes nothing, nor do instances with fewer layers"
     found = monitor.core.slowness()
     assert found.pop(WorkerId("w8")) == pytest.approx(0.5)
     assert found.pop(WorkerId("w6")) == pytest.approx(2.0)
     assert found.pop(WorkerId("w10")) == pytest.approx(0.75)
-    assert list(found.values()) == pytest.approx([3.0] * 6), "stages, by what a layer takes them"
-    assert WorkerId("w7") not in found, "it is mistaken"
+    assert list(found.values()) == pytest.approx([3.0] * 6), "stages are compared by their time per layer"
+    assert WorkerId("w7") not in found, "it is an outlier"
 
 
 def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() -> None:
@@ -102,8 +100,10 @@ def test_silence_for_longer_than_the_lease_is_a_loss_and_the_stream_is_closed() 
     commands = monitor.tick_until(4.5, 4.5)
     assert m.CloseStream(1, m.CloseReason.SILENT) in commands
     assert lost(commands) == [("w1", 1)]
-    assert monitor.report(5.0, 1) == [], "what comes late on the closed stream is nothing"
-    assert monitor.announce(5.0, 2) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")], "it was only silent"
+    assert monitor.report(5.0, 1) == [], "a late report on the closed stream is ignored"
+    assert monitor.announce(5.0, 2) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")], (
+        "the instance was only silent"
+    )
 
 
 def test_a_goodbye_is_a_loss_at_once() -> None:
@@ -125,10 +125,10 @@ def test_a_refusal_that_comes_after_the_worker_is_back_says_nothing() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     monitor.tell(m.StreamEnded(1.5, "c", 1, announced_exit=False))
-    assert monitor.announce(1.6, 2) == [], "the same life on a new stream is no news"
+    assert monitor.announce(1.6, 2) == [], "the same incarnation on a new stream is not published again"
     assert monitor.tell(m.ConnectionRefused(1.7, "c", W1, Incarnation(1))) == []
     monitor.announce(1.8, 3, incarnation=2)
-    assert monitor.tell(m.ConnectionRefused(1.9, "c", W1, Incarnation(1))) == [], "of the life before"
+    assert monitor.tell(m.ConnectionRefused(1.9, "c", W1, Incarnation(1))) == [], "it concerns the previous incarnation"
 
 
 def test_a_newer_life_replaces_an_older_one() -> None:
@@ -233,7 +233,7 @@ def test_a_changed_address_in_the_same_life_is_told() -> None:
 
 
 def test_what_an_instance_says_of_its_place_is_told_when_it_changes() -> None:
-    """Who plans goes by it: an instance may have left its group without anybody else having noticed."""
+    """The planner relies on it, since an instance may have left its group unnoticed by the others."""
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert monitor.report(1.1, 1) == []
@@ -251,9 +251,9 @@ def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
         assert monitor.report(second, 1, step_age_s=54.0 + second) == []
         monitor.tick_until(second, second - 1)
     assert lost(monitor.report(6.0, 1, step_age_s=60.5)) == [("w1", 1)]
-    assert monitor.report(7.0, 1, step_age_s=61.5) == [], "told once"
-    assert monitor.core.snapshot() == [m.SnapshotEnd()], "nor is it there for whoever asks now"
-    # It is the same life, and comes back with its first report after the step.
+    assert monitor.report(7.0, 1, step_age_s=61.5) == [], "the loss is reported once"
+    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers do not see it either"
+    # The same incarnation returns with its first report after the step.
     assert monitor.report(8.0, 1) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")]
     assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=False), m.SnapshotEnd()]
 
@@ -262,6 +262,8 @@ def test_an_engine_that_hangs_for_ever_is_lost_once() -> None:
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert lost(monitor.report(2.0, 1, step_age_s=100.0)) == [("w1", 1)]
-    assert monitor.announce(3.0, 2) == [m.CloseStream(1, m.CloseReason.SUPERSEDED)], "a new stream is no sign of work"
+    assert monitor.announce(3.0, 2) == [m.CloseStream(1, m.CloseReason.SUPERSEDED)], (
+        "a new stream does not show that the engine works"
+    )
     assert lost(monitor.tick_until(20.0, 2.0)) == []
     assert monitor.core.entries == {}

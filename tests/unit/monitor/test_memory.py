@@ -115,8 +115,10 @@ def test_only_the_leader_of_a_pipeline_counts() -> None:
 
 
 def test_what_a_dissolving_pipeline_keeps_to_grow_into_is_no_demand() -> None:
-    """Its members' instances cannot use it yet, but nobody wants it: once the pipeline is gone, it is free."""
-    keeping = dataclasses.replace(load(100), spare_block_count=130)  # the pipeline's: part of it is w1's
+    """The members cannot use these spare blocks yet, but no request wants them; they are free once the pipeline is
+    gone.
+    """
+    keeping = dataclasses.replace(load(100), spare_block_count=130)  # spare blocks of the pipeline; some are w1's
     cluster = Cluster(ALONE, w0=keeping, w1=load(90))
     assert cluster.pass_time(4.0) == []
     demand = cluster.core.cluster_demand(cluster.now_s)
@@ -149,7 +151,7 @@ def test_a_monitor_that_comes_into_a_drop_knows_the_undropped_memory_from_the_on
     early.handle(m.Announced(0.2, "c", 1, m.Instance(W0, Incarnation(1), "w0:1", model_info())))
     assert early.entries[W0].whole == whole
     early.handle(m.Announced(0.3, "c", 2, m.Instance(W1, Incarnation(2), "w1:1", model_info())))
-    assert early.entries[W1].whole is None, "another life may have another budget"
+    assert early.entries[W1].whole is None, "a new incarnation may have another budget"
 
 
 def test_who_is_outside_the_layout_or_drains_neither_wants_nor_has() -> None:
@@ -174,11 +176,11 @@ def test_backlogs_are_demand_while_their_dispatcher_lives() -> None:
     cluster.pass_time(0.4)
     expected = 1600 + 10 * 9 + 7 + 9
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + expected * 1024
-    assert cluster.core.traffic(cluster.now_s)[1] is None, "all speak"
+    assert cluster.core.traffic(cluster.now_s)[1] is None, "all dispatchers report"
     cluster.pass_time(1.4)
-    assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES, "says the same for too long"
+    assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES, "the reports are stale"
     traffic, fresh = cluster.core.traffic(cluster.now_s)
-    assert (traffic.queued_count, fresh) == (11, Traffic()), "what they said last is what is known of them"
+    assert (traffic.queued_count, fresh) == (11, Traffic()), "the last reported traffic is kept"
     cluster.backlogs = (m.BacklogWord(D, "1.9", Traffic(queued_count=10, queued_tokens=1600)),)
     cluster.pass_time(0.2)
     assert cluster.core.cluster_demand(cluster.now_s).wanted_bytes == 100 * BLOCK_BYTES + 1690 * 1024
@@ -250,7 +252,7 @@ def test_growth_of_a_group_is_what_it_generates_and_keeps_and_is_measured_since_
     growth_bytes, growth_per_s = first_group(2, 10)
     assert growth_bytes == pytest.approx(tokens_per_s * 1024, abs=2), "the rest was admitted, not generated"
     assert growth_per_s == pytest.approx(10 * BLOCK_BYTES)
-    assert first_group(0, 1000)[0] == 0, "as much ends as is generated"
+    assert first_group(0, 1000)[0] == 0, "requests end as fast as tokens are generated"
     assert first_group(2, 1000)[0] == pytest.approx(10 * BLOCK_BYTES, abs=2)
 
 
@@ -271,13 +273,13 @@ def test_a_jump_of_the_demand_is_looked_at_before_the_next_tick() -> None:
     looks = len(history)
     jump_at_s = cluster.now_s + 2 * LEAST_LOOK_S
     cluster.tell(m.LoadReported(jump_at_s, "c", 2, load(33)))
-    assert len(history) == looks  # nothing that could not wait
+    assert len(history) == looks  # a small change waits for the next tick
     commands = cluster.tell(m.LoadReported(jump_at_s, "c", 1, load(50, waiting=250)))
     raised = [c.change for c in commands if isinstance(c, m.Publish) and isinstance(c.change, m.Raised)]
     assert [type(change.signal) for change in raised] == [Overload]
     looks = len(history)
     cluster.tell(m.LoadReported(jump_at_s + LEAST_LOOK_S / 2, "c", 1, load(50, waiting=400)))
-    assert len(history) == looks  # looking at thousands of instances takes its time
+    assert len(history) == looks  # evaluations over thousands of instances are costly, hence a minimum interval
 
 
 def test_a_line_that_grows_in_a_dispatcher_is_looked_at_before_the_next_tick() -> None:

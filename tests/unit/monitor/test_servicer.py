@@ -1,4 +1,4 @@
-"""MonitorService over a real call: what is refused, what a watcher hears, who is sent away."""
+"""MonitorService over real calls: what is refused, what watchers receive, which streams are closed."""
 
 import asyncio
 import dataclasses
@@ -34,7 +34,7 @@ from tests.support.pressure import RULES
 from tests.support.reporting_worker import load_report, model_info
 from tests.support.waiting import soon
 
-# Known to type checkers only.
+# The generated async stub exists for type checkers only.
 Stub: TypeAlias = "monitor_pb2_grpc.MonitorServiceAsyncStub"
 
 
@@ -84,7 +84,7 @@ async def monitor(
 async def served(
     *, active: bool, environment: MemorySurroundings | None = None
 ) -> AsyncGenerator[tuple[MonitorShell, str]]:
-    """With its address."""
+    """Yield a served monitor and its address."""
     rules = MonitorRules(
         lease_s=5.0,
         warmup_s=0.2,
@@ -160,7 +160,7 @@ def announced(**model: Any) -> pb.ReportRequest:
 
 
 def loaded(**changes: Any) -> pb.ReportRequest:
-    """A report in which only these are wrong."""
+    """A valid report except for `changes` to its load."""
     request = load()
     for name, value in changes.items():
         if name == "memory":
@@ -179,7 +179,7 @@ def placed(
     last_layer: int = 4,
     twice: bool = False,
 ) -> pb.ReportRequest:
-    """A report of being alone in a group, or twice."""
+    """A report whose place is a group of this one member, listed again if `twice`."""
     member = cluster_pb2.Member(worker_id=worker_id, incarnation=3, first_layer=first_layer, last_layer=last_layer)
     request = load()
     group = cluster_pb2.Group(group_id=group_id, members=[member] * (2 if twice else 1))
@@ -188,7 +188,7 @@ def placed(
 
 
 async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
-    """What a Report stream with these messages ends with."""
+    """The error that ends a Report stream with these messages."""
     call = stub.Report()
     try:
         for request in requests:
@@ -253,7 +253,7 @@ def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], 
         error = await refusal(stub, *requests)
         assert isinstance(error, InvalidRequest)
         assert error.field == field
-        # Whoever makes sense is heard as before.
+        # A valid stream is still accepted.
         call = stub.Report()
         for request in (announce(incarnation=4), load()):
             await call.write(request)
@@ -370,7 +370,7 @@ def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_lead
 
 
 async def test_a_watcher_hears_of_memory_and_the_status_shows_it() -> None:
-    """One worker, full, alone; a second, empty, whose group it joins."""
+    """A full worker, alone in its group; then an empty second one joins the group."""
     environment = MemorySurroundings()
     members = tuple(
         Member(WorkerId(name), Incarnation(3), "host:1", first, first + 2) for name, first in (("w1", 0), ("w2", 2))
@@ -462,11 +462,11 @@ async def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
 
 
 async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
-    """Regular reports come every four seconds here, as late as a lease of five allows."""
+    """Regular reports are four seconds apart here, the most that a lease of five allows."""
 
     loads = [load_report(10)]
     async with served(active=True) as (shell, address):
-        state = StateServer("redis://127.0.0.1:1")  # never asked, as the address is known
+        state = StateServer("redis://127.0.0.1:1")  # never contacted, since the address is known
         reporter = MonitorReporter(
             instance=Instance(WorkerId("w0"), Incarnation(1), "127.0.0.1:1", model_info()),
             load=lambda: loads[-1],
@@ -496,7 +496,7 @@ async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
 
 
 async def test_a_worker_finds_the_monitor_that_leads_without_the_state_server() -> None:
-    """It knew of the first one only, which then stops leading; nobody answers where the state server was."""
+    """The worker knows only the first monitor, which then loses leadership; the state server is unreachable."""
     addresses = MemorySurroundings()
     async with (
         served(active=True, environment=addresses) as (first, first_address),

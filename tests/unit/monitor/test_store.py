@@ -1,4 +1,4 @@
-"""A real state server: registry rows come back as written and expire, planner's and dispatchers' words are read."""
+"""A real state server: registry rows are read back and expire; entries of planners and dispatchers are read."""
 
 import asyncio
 import base64
@@ -82,7 +82,7 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
         await asyncio.sleep(0.1)
         unchanged = await heard()
         await asyncio.sleep(0.1)
-        assert await heard() == unchanged, "without news the last entry stays"
+        assert await heard() == unchanged, "without changes the last entry stays"
         waiting = Traffic()
         await _until(heard, lambda words: not words)
         sharing.cancel()
@@ -105,7 +105,7 @@ async def test_a_dispatcher_says_what_waits_and_falls_silent_when_nothing_does()
 async def _until(
     read: Callable[[], Awaitable[tuple[BacklogWord, ...]]], holds: Callable[[tuple[BacklogWord, ...]], bool]
 ) -> tuple[BacklogWord, ...]:
-    """The story's own timeout bounds it."""
+    """Poll until `holds(words)` and return the words; the caller's timeout bounds the wait."""
     while True:
         words = await read()
         if holds(words):

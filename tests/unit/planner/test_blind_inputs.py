@@ -1,4 +1,4 @@
-"""What the planner decides where inputs of its comparison are old, missing or wrong: as with fresh ones, or not yet."""
+"""With old, missing or wrong inputs, the planner decides as with fresh ones or defers the decision."""
 
 import itertools
 import math
@@ -22,7 +22,7 @@ from tests.unit.planner.test_overloads import CALM, SHORT
 
 _HUGE = 1 << 50
 FULL = replace(LOAD, used_block_count=32, running_count=8)
-# What is right with fresh inputs: nothing, and a drop.
+# With fresh inputs, "calm" calls for nothing and "burst" for a drop.
 STORIES = {"calm": (CALM, LOAD), "burst": (replace(SHORT, ended_tokens=5000), FULL)}
 NONSENSE = replace(CALM, queued_count=1, queued_tokens=_HUGE, minute_tokens=_HUGE)
 PACES: Mapping[str, Pace | None] = {
@@ -42,7 +42,7 @@ TRAFFIC = ("fresh", "2 s", "20 s", "none", "zero", "nonsense")
 
 
 def traffic_of(age: str, traffic: Traffic) -> tuple[Traffic, Traffic | None]:
-    """As the monitor tells it of one dispatcher."""
+    """Traffic as the monitor reports it for one dispatcher whose last entry is of this age or kind."""
     backlogs = Backlogs(lease_s=1.0, forget_s=60.0)
     told = {"none": None, "zero": Traffic(known_s=300.0), "nonsense": NONSENSE}.get(age, traffic)
     words = () if told is None else (BacklogWord("d", 1, told),)  # pyright: ignore[reportArgumentType]
@@ -70,7 +70,7 @@ def decided(story: str, traffic: str, pace: str, slowness: str, load: str) -> Ap
 
 @pytest.mark.parametrize("story", STORIES)
 def test_what_is_decided_is_right_with_fresh_inputs_or_waits_for_a_reason(story: str) -> None:
-    """Every combination of ages and kinds of each input."""
+    """Tries every combination of ages and kinds of the inputs."""
     right = decided(story, "fresh", "fresh", "fresh", "fresh")
     assert isinstance(right, Approved) is (story == "burst")
     for inputs in itertools.product(TRAFFIC, PACES, SLOWNESS, LOADS):
@@ -79,7 +79,7 @@ def test_what_is_decided_is_right_with_fresh_inputs_or_waits_for_a_reason(story:
             assert isinstance(right, Approved), inputs
             assert found.kind is right.kind is TransitionKind.DROP
             assert inputs[1] == inputs[3] == "fresh", inputs
-            assert found.compared is not None, "by need only where an operator asks"
+            assert found.compared is not None, "without a comparison, only an operator's request leads to a drop"
         else:
             assert found.why, inputs
             assert found.for_now or inputs[3] != "fresh", inputs
@@ -116,7 +116,7 @@ def test_what_lacked_long_ago_is_no_reason_to_drop_blindly() -> None:
 
 
 def test_what_is_little_better_is_looked_at_twice() -> None:
-    """A clear case is not: memory comes the sooner."""
+    """A clear improvement is made at once, so that memory comes sooner."""
     shown: dict[float, int] = {}
     for ttft_s in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0):
         planner = Planner(planning=Planning(targets=replace(Planning().targets, ttft_s=ttft_s)))

@@ -16,7 +16,7 @@ MODEL = model_info(4)
 
 
 class Planner:
-    """A core that is checked after each event, and a clock. `tell` gives the commands without timers."""
+    """A core that is checked after each event, with a clock. `tell` returns the commands without timers."""
 
     def __init__(self) -> None:
         self.core = PlannerCore(PlannerRules(coalesce_s=0.1, verify_interval_s=100.0, retry_s=0.5, max_drains=2))
@@ -50,7 +50,7 @@ class Planner:
         return self.tell(p.InstanceProbed(self.now_s, "c", WorkerId(worker), Incarnation(incarnation), found))
 
     def fire(self) -> list[p.Command]:
-        """Lets the time of the timer come."""
+        """Advance the clock to the timer and fire it."""
         assert self.timer_s is not None, "no timer is set"
         self.now_s = max(self.now_s, self.timer_s)
         self.timer_s = None
@@ -61,7 +61,7 @@ class Planner:
         return self.tell(p.WriteSettled(self.now_s, "c", write, outcome))
 
     def settle_all(self) -> Layout:
-        """Writes until nothing is left to write."""
+        """Confirm writes until nothing is left to write; return the layout."""
         while self.core.in_flight is not None or (self.timer_s is not None and self.timer_s < self.now_s + 1.0):
             for command in self.fire() if self.core.in_flight is None else []:
                 assert isinstance(command, p.WriteLayout)
@@ -71,7 +71,7 @@ class Planner:
 
 
 def leader(*workers: str) -> Planner:
-    """A leader whose layout holds these workers and who has heard the whole snapshot."""
+    """A leader that has received the whole snapshot and whose layout holds these workers."""
     planner = Planner()
     planner.lead()
     planner.tell(p.SnapshotBegan(0.0, "c"))
@@ -270,7 +270,7 @@ def test_an_instance_with_another_model_stays_outside_until_it_is_the_only_one()
     other = model_info(6)
     commands = planner.up("w2", model=other)
     assert commands == [p.RejectInstance(WorkerId("w2"), Incarnation(1), "layer_count is 6, the cluster has 4", "c")]
-    assert planner.up("w2", model=other) == [], "said once"
+    assert planner.up("w2", model=other) == [], "reported once"
     assert planner.core.kept_out.why(0.0) == {
         WorkerId("w2"): "it serves another model: layer_count is 6, the cluster has 4"
     }
@@ -293,7 +293,9 @@ def test_another_memory_or_a_worker_of_another_version_serves_the_same_model(own
     planner = leader("w1")
     assert not [c for c in planner.up("w2", model=own) if isinstance(c, p.RejectInstance)]
     assert names(planner.settle_all()) == {"w1", "w2"}
-    assert planner.core.membership.model == (own if own.revision else MODEL), "what is told with a revision counts"
+    assert planner.core.membership.model == (own if own.revision else MODEL), (
+        "a model reported with a revision takes precedence"
+    )
 
 
 def test_another_checkpoint_of_the_same_shape_is_another_model() -> None:

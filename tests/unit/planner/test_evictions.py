@@ -1,4 +1,4 @@
-"""Members that the monitor hears nothing of stay in the layout until there is evidence that they are gone."""
+"""Members that are silent to the monitor stay in the layout until there is evidence that they are gone."""
 
 from collections.abc import Sequence
 
@@ -93,7 +93,7 @@ def test_of_those_that_answer_nobody_only_a_minority_goes(count: int, silent_cou
 
 
 def test_who_is_not_probed_yet_counts_among_those_that_may_be_cut_off() -> None:
-    """Leases run out one after the other: the first to be probed is no minority of one."""
+    """Leases expire one after the other, so the first member probed must not count as a minority of one."""
     planner = cluster("w1", "w2", "w3")
     silent(planner, "w1", "w2", "w3")
     find(planner, p.Probed.SILENT, "w1")
@@ -103,7 +103,7 @@ def test_who_is_not_probed_yet_counts_among_those_that_may_be_cut_off() -> None:
 
 
 def test_a_member_that_its_group_has_left_is_gone() -> None:
-    """Most of the group is silent; the one that is heard says that it serves in it no more."""
+    """Most of the group is silent, and the only member heard reports that it no longer serves in the group."""
     planner = cluster("w1", "w2", "w3")
     planner.drop("w1", "w2", "w3")
     planner.go_through("w1", "w2", "w3")

@@ -1,4 +1,4 @@
-"""What instances say that cannot be true: the planner leaves it out, and goes on."""
+"""Reports of instances that cannot be true: the planner ignores them and continues."""
 
 import asyncio
 import math
@@ -92,7 +92,7 @@ def test_the_wire_bounds_what_may_be_said_of_epochs() -> None:
 
 
 def test_after_the_highest_claim_there_is_room_for_changes() -> None:
-    """One instance may lie about its epoch; the cluster goes on above it, and so may what it says then."""
+    """An instance may claim a false epoch: the cluster continues above it, and its later claims stay acceptable."""
     planner = Planner()
     planner.start("w0")
     highest = border.MAX_CLAIMED_EPOCH
@@ -105,7 +105,7 @@ def test_after_the_highest_claim_there_is_room_for_changes() -> None:
 
 
 class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
-    """A monitor of another version: passes on what should have been refused."""
+    """A monitor of another version, which passes on reports that it should have refused."""
 
     async def WatchEvents(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.WatchEventsRequest, context: Any
@@ -174,7 +174,7 @@ async def test_only_what_has_changed_is_converted_again_and_who_is_gone_is_forgo
 
 
 def test_figures_of_a_member_are_bounded_and_its_phase_is_heard() -> None:
-    """A clock's rounding once made a wait negative: a restore that had ended was waited for without end."""
+    """Clock rounding once made a wait negative, and the planner waited forever for a restore that had ended."""
     status = Status(epoch=Epoch(5), phase=Phase.DONE, boundary_wait_s=-0.007, remap_s=math.nan, kv_bytes_sent=2**62)
     _bound_figures(status)
     assert status == Status(epoch=Epoch(5), phase=Phase.DONE, kv_bytes_sent=border.MAX_EPOCH)

@@ -1,4 +1,4 @@
-"""Who is put into no group: workers of another protocol, and members of groups that broke at once."""
+"""Workers kept out of groups: those of another protocol, and members of groups that broke at once."""
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.protocol import PROTOCOL, may_be_dispatched_to
@@ -52,11 +52,11 @@ def test_half_of_a_cluster_counts_as_upgraded() -> None:
 
 
 def breaks(planner: Planner) -> None:
-    """Both say that they are alone although both live."""
+    """Both members report that they are alone although both live."""
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
     planner.wait(3.0)
-    planner.go_through("w0", "w1")  # layers come back
+    planner.go_through("w0", "w1")  # a restore
     assert groups(planner) == [["w0"], ["w1"]]
 
 
@@ -82,7 +82,7 @@ def test_a_group_that_broke_at_once_is_not_made_again_for_a_while_and_longer_eac
     grouped(planner, "d2")
     breaks(planner)
     planner.wait(31.0)
-    assert set(kept_out.why(planner.now_s)) == {"w0", "w1"}, "a minute the second time"
+    assert set(kept_out.why(planner.now_s)) == {"w0", "w1"}, "kept out for a minute the second time"
     planner.wait(31.0)
     assert kept_out.why(planner.now_s) == {}
 

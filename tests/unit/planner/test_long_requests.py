@@ -1,4 +1,4 @@
-"""What the planner does when a request is longer than an instance holds."""
+"""What the planner does when a request is too long for one instance."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_its_group_is_taken_with_what_outgrows_it() -> None:
 
 def test_the_others_must_be_able_to_bear_it() -> None:
     planner = started("w0", "w1")
-    # A batch of prompts takes five seconds: nobody could bear that.
+    # A batch of prompts takes five seconds, too long for the other requests.
     planner.pace = replace(planner.pace, cost=replace(planner.pace.cost, token_s=0.01))
     planner.load = replace(LOAD, running_count=4)
     say(planner, ROOM + 300)

@@ -1,4 +1,4 @@
-"""Stories of the planner's core in which a member is lost and lives: stopped, cut off, or forgotten with a journal."""
+"""Planner stories in which a lost member is alive: stopped, cut off, or missing from an old journal."""
 
 from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member
@@ -11,7 +11,7 @@ LONE = {"w0[0:4]", "w1[0:4]", "w2[0:4]"}
 
 
 def paired(*more: str) -> tuple[Planner, Group]:
-    """w0 and w1 are a pair; as the layout, and they themselves, say."""
+    """A planner in whose layout w0 and w1 are a pair, as they report themselves; returns it and the pair's group."""
     planner = Planner()
     planner.start("w0", "w1", *more)
     planner.drop("w0", "w1")
@@ -28,7 +28,7 @@ def alone(planner: Planner, worker: str, first: int = 0, last: int = 4) -> Group
 
 
 def lose(planner: Planner, worker: str, stand_in: str, *members: str) -> None:
-    """`stand_in` cannot take its place, and is asked to first."""
+    """Lose `worker`; `stand_in` is asked to take its place and fails."""
     planner.lose(worker)
     assert f"{stand_in} stands in for {worker}" in planner.core.conductor.records()[0].journal.why
     planner.answer(Phase.FAILED, stand_in, why="no link")
@@ -38,7 +38,7 @@ def lose(planner: Planner, worker: str, stand_in: str, *members: str) -> None:
 
 
 def prepared(planner: Planner) -> set[str]:
-    """Who is asked to prepare, in a group that the plan's base does not have: an order to leave what it is in."""
+    """Workers asked to prepare. If the plan's base lacks their group, this orders them to leave it."""
     calls = [c for c in planner.said if isinstance(c, p.CallMember) and c.call is p.WorkerCall.PREPARE]
     return {c.member.worker_id for c in calls}
 
@@ -48,14 +48,14 @@ def test_a_stopped_member_that_comes_back_is_placed_as_what_it_is() -> None:
     lose(planner, "w1", "w2", "w0")
     planner.wait(3.0)
     assert planner.shape == ["w2[0:4]"]
-    assert prepared(planner) == {"w0"}, "it is told to leave, though nobody but the planner has lost its peer"
+    assert prepared(planner) == {"w0"}, "w0 must leave the group, though only the planner has lost w1"
     planner.go_through("w0")
     assert sorted(planner.shape) == ["w0[0:4]", "w2[0:4]"]
 
     planner.said.clear()
     planner.says("w1", pair, epoch=2)
     planner.wait(0.2)
-    assert "w1[0:4]" not in planner.shape, "it holds half of the layers"
+    assert "w1[0:4]" not in planner.shape, "w1 holds only half of the layers"
     planner.wait(2.0)
     assert prepared(planner) == {"w1"}
     planner.go_through("w1")
@@ -86,7 +86,7 @@ def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_t
 
 
 def test_a_commit_that_one_member_slept_through_ends() -> None:
-    """It is lost between its PREPARED and the Commit; the other one waits for it over a link that is whole."""
+    """w1 is lost between its PREPARED and the Commit; w0 waits for it over an intact link."""
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -96,7 +96,7 @@ def test_a_commit_that_one_member_slept_through_ends() -> None:
     planner.lose("w1")
     planner.wait(3.0)
     assert Stage.DONE in planner.journal
-    assert prepared(planner) >= {"w0"}, "it leaves the group that has never begun"
+    assert prepared(planner) >= {"w0"}, "w0 leaves the group that never started"
     planner.says("w1", alone(planner, "w1"), epoch=1)
     planner.go_through("w0")
     planner.wait(3.0)
@@ -145,11 +145,11 @@ def test_an_abort_that_nobody_answers_ends() -> None:
         planner.answer(Phase.PREPARING, "w0")
     assert planner.journal[-1] is Stage.ABORTED
     planner.wait(3.0)
-    assert prepared(planner) >= {"w0"}, "nobody knows what it holds"
+    assert prepared(planner) >= {"w0"}, "it is unknown which layers w0 holds"
 
 
 def gone_back(planner: Planner, old: p.StoredLayout | None) -> Planner:
-    """Another planner, that finds what a state server had which has gone back in time."""
+    """Another planner that reads `old`, as if the state server had lost its latest writes."""
     later = Planner()
     later.stored, later.token, later.now_s = old, planner.token + 10_000, 100.0
     later.lives = dict(planner.lives)
@@ -179,16 +179,16 @@ def test_a_journal_that_has_gone_back_behind_a_commit_goes_forward_again() -> No
     assert not later.core.conductor.busy
     later.lose("w2")
     later.wait(1.0)
-    assert later.shape == ["w0[0:2]+w1[2:4]"], "the layout changes again"
+    assert later.shape == ["w0[0:2]+w1[2:4]"], "the layout can change again"
 
 
 def test_a_layout_that_its_members_contradict_gives_way_to_what_they_are() -> None:
-    """The planner takes w1 for whole; it says again and again that it holds half of the layers."""
+    """The planner believes that w1 holds all layers, but w1 keeps reporting only half of them."""
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.says("w1", alone(planner, "w1", 0, 2))
     planner.wait(1.0)
-    assert "w1[0:4]" in planner.shape, "it may be on its way"
+    assert "w1[0:4]" in planner.shape, "the report may be of a change in progress"
     planner.wait(2.0)
     assert "w1[0:4]" not in planner.shape
     assert prepared(planner) == {"w1"}
@@ -197,7 +197,7 @@ def test_a_layout_that_its_members_contradict_gives_way_to_what_they_are() -> No
 
 
 def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
-    """Its links broke; the other one's have not, or its word is lost."""
+    """Its links broke, but those of its peer did not, or the peer's report is lost."""
     planner, _ = paired("w2")
     planner.says("w1", alone(planner, "w1", 2, 4))
     planner.wait(1.0)
@@ -208,7 +208,7 @@ def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
 
 
 def test_members_that_left_are_believed_while_an_operator_asks_again_and_again() -> None:
-    """Each restore is refused by them and taken back at once; that changes nothing, and does not make them wait."""
+    """They refuse each restore, which is aborted at once; this neither changes the outcome nor delays it."""
     planner, _ = paired("w2")
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
@@ -226,7 +226,7 @@ def test_members_that_left_are_believed_while_an_operator_asks_again_and_again()
 
 
 def test_what_was_said_before_a_transition_says_nothing_about_its_end() -> None:
-    """The monitor is away: nobody says anything new, and nothing is taken apart for it."""
+    """The monitor is away, so no new reports arrive, and no group is dissolved because of that."""
     planner, _ = paired("w2")
     planner.wait(30.0)
     assert sorted(planner.shape) == ["w0[0:2]+w1[2:4]", "w2[0:4]"]

@@ -1,4 +1,4 @@
-"""A planner that finds no layout makes it again from what the instances say of their places."""
+"""A planner that finds no layout rebuilds it from the places that instances report."""
 
 from dataclasses import replace
 
@@ -42,10 +42,10 @@ def test_a_group_on_which_its_members_agree_is_there_again() -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        {},  # it is not there
-        claims(("w2", 8, PAIR)),  # since another epoch
+        {},  # w2 is missing
+        claims(("w2", 8, PAIR)),  # w2 reports another epoch
         claims(("w2", 7, group(("w1", 0, 1), ("w2", 1, 4)))),
-        {WorkerId("w2"): WorkerClaim(Incarnation(2), Place(Epoch(7), PAIR))},  # another life of it
+        {WorkerId("w2"): WorkerClaim(Incarnation(2), Place(Epoch(7), PAIR))},  # another incarnation of w2
     ],
 )
 def test_of_a_group_without_agreement_each_holds_some_layers_only(other: dict[WorkerId, WorkerClaim]) -> None:
@@ -94,13 +94,15 @@ def test_a_pipeline_outlives_the_loss_of_all_planners_and_of_the_state_server() 
     begin(planner)
     up(planner, "w1", PLACE)
     planner.wait(1.0)
-    assert not [c for c in planner.said if isinstance(c, p.WriteLayout)], "it waits until the monitor has named all"
+    assert not [c for c in planner.said if isinstance(c, p.WriteLayout)], (
+        "it waits until the monitor's snapshot is complete"
+    )
     up(planner, "w2", PLACE)
     up(planner, "w3", None)
     planner.tell(p.SnapshotEnded(1.0, "c"))
     planner.wait(1.0)
     assert planner.shape == ["w1[0:2]+w2[2:4]", "w3[0:4]"]
-    assert planner.core.layout.epoch == 58, "above all that its members have heard of"
+    assert planner.core.layout.epoch == 58, "above every epoch known to its members"
     assert planner.stored is not None
     assert planner.stored.layout == planner.core.layout
     assert planner.core.layout.groups[0].leader.address == "w1:1"

@@ -1,4 +1,4 @@
-"""What the planner makes of an overload when it can tell what would come of a drop."""
+"""How the planner handles an overload when it can predict the outcome of a drop."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from services.planner.policy.compare import ComparisonTargets
 from tests.support.planner_core import EXTENT, LOAD, Planner
 
 CALM = Traffic(recent_count=2, minute_count=10, minute_tokens=80, ended_count=50, ended_tokens=500, known_s=300.0)
-# Requests wait for memory: each answer has some tokens, and they come faster than the others end.
+# Requests wait for memory: every answer has some tokens, and requests arrive faster than others end.
 SHORT = replace(CALM, queued_count=40, queued_tokens=320, recent_count=60, minute_count=100, minute_tokens=800)
 
 
@@ -31,7 +31,7 @@ def test_an_overload_in_which_nothing_would_be_better_is_looked_at_again() -> No
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
     planner.wait(0.3)
-    assert planner.journal == [Stage.PREPARING], "it has become one that pays"
+    assert planner.journal == [Stage.PREPARING], "by now a drop pays"
     [moved] = planner.told(p.TransitionMoved)
     assert isinstance(moved, p.TransitionMoved)
     assert "predicted 1 pair: P99 TTFT" in moved.record.journal.why
@@ -79,10 +79,10 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
     planner.answer(Phase.DONE, "w1")
     planner.said.clear()
     planner.tell(p.OverloadRaised(planner.now_s, "o2", EXTENT))
-    assert planner.calls(p.WorkerCall.ABORT) == ["w0"], "who is done gives way already"
+    assert planner.calls(p.WorkerCall.ABORT) == ["w0"], "w1 is already done"
     planner.said.clear()
     planner.wait(1.0)
-    assert planner.calls(p.WorkerCall.ABORT), "it is said again: words are lost"
+    assert planner.calls(p.WorkerCall.ABORT), "repeated, since messages may be lost"
     planner.answer(Phase.DONE, "w0")
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.wait(0.1)
@@ -96,7 +96,7 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
 def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
     queued: int, recent: int, others: Traffic
 ) -> None:
-    """It may have died, and its line with it: what the others say, or an empty line, has to be reason enough."""
+    """It may have died with its queue, so the other dispatchers' traffic, or an empty queue, must justify the drop."""
     planner = Planner(planning=Planning())
     planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
     planner.fresh_traffic = others
@@ -105,11 +105,11 @@ def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
     planner.wait(5.0)
     assert planner.journal == []
     [nothing] = [command for command in planner.told(p.NothingDone) if isinstance(command, p.NothingDone)]
-    assert "nothing: P99 TTFT" in nothing.why, "it was compared"
+    assert "nothing: P99 TTFT" in nothing.why, "the options were compared"
 
 
 def test_a_dispatcher_that_falls_silent_in_a_burst_does_not_end_the_comparison() -> None:
-    """Memory is full, and what came until then goes on coming: that is right with its line and without it."""
+    """Memory is full and requests keep arriving, so a drop is right with or without the silent dispatcher's queue."""
     planner = Planner(planning=Planning())
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)
@@ -136,7 +136,7 @@ def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
     assert (one.decision, one.epoch) == ("nothing", None)
     assert "it can be said what came" in one.told(planner.now_s)
     planner.wait(one.horizon_s / 2)
-    assert prediction_log.newest_first() == [one], "the same decision, again and again"
+    assert prediction_log.newest_first() == [one], "a repeated decision is logged once"
     planner.traffic = served(CALM, (7, 0, 0, 20), 300, 13.0)
     planner.wait(one.horizon_s)
     [settled] = [c for c in planner.said if isinstance(c, p.PredictionSettled)]
@@ -184,6 +184,6 @@ def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_
     [drop] = prediction_log.open
     assert drop.epoch is not None
     assert prediction_log.of(drop.epoch) is drop
-    planner.wait(60.0)  # nobody answers: the drop is taken back
+    planner.wait(60.0)  # no member answers, so the drop is aborted
     assert Stage.ABORTED in planner.journal
     assert prediction_log.of(drop.epoch) is None

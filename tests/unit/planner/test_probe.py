@@ -1,4 +1,4 @@
-"""Whether a worker is there, as the planner finds out by asking it."""
+"""How the planner probes whether a worker is alive."""
 
 import asyncio
 from typing import Any

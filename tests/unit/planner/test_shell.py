@@ -1,4 +1,4 @@
-"""A planner that can decide no more ends; it does not live on with the lease and without a timer."""
+"""A planner that can no longer decide exits instead of keeping the lease without a timer."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Who leaves and who is woken, and when: the planner's core with loads that change."""
+"""Which instances leave and are woken, and when: the planner's core under changing load."""
 
 from dataclasses import replace
 
@@ -55,7 +55,7 @@ def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> 
 
 
 def test_a_planner_begins_with_what_the_one_before_has_learnt() -> None:
-    """The first one sees no jumps for two minutes. Without them half stay in the first one."""
+    """The first planner sees two minutes without jumps; a successor that lacks this keeps half of the instances."""
     names = [f"w{number}" for number in range(6)]
     first = Planner(sizing=SizingRules(parks=True))
     first.load, first.traffic = IDLE, CALM
@@ -87,7 +87,7 @@ def test_what_must_suffice_for_longer_is_taken_over_too() -> None:
     assert sizing.learnt == Learnt((0.5,), 80.0)
     sizing.begin(Learnt(tuple(float(rise) for rise in range(100)), 1e5))
     assert sizing.learnt == Learnt((*(float(rise) for rise in range(91, 100)), 0.5), 600.0), (
-        "of ten spans, and ten minutes"
+        "limited to ten spans and ten minutes"
     )
 
 
@@ -142,7 +142,7 @@ def test_who_would_have_been_called_back_within_the_last_minute_stays() -> None:
 
 
 def test_who_wakes_counts_until_it_is_overdue() -> None:
-    """One more is enough: a second is woken only when the first has taken three times as long as it said."""
+    """One more instance suffices; a second is woken only if the first takes three times as long as announced."""
     planner = started(least_instances=2)
     for _ in range(8):
         go_on(planner, 5.0)
@@ -166,7 +166,7 @@ def test_who_was_missed_soon_leaves_later_the_next_time() -> None:
     assert not away(planner)
     planner.load = IDLE
     go_on(planner, 19.0)
-    assert not away(planner), "twice as long as before"
+    assert not away(planner), "it waits twice as long as before"
     go_on(planner, 3.0)
     assert away(planner)
 
@@ -181,7 +181,7 @@ def test_who_serves_alone_leaves_while_others_are_merged_and_who_is_merged_stays
         go_on(planner, 5.0)
         for worker in away(planner):
             says(planner, worker, parked=True)
-    assert away(planner) == ["w10"], "the last one that serves alone stays"
+    assert away(planner) == ["w10"], "the last instance outside a group stays"
 
 
 def test_a_restore_that_is_wanted_comes_before_a_leave() -> None:
@@ -226,7 +226,7 @@ def test_without_parking_the_number_is_told_and_nobody_leaves() -> None:
 
 
 def test_more_are_wanted_where_computing_is_short_though_memory_is_free() -> None:
-    """15,000 tokens of prompts come in a second, and an instance computes about 7,000."""
+    """15,000 prompt tokens arrive per second, and an instance computes about 7,000."""
     planner = Planner(sizing=SizingRules(advises=True))
     planner.load, planner.traffic = IDLE, COMPUTING
     planner.start("w0", "w1")

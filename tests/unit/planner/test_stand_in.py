@@ -13,7 +13,7 @@ from tests.support.planner_core import LOAD, Planner
 
 
 def grouped(*outside: str) -> Planner:
-    """w0 to w2 are a pipeline."""
+    """A planner whose w0 to w2 form a pipeline."""
     planner = Planner()
     planner.start("w0", "w1", "w2", *outside)
     planner.drop("w0", "w1", "w2")

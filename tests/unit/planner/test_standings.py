@@ -1,4 +1,4 @@
-"""Instances that are parked and woken by hand: what the planner's core makes of it, step by step."""
+"""Instances parked and woken by an operator: what the planner's core does, step by step."""
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Standing
@@ -46,7 +46,7 @@ def test_park_and_wake_step_by_step() -> None:
     assert orders(planner) == [("w1", True)]
     planner.now_s += 0.3
     planner.fire()
-    assert orders(planner) == [("w1", True)], "repeated until it says that it has"
+    assert orders(planner) == [("w1", True)], "repeated until w1 reports that it is parked"
     says(planner, "w1", parked=True)
     assert standings(planner)["w1"] is Standing.PARKED
     orders(planner)

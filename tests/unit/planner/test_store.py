@@ -71,7 +71,7 @@ def test_a_deposed_planner_is_refused() -> None:
         old = await state.acquire_lease("planner", "p1", 0.05, "host:1")
         assert old is not None
         await asyncio.sleep(0.1)
-        assert await store.write(write(1, None, old)) is WriteOutcome.FENCED, "its lease has run out"
+        assert await store.write(write(1, None, old)) is WriteOutcome.FENCED, "its lease has expired"
         new = await state.acquire_lease("planner", "p2", 10.0, "host:2")
         assert new is not None
         assert await store.write(write(1, None, old)) is WriteOutcome.FENCED
@@ -118,7 +118,7 @@ def test_what_was_learnt_is_for_the_next_planner() -> None:
         await store.write(write(1, None, token))
         assert await read() == learnt
         await store.write_learnt(Learnt(), token - 1)
-        assert await read() == learnt, "a former leader writes nothing"
+        assert await read() == learnt, "a former leader cannot write"
         for garbage in ("{", '{"jumps": [-1.0]}', '{"dwell_s": NaN}', '{"jumps": [1e300]}'):
             await state.run(state.redis.set(LEARNT_KEY, garbage))
             assert await read() == Learnt()
@@ -195,9 +195,9 @@ def test_with_the_decision_the_layout_changes_and_not_before() -> None:
         while message := await pubsub.get_message(timeout=0.2 if told else 60):
             if message["type"] == "message":
                 told.append(str(message["data"]))
-        assert told == ["2"], "dispatchers hear of the decision once"
+        assert told == ["2"], "dispatchers are notified of the decision once"
         await pubsub.aclose()
-        assert await store.write(write(3, 2, token)) is WriteOutcome.WRITTEN, "layouts go on behind the transition's"
+        assert await store.write(write(3, 2, token)) is WriteOutcome.WRITTEN, "later layouts follow the transition's"
 
     tell(story)
 
@@ -207,7 +207,7 @@ def test_a_deposed_planner_cannot_journal() -> None:
         old = await base_written(state, store)
         assert await store.write_journal(note(Stage.PREPARING, old)) is WriteOutcome.WRITTEN
         await state.release_lease("planner", "p1")
-        assert await store.write_journal(note(Stage.COMMITTING, old)) is WriteOutcome.FENCED, "nobody leads"
+        assert await store.write_journal(note(Stage.COMMITTING, old)) is WriteOutcome.FENCED, "no planner leads"
         new = await state.acquire_lease("planner", "p2", 10.0, "host:2")
         assert new is not None
         for stage in Stage:

@@ -13,7 +13,7 @@ from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
 
 def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
-    """All planners and the state server were lost: the instances remember, and would refuse a lower epoch."""
+    """All planners and the state server were lost, but instances remember their epoch and would refuse a lower one."""
     planner = Planner()
     planner.load = replace(LOAD, newest_epoch=57)
     planner.start("w0", "w1")
@@ -25,7 +25,7 @@ def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
 
 
 def test_what_is_settled_is_said_only_at_rest() -> None:
-    """Whoever is still prepared for it takes it back: it must never be one that may yet be committed."""
+    """Members still prepared for a settled epoch roll back, so it must never be one that may yet be committed."""
     planner = Planner()
     assert planner.core.settled_epoch == 0
     planner.start("w0", "w1")
@@ -48,7 +48,7 @@ def test_an_overload_is_planned_prepared_committed_and_exchanged() -> None:
     assert planner.journal == [Stage.PREPARING]
     members = sorted(planner.calls(p.WorkerCall.PREPARE))
     assert len(members) == 2
-    assert planner.core.layout.epoch == 1, "nothing has changed for anybody"
+    assert planner.core.layout.epoch == 1, "the layout is unchanged"
 
     planner.answer(Phase.PREPARED, members[0])
     assert planner.journal == [Stage.PREPARING]
@@ -113,7 +113,7 @@ def test_members_that_stay_silent_are_waited_for_in_vain() -> None:
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
     planner.wait(1.0)
-    assert planner.calls(p.WorkerCall.PREPARE).count("w0") > 10, "asked again and again"
+    assert planner.calls(p.WorkerCall.PREPARE).count("w0") > 10, "asked repeatedly"
     planner.wait(9.5)
     assert planner.journal[-1] is Stage.ABORTING
     assert "not prepared within 10 s" in planner.core.conductor.records()[0].journal.failure
@@ -128,7 +128,7 @@ def test_joins_and_losses_wait_for_the_decision() -> None:
     planner.wait(0.5)
     assert planner.shape == ["w0[0:4]", "w1[0:4]", "w2[0:4]"]
     planner.answer(Phase.PREPARED, "w0", "w1")
-    assert planner.shape == ["w0[0:2]+w1[2:4]", "w3[0:4]"], "written right behind the decision"
+    assert planner.shape == ["w0[0:2]+w1[2:4]", "w3[0:4]"], "written right after the decision"
     assert planner.core.layout.epoch == 3
     planner.answer(Phase.DONE, "w0", "w1")
     assert planner.journal[-1] is Stage.DONE
@@ -153,7 +153,7 @@ def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_a
     planner.answer(Phase.PREPARED, "w0", "w1")
     planner.answer(Phase.EXCHANGING, "w0", "w1")
     planner.lose("w1")
-    assert planner.shape == ["w2[0:4]"], "w0 holds a part only"
+    assert planner.shape == ["w2[0:4]"], "w0 holds only some layers"
     assert planner.core.partial == (("w0", 1),)
     planner.answer(Phase.FAILED, "w0", why="w1 is gone")
     assert planner.journal[-2:] == [Stage.DONE, Stage.PREPARING], "the survivor's restore begins at once"
@@ -162,7 +162,7 @@ def test_a_member_lost_after_the_decision_leaves_survivors_that_get_all_layers_a
     assert {holder for _, holder in call.sources} == {None}
     assert shape(call.journal.base) == ["w2[0:4]"]
     planner.tell(p.OverloadRaised(planner.now_s, "o", EXTENT))
-    assert planner.journal[-1] is Stage.PREPARING, "it brings memory: demand is no reason to stop"
+    assert planner.journal[-1] is Stage.PREPARING, "it adds memory, so demand is no reason to stop it"
     planner.go_through("w0")
     assert planner.shape == ["w0[0:4]", "w2[0:4]"]
     assert planner.core.partial == ()
@@ -180,12 +180,12 @@ def test_a_member_lost_at_rest_takes_its_group_apart() -> None:
     assert planner.shape == ["w1[0:4]", "w2[0:4]"]
     planner.up("w0")
     planner.wait(0.2)
-    assert planner.shape == ["w0[0:4]", "w1[0:4]", "w2[0:4]"], "a new life has all layers"
+    assert planner.shape == ["w0[0:4]", "w1[0:4]", "w2[0:4]"], "a new incarnation has all layers"
 
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.DONE])
 def test_a_failed_link_between_living_members_restores_both(phase: Phase) -> None:
-    """Whoever is whole again before the planner asks says so: done, and why it has left the group."""
+    """A member that has all layers again before the planner asks reports DONE and why it has left the group."""
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -343,7 +343,7 @@ def test_static_pipelines_are_made_at_the_start_and_for_good() -> None:
     planner.tell(p.RestoreRequested(planner.now_s, "c", "x1"))
     assert [c.why for c in planner.said if isinstance(c, p.NothingDone)] == ["the policy is static-pipeline"]
     assert [c.refusal for c in planner.said if isinstance(c, p.RefuseChange)] == [p.ChangeRefusal.NOT_POSSIBLE]
-    assert planner.journal[-1] is Stage.DONE, "one is left over, and nothing else is to be done"
+    assert planner.journal[-1] is Stage.DONE, "w2 is left over, and there is nothing else to do"
     planner.up("w3")
     planner.wait(10.0)
     planner.go_through("w2", "w3")
@@ -391,7 +391,7 @@ def test_what_an_operator_has_dropped_stays_away_for_as_long_as_was_said() -> No
     planner.load = replace(LOAD, used_block_count=0, running_count=0)
     assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(60.0, abs=5.0)
     planner.tell(p.ReliefRaised(planner.now_s, "r1"))
-    assert planner.journal[-1] is Stage.DONE, "nothing comes back"
+    assert planner.journal[-1] is Stage.DONE, "nothing is restored while the drop is held"
     planner.wait(61.0)
     planner.tell(p.ReliefRaised(planner.now_s, "r2"))
     assert planner.journal[-1] is Stage.PREPARING
@@ -405,7 +405,7 @@ def test_another_drop_by_hand_does_not_shorten_what_was_said_to_stay_away() -> N
     planner.go_through("w0", "w1")
     across = (WorkerId("w1"), WorkerId("w2"))
     planner.tell(p.DropRequested(planner.now_s, "c", "d2", worker_ids=across, hold_s=6000.0))
-    assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=5.0), "it is refused"
+    assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=5.0), "the second drop is refused"
     planner.tell(p.DropRequested(planner.now_s, "c", "d3", worker_ids=second))
     planner.go_through("w2", "w3")
     assert planner.core.conductor.held_s(planner.now_s) == pytest.approx(600.0, abs=10.0)
@@ -479,7 +479,7 @@ def test_a_restore_by_hand_asks_nobody_about_load() -> None:
     planner.go_through("w0", "w1")
     planner.load = replace(LOAD, block_count=96, used_block_count=56)
     planner.tell(p.ReliefRaised(planner.now_s, "r1"))
-    assert planner.journal[-1] is Stage.DONE, "too much is in use for one by itself"
+    assert planner.journal[-1] is Stage.DONE, "too much is in use for an automatic restore"
     planner.now_s += 41.0
     planner.tell(p.RestoreRequested(planner.now_s, "c", "x1"))
     planner.go_through("w0", "w1")
@@ -488,7 +488,7 @@ def test_a_restore_by_hand_asks_nobody_about_load() -> None:
 
 
 def restoring_by_itself() -> Planner:
-    """A restore of its own is being prepared."""
+    """A planner that is preparing an automatic restore."""
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -507,7 +507,7 @@ def test_a_restore_of_its_own_gives_way_to_an_operator() -> None:
     assert planner.journal[-1] is Stage.PREPARING
     planner.tell(p.RestoreRequested(planner.now_s, "c", "x2"))
     refusals = [c.refusal for c in planner.told(p.RefuseChange) if isinstance(c, p.RefuseChange)]
-    assert refusals == [p.ChangeRefusal.BUSY], "one of an operator's gives way to nobody"
+    assert refusals == [p.ChangeRefusal.BUSY], "an operator's restore is not interrupted"
     planner.go_through("w0", "w1")
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 

@@ -1,4 +1,4 @@
-"""The webhook: what it says, by whom it is signed, how often, and what happens while it is not heard."""
+"""The webhook: its content and signature, how often it is sent, and retries while the receiver fails."""
 
 import asyncio
 import time
@@ -41,7 +41,7 @@ def test_who_has_not_the_secret_or_comes_too_late_is_refused() -> None:
 
 
 class Receiver:
-    """Refuses the first so many."""
+    """Refuses the first `refuses` calls, then records (time, wanted count)."""
 
     def __init__(self, refuses: int = 0) -> None:
         self.heard: list[tuple[float, int]] = []

@@ -1,12 +1,12 @@
-"""The order of a member's effects is written in one loop: nothing that carries out a command causes an event itself."""
+"""One loop orders a member's effects: code that executes a command never raises an event itself."""
 
 import ast
 from collections.abc import Iterator
 from pathlib import Path
 
 PIPELINE = Path(__file__).resolve().parents[3] / "services/worker/pipeline"
-_LOOP = "drive"  # of `TransitionDriver`; who calls it tells the transition something
-_BEGINS = ("driver.py", "member.py")  # files that may: what happens to a member comes to it there
+_LOOP = "drive"  # the method of `TransitionDriver` through which events enter
+_BEGINS = ("driver.py", "member.py")  # files that may call it, with the events of a member
 
 
 def methods_of(file: str, name: str) -> dict[str, ast.FunctionDef]:
@@ -16,7 +16,7 @@ def methods_of(file: str, name: str) -> dict[str, ast.FunctionDef]:
 
 
 def attributes(node: ast.AST) -> Iterator[str]:
-    """Names after a dot, whether called or only passed on."""
+    """Names of all attributes, whether called or only passed on."""
     return (part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute))
 
 
@@ -36,7 +36,7 @@ def test_no_command_of_a_transition_drives_it() -> None:
     carried_out = reached_from(driver, "_execute")
     assert {"_take_up", "_dissolve", "_lead", "_release_lost"} <= set(carried_out)
     assert _LOOP not in carried_out
-    assert _LOOP in reached_from(driver, "poll"), "the test would notice"
+    assert _LOOP in reached_from(driver, "poll"), "otherwise this test proves nothing"
 
 
 def test_what_a_member_is_called_back_for_drives_nothing() -> None:

@@ -1,4 +1,4 @@
-"""What is generated and checked in equals what generating it now gives."""
+"""Checked-in generated code equals freshly generated code."""
 
 import subprocess
 import sys

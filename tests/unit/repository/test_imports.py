@@ -1,4 +1,4 @@
-"""What importing a part pulls in, looked at in a fresh interpreter: static analysis misses dynamic imports."""
+"""What importing a part loads, in a fresh interpreter, since static analysis misses dynamic imports."""
 
 import re
 import subprocess
@@ -20,7 +20,7 @@ def modules_after(statement: str) -> set[str]:
 
 
 def deciding_modules(service: str) -> list[str]:
-    """All of its core and policy."""
+    """The modules of the service's core and policy."""
     folder = ROOT / "services" / service
     sources = [path for part in ("core", "policy") for path in sorted((folder / part).glob("*.py"))]
     return [".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in sources]
@@ -67,7 +67,7 @@ def test_the_sdk_brings_no_service_and_no_state_server_along() -> None:
 
 
 def test_names_of_transformers_come_from_its_modules() -> None:
-    """A type checker that has to know the whole of `transformers` reads 2,600 files more."""
+    """With `transformers` imported as a whole, the type checker reads 2,600 files more."""
     whole = re.compile(r"^\s*(import transformers$|from transformers import)", re.MULTILINE)
     folders = ("ballast", "services", "sim", "tools", "tests", "benchmarks")
     sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]

@@ -57,7 +57,7 @@ def test_each_wheel_holds_its_packages_and_nothing_else(sdk: Path, cluster: Path
     assert code_of(sdk) == sources(SDK)
     kernels = {"services/worker/engine/native/libballast_kernels.so"}
     assert code_of(cluster) - kernels == sources(SERVICES)
-    assert kernels <= code_of(cluster) or "none-any" in cluster.name  # without a compiler for C++
+    assert kernels <= code_of(cluster) or "none-any" in cluster.name  # built without a C++ compiler
     assert sdk.name.endswith("-py3-none-any.whl")
 
 
@@ -85,7 +85,7 @@ def test_the_sdk_runs_from_the_wheel_without_the_repository(sdk: Path, tmp_path:
 
 
 def test_nobody_else_owns_our_package_names() -> None:
-    # An editable install is not listed here: absent or ours.
+    # Editable installs are not listed here, so a name is either absent or ours.
     owners = importlib.metadata.packages_distributions()
     assert {owner for name in (*SDK, *SERVICES) for owner in owners.get(name, ())} <= set(FOLDERS)
 
@@ -104,7 +104,7 @@ def project(name: str = DISTRIBUTION) -> dict[str, Any]:
 
 
 def every_requirement() -> list[str]:
-    """Requirements of both distributions and all their extras, but what is for GPUs."""
+    """Requirements of both distributions and of all their extras except `cuda`."""
     found: list[str] = []
     for name in FOLDERS:
         extras: dict[str, list[str]] = project(name)["optional-dependencies"]
@@ -128,7 +128,7 @@ def test_every_dependency_is_pinned_and_torch_only_as_an_extra() -> None:
     extras = project(CLUSTER_DISTRIBUTION)["optional-dependencies"]
     assert [extra for extra, given in extras.items() if "torch" in map(_name, given)] == ["worker"]
     [asked] = [one for one in extras["worker"] if _name(one) == "torch"]
-    assert "<" in asked, "names of torch that it keeps to itself are used"
+    assert "<" in asked, "private names of torch are used, so its version has an upper bound"
     assert "torch" not in map(_name, project(CLUSTER_DISTRIBUTION)["dependencies"])
 
 
@@ -154,7 +154,7 @@ def test_floors_are_those_of_the_generated_code() -> None:
 
 
 def test_what_the_sdk_imports_is_what_it_declares() -> None:
-    """The process has no third parties but those of the SDK: the others cannot be imported."""
+    """Runs in a process that can import no third-party packages except the SDK's."""
     program = (
         "import sys\n"
         "class Only:\n"
@@ -200,7 +200,7 @@ def test_images_know_what_to_install_before_the_sources_come() -> None:
 
 
 def test_what_is_pinned_runs_on_the_oldest_python_that_is_promised() -> None:
-    """3.11.2 is what Debian 12 has; pip leaves out what wants a later one, and then finds no way."""
+    """Debian 12 has Python 3.11.2; pip skips releases that require a later one and then cannot resolve the pins."""
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     wants: dict[str, str] = {}
     for found in importlib.metadata.distributions():

@@ -1,4 +1,4 @@
-"""Pages: written by their programs, built without a warning, and true where a program can tell."""
+"""Documentation pages: generated, built without a warning, and true where a program can check."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ SERVICES: tuple[type[Settings], ...] = (
 
 
 def test_generated_pages_are_up_to_date(tmp_path: Path) -> None:
-    # In a process of its own: what other tests have imported adds metrics.
+    # In a separate process, since modules imported by other tests register metrics.
     subprocess.run([sys.executable, str(DOCS / "generate.py"), str(tmp_path)], check=True, timeout=120)
     for name in ("configure.md", "metrics.md", "transitions.md"):
         assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `make pages`"
@@ -50,7 +50,9 @@ def test_every_setting_is_on_the_page() -> None:
             else:
                 assert flag in section or flag in shared, flag
             assert field.description, flag
-    assert len(re.findall(r"^\| `--", page, re.MULTILINE)) <= 113, "list what no operator chooses in `developer`"
+    assert len(re.findall(r"^\| `--", page, re.MULTILINE)) <= 113, (
+        "list settings that no operator chooses in `developer`"
+    )
 
 
 def test_what_the_page_on_gpus_says_of_workers_may_be_said_to_up() -> None:
@@ -125,7 +127,7 @@ def test_messages_on_the_troubleshooting_page_are_said_somewhere() -> None:
 def test_the_changelog_is_short_enough_to_be_read() -> None:
     for version in (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1:]:
         entries = [re.split(r"\n\n|\n#", entry)[0] for entry in version.split("\n- ")[1:]]
-        assert len(version.split()) <= 2000, "change an entry of what has not been released yet, instead of adding one"
+        assert len(version.split()) <= 2000, "edit an unreleased entry instead of adding one"
         assert [entry for entry in entries if len(entry.split()) > 60] == []
 
 
@@ -156,5 +158,5 @@ def test_what_the_architecture_page_sends_to_is_there() -> None:
             path.read_text() for path in paths if path.suffix == ".py" and ROOT / "tests" not in path.parents
         )
         names = [name for name in quoted if re.fullmatch(r"[A-Za-z_]+", name)]
-        assert names or row[0] != "|", f"which function? {row}"
+        assert names or row[0] != "|", f"no function is named: {row}"
         assert [name for name in names if not re.search(rf"\b{name}\b", text)] == [], row

@@ -1,4 +1,4 @@
-"""Each promise that is made has a test that is there."""
+"""Each promise in docs/promises.md names a test that exists."""
 
 import re
 from pathlib import Path

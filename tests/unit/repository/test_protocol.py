@@ -1,4 +1,4 @@
-"""The number of what workers say to each other changes with it."""
+"""The protocol number is raised whenever messages between workers change."""
 
 import ast
 import hashlib
@@ -35,11 +35,11 @@ HASHES = {
     10: "fae438c20f1b302a",
     11: "13852e17c9126f4f",
     12: "3ff166cdc0405b7c",
-}  # number -> of what was said then; those of old numbers stay
+}  # protocol number -> hash of the messages then; hashes of old numbers stay
 
 
 def bodies_read() -> list[tuple[str, list[str]]]:
-    """Of each topic: what the receiver reads of its message, and as which message."""
+    """Per topic of `Hub.on_message`: the message types, fields and decoders that the receiver uses."""
     [tree] = ast.parse(textwrap.dedent(inspect.getsource(Hub.on_message))).body
     return [
         (ast.unparse(case.pattern), sorted({name for statement in case.body for name in names_of_bodies(statement)}))
@@ -55,8 +55,8 @@ def names_of_bodies(statement: ast.stmt) -> list[str]:
 
 
 def what_is_said() -> list[object]:
-    """Messages between stages, in which topic each is, and what of the cluster's they hold, frames on links, and the
-    order of KV in memory.
+    """All that defines the protocol: messages between stages with their topics and the cluster's messages in them,
+    frames on links, and the order of KV in memory.
     """
     messages: list[DescriptorProto | EnumDescriptorProto] = []
     for name in ("SamplingParams", "TokenIds", "Grammar", "TokenLogprob", "Logprobs"):
@@ -84,7 +84,7 @@ def what_is_said() -> list[object]:
 def test_a_change_of_what_workers_say_to_each_other_raises_the_number() -> None:
     found = hashlib.sha256(repr(what_is_said()).encode()).hexdigest()[:16]
     assert HASHES[PROTOCOL] == found, (
-        "what workers say to each other is not what it was: raise PROTOCOL (ballast/common/protocol.py), unless no"
+        "the messages between workers have changed: raise PROTOCOL (ballast/common/protocol.py), unless no"
         f" commit of main has the present number, and put {found!r} here"
     )
     assert max(HASHES) == PROTOCOL

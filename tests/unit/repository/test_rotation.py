@@ -1,4 +1,4 @@
-"""Every rotating test has its turn, and modules that are marked as a whole take it together."""
+"""Every rotating test gets its turn, and the tests of a module marked as a whole share their turns."""
 
 import pytest
 

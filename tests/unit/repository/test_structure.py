@@ -1,4 +1,4 @@
-"""What the code's shape promises: short constructors, and a simulator that decides nothing unseen."""
+"""Structural rules of the code: short constructors, and no undocumented decisions in the simulator."""
 
 import ast
 import re
@@ -11,7 +11,7 @@ ROOT = Path(__file__).resolve().parents[3]
 _MOST_ARGUMENTS = 8
 _MOST_LINES = 600
 _CODE = {".py", ".cpp", ".h", ".c", ".cu", ".proto", ".js", ".css", ".html", ".sh"}
-# What protocols between services go by. Who branches on one of these may decide something.
+# Names on which protocols between services depend. Code that branches on one of them may be making a decision.
 _PROTOCOL = {
     *("active", "serving", "token", "_token", "floor", "lease"),
     *("epoch", "_oldest_epoch", "phase", "stage", "stages", "call", "met", "incarnation"),
@@ -88,11 +88,11 @@ def test_what_the_simulator_branches_on_is_listed_with_its_reason() -> None:
             listed.add((file, f"{owner}.{method}"))
     assert branching - listed == set(), "docs/simulator.md does not say why"
     there = {(Path(path).name, name) for path, tree in sources("sim") for name, _ in functions(tree)}
-    assert listed - there == set(), "docs/simulator.md names what is no more"
+    assert listed - there == set(), "docs/simulator.md names functions that no longer exist"
 
 
 def test_no_more_classes_share_a_name() -> None:
-    """A search for a class should find one. The number may only fall; leading underscores do not tell names apart."""
+    """A search for a class should find one. The limit may only fall; names are compared without leading underscores."""
     folders = ("services", "ballast", "sim", "tools", "benchmarks")
     trees = [tree for _, tree in sources(*folders)]
     names = Counter(n.name.lstrip("_") for tree in trees for n in ast.walk(tree) if isinstance(n, ast.ClassDef))

@@ -1,4 +1,4 @@
-"""The tables of a transition: complete. What happens: `test_cluster_faults`; the page: `test_pages`."""
+"""The transition tables are complete. `test_cluster_faults` tests the behaviour, `test_pages` the page."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""What one connection, one token and large messages may take: beyond that a call is refused, and others are served."""
+"""Bounds per connection, per token and for large messages: calls beyond them are refused, and others are served."""
 
 import asyncio
 import gc
@@ -67,7 +67,7 @@ def serve(story: Callable[[str, Reader], Awaitable[None]], bounds: CallBounds) -
     asyncio.run(run())
 
 
-# Any: a call of gRPC.
+# Any: a gRPC call.
 async def begun(channel: grpc.aio.Channel, name: str = "") -> Any:
     call = planner_pb2_grpc.PlannerServiceStub(channel).WatchLayout(
         pb.WatchLayoutRequest(), timeout=60, metadata=(("name", name),)
@@ -80,7 +80,7 @@ async def begun(channel: grpc.aio.Channel, name: str = "") -> Any:
 
 
 async def begun_at_last(channel: grpc.aio.Channel, name: str = "") -> Any:
-    """The server may not have heard yet that a call has ended."""
+    """Begin a call; retry while the server still counts one that has ended."""
     while True:
         try:
             return await begun(channel, name)
@@ -112,7 +112,7 @@ def test_a_token_has_so_many_calls_over_all_its_connections() -> None:
                 await begun(two, "alice")
             await begun(two, "bob")
             for _ in range(3):
-                await begun(one)  # nobody in particular
+                await begun(one)  # a call without a token is not counted
             first.cancel()
             await begun_at_last(two, "alice")
 
@@ -140,7 +140,7 @@ def test_large_messages_share_a_bound_and_small_ones_do_not_count() -> None:
             assert await asyncio.gather(*held) == [400_000] * 2
             assert await asyncio.gather(*small) == [1_000] * 20
             gc.collect()
-            for _ in range(5):  # room is there again
+            for _ in range(5):  # the bytes are free again
                 assert await tokenize(channel, 400_000) == 400_000
 
     serve(story, CallBounds(large_bytes=1_000_000))
@@ -186,7 +186,7 @@ def test_beyond_the_bound_connections_are_closed_and_those_there_are_served() ->
 
 
 def _is_closed(connection: socket.socket) -> bool:
-    """Whether the other side has closed it."""
+    """Whether the peer has closed the connection."""
     connection.settimeout(0.05)
     try:
         while True:

@@ -1,4 +1,4 @@
-"""The table between errors and statuses: total, and the same class and fields on both sides of a real call."""
+"""The table of errors and gRPC statuses is total, and a real call preserves an error's class and fields."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -41,7 +41,7 @@ EXAMPLES: list[BallastError] = [
 
 
 def all_errors() -> set[type[BallastError]]:
-    """Those that travel over gRPC. Others, of stores and HTTP, stand beside what raises them."""
+    """Error classes that travel over gRPC; those of stores and HTTP are defined next to the code that raises them."""
     found, todo = set[type[BallastError]](), [BallastError]
     while todo:
         for error in todo.pop().__subclasses__():
@@ -58,7 +58,7 @@ def test_every_error_has_a_status_and_an_example_here() -> None:
 
 
 class Failing(planner_pb2_grpc.PlannerServiceServicer):
-    """Raises what it is given: GetLayout at once, WatchLayout after one message."""
+    """Raises `error`: GetLayout at once, WatchLayout after one message."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error
@@ -74,7 +74,7 @@ class Failing(planner_pb2_grpc.PlannerServiceServicer):
         return pb.DrainWorkerResponse(epoch=len(request.worker_id))
 
 
-# Known to type checkers only.
+# The generated async stub exists for type checkers only.
 Stub: TypeAlias = "planner_pb2_grpc.PlannerServiceAsyncStub"
 Bugs = list[errors.InvariantViolation]
 
@@ -114,7 +114,7 @@ def test_the_caller_catches_what_was_raised(error: BallastError) -> None:
             assert caught.code() is code_of(error)
             again = from_rpc_error(caught, "planner")
             if isinstance(error, errors.InvariantViolation):
-                # A broken invariant is the end of the process that found it, and of no other.
+                # A broken invariant ends the process that found it, and no other.
                 assert isinstance(again, errors.PeerViolation)
                 assert (again.peer, error.why in again.why) == ("planner", True)
                 continue

@@ -25,7 +25,7 @@ _GARBAGE = b"\xff\xff\xff\xff"
 
 
 class Monitor(monitor_pb2_grpc.MonitorServiceServicer):
-    """Reads all that comes, like the real one, and floods whoever watches."""
+    """Reads all reports, like the real monitor, and floods its watchers."""
 
     async def Report(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[monitor_pb2.ReportRequest], context: Any
@@ -54,7 +54,7 @@ class Planner(planner_pb2_grpc.PlannerServiceServicer):
 
 
 class Served:
-    """A server with both, and what it tells its owner."""
+    """A server with the planner and the monitor, and the bugs and failures that it reports to its owner."""
 
     def __init__(self) -> None:
         self.planner = Planner()  # pyright: ignore[reportAbstractUsage]
@@ -110,7 +110,7 @@ def serve(story: Story) -> None:
 
 
 async def error_of(channel: grpc.aio.Channel, method: str, message: bytes) -> BallastError:
-    """What a call with these bytes ends with."""
+    """The error that a call with these bytes ends with."""
 
     # Any: raw bytes in, raw bytes out.
     async def call() -> None:
@@ -140,7 +140,7 @@ def test_garbage_is_the_callers_mistake(method: str, caplog: pytest.LogCaptureFi
 
 
 def test_a_client_that_goes_while_something_waits_to_be_written_is_gone_and_nothing_else() -> None:
-    """Flow control holds the server's writes back; when the connection breaks they fail inside of the handler."""
+    """Flow control holds back the server's writes; when the connection breaks, they fail inside the handler."""
 
     async def story(served: Served, channel: grpc.aio.Channel) -> None:
         narrow = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
@@ -177,7 +177,7 @@ def test_a_broken_invariant_of_ours_stops_us_and_that_of_a_peer_does_not() -> No
         assert [bug.why for bug in served.bugs] == ["blocks do not add up"]
         assert isinstance(relayed, PeerViolation)
         served.bugs.clear()
-        served.planner.error = relayed  # as a dispatcher relays what the planner answers
+        served.planner.error = relayed  # as a dispatcher relays the planner's error
         again = await error_of(channel, _DRAIN, b"")
         assert isinstance(again, PeerViolation)
         served.planner.error = None
@@ -209,7 +209,7 @@ def test_millions_of_empty_messages_are_refused_before_they_are_parsed() -> None
         assert not has_too_many(fine, inference_pb2.GenerateRequest.DESCRIPTOR)
         packed = inference_pb2.GenerateRequest(token_ids=inference_pb2.TokenIds(ids=[1] * 4_000_000))
         assert not has_too_many(packed.SerializeToString(), inference_pb2.GenerateRequest.DESCRIPTOR)
-        assert not has_too_many(data[:20_001], inference_pb2.GenerateRequest.DESCRIPTOR), "cut off"
+        assert not has_too_many(data[:20_001], inference_pb2.GenerateRequest.DESCRIPTOR), "a truncated message"
         await served.assert_serves()
 
     serve(story)

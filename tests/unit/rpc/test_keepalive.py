@@ -1,4 +1,4 @@
-"""A peer that is silent without a reset is noticed by both ends, within what the options promise."""
+"""Both ends notice a peer that is silent without a reset, within the time that the options promise."""
 
 import asyncio
 import time
@@ -16,7 +16,7 @@ from tools.local.proxy import Proxy
 _FASTER = 10
 _TIMES = ("grpc.keepalive_time_ms", "grpc.keepalive_timeout_ms", "grpc.http2.ping_timeout_ms")
 _PROMISED_S = 30.0 / _FASTER
-_SLACK_S = 4.0  # of a busy machine; without the ping's own timeout it takes a minute
+_SLACK_S = 4.0  # for a busy machine; without the ping's own timeout it takes a minute
 
 
 def faster(options: Sequence[tuple[str, int]]) -> Sequence[tuple[str, int]]:
@@ -60,7 +60,7 @@ def test_a_silent_peer_is_noticed_in_time(who_notices: str, monkeypatch: pytest.
 
 
 class Quiet(Endless):
-    """Says one thing and then nothing, as a worker does that has nothing to do."""
+    """Sends one message and then nothing, like an idle worker."""
 
     async def WatchLayout(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.WatchLayoutRequest, context: "grpc.aio.ServicerContext[pb.WatchLayoutRequest, object]"

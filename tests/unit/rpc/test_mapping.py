@@ -1,4 +1,4 @@
-"""What the mapper refuses when it is made, and how it names the field that it refuses in a message."""
+"""What the mapper refuses at construction, and how it names a refused field of a message."""
 
 from dataclasses import dataclass
 from typing import Annotated
@@ -99,6 +99,6 @@ def test_enums_go_by_name() -> None:
     with pytest.raises(InvalidRequest, match="kind: unknown value 0; known are drop, restore"):
         KIND.member(0, "kind")
     assert PHASE.member(worker_pb2.TRANSITION_PHASE_UNSPECIFIED) is Phase.NONE
-    assert PHASE.member(999) is Phase.NONE  # of a newer peer
+    assert PHASE.member(999) is Phase.NONE  # from a newer peer
     with pytest.raises(InvariantViolation, match="has no value"):
         EnumMapper(Phase, worker_pb2.DESCRIPTOR.enum_types_by_name["TransitionKind"])

@@ -1,4 +1,4 @@
-"""What workers say of the costs of their steps goes into plans: only numbers that can be costs are let in."""
+"""Step costs that workers report are inputs of plans, so only plausible numbers are accepted."""
 
 import pytest
 

@@ -155,7 +155,7 @@ class Named(Endless):
 
 
 def test_calls_go_round_all_servers_of_a_name_those_that_came_later_too() -> None:
-    """What runs when a connection has come of age goes on."""
+    """Calls in progress continue when their connection reaches its maximum age."""
 
     async def story() -> None:
         first = make(Named("first"), 0, "127.0.0.2", connection_age_s=1.0)  # pyright: ignore[reportAbstractUsage]

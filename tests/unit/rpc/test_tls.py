@@ -1,4 +1,4 @@
-"""Handshakes that come to nothing are told from those that calls follow."""
+"""Failed handshakes are distinguished from connections on which calls follow."""
 
 from ballast.rpc.tls import Handshakes
 
@@ -13,6 +13,6 @@ def test_connections_without_a_call_count_after_a_while_and_others_never() -> No
     assert handshakes.failed_count == 0
     now_s += 60.0
     assert handshakes.failed_count == 3
-    handshakes.has_call("ipv4:1.2.3.4:7")  # late, or in the clear
+    handshakes.has_call("ipv4:1.2.3.4:7")  # a late call, or one without TLS
     handshakes.begins()
     assert handshakes.failed_count == 3

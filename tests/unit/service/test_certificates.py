@@ -1,4 +1,4 @@
-"""Certificates are read again when they are renewed, and it is told when they end."""
+"""Renewed certificates are reloaded, and the remaining validity is reported."""
 
 import asyncio
 import os
@@ -27,7 +27,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 async def served_until(port: int, ca: Path) -> float:
-    """When the certificate ends that a new connection gets."""
+    """Unix time at which the certificate served to a new connection expires."""
     context = ssl.create_default_context(cafile=str(ca))
     context.check_hostname = False
     _, writer = await asyncio.open_connection("127.0.0.1", port, ssl=context)
@@ -69,7 +69,7 @@ def test_channels_take_what_is_there_when_they_are_made(keys: Path) -> None:
     renewed = folder.channel_credentials()
     assert renewed is not first
     (keys / "planner" / "tls.key").unlink()
-    assert folder.channel_credentials() is renewed, "half of a renewal changes nothing"
+    assert folder.channel_credentials() is renewed, "an incomplete renewal changes nothing"
 
 
 def test_what_is_left_is_a_metric_and_a_warning(keys: Path, capsys: pytest.CaptureFixture[str]) -> None:

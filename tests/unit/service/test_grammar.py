@@ -1,4 +1,4 @@
-"""A grammar's state follows from the tokens, and what cannot be followed is refused with words."""
+"""A grammar's state follows from the tokens; grammars that cannot be enforced are refused with a reason."""
 
 import json
 import threading
@@ -37,7 +37,7 @@ def grammars(tokenizer_file: Path) -> Grammars:
 
 
 def walk(grammars: Grammars, grammar: Grammar, seed: int) -> list[int]:
-    """Tokens drawn with equal chances among those that are allowed, each state made anew from the tokens before."""
+    """Draw tokens uniformly from those allowed, rebuilding the state from the earlier tokens at each step."""
     rng, tokens = np.random.default_rng(seed), list[int]()
     while not tokens or tokens[-1] not in (EOS_ID, TURN_END_ID):
         bits = np.frombuffer(grammars.start(grammar, tokens).compute_bitmask(), np.uint8)
@@ -124,7 +124,7 @@ def test_what_cannot_be_followed_is_refused(grammars: Grammars, kind: GrammarKin
 def test_what_compiles_and_cannot_be_followed_is_refused(
     grammars: Grammars, kind: GrammarKind, text: str, why: str
 ) -> None:
-    """A matcher that gives up allows the end of the answer, as if all were said."""
+    """A matcher that gives up allows the answer to end as if it were complete."""
     with pytest.raises(InvalidRequest, match=why):
         grammars.check(Grammar(kind, text))
 
@@ -214,7 +214,7 @@ def test_grammars_that_nobody_asks_for_any_more_are_forgotten(
     for number in range(MOST_KEPT + 1):
         grammars.check(Grammar(GrammarKind.REGEX, f"a{number}"))
         grammars.check(Grammar(GrammarKind.REGEX, "a0"))
-    assert len(compiled) == MOST_KEPT + 1, "the one that is asked for again and again stays"
+    assert len(compiled) == MOST_KEPT + 1, "a grammar in repeated use stays cached"
     grammars.check(Grammar(GrammarKind.REGEX, "a1"))
     assert compiled[-1] == "a1"
     assert len(compiled) == MOST_KEPT + 2

@@ -1,4 +1,4 @@
-"""Calls between services over HTTP, against servers that behave and servers that do not."""
+"""HTTP calls between services, against well-behaved and faulty servers."""
 
 import asyncio
 import contextlib
@@ -16,7 +16,7 @@ Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 @contextlib.asynccontextmanager
 async def answering(serve: Serve) -> AsyncGenerator[HttpClient, None]:
-    """A client of a server that does that with each connection."""
+    """Yield a client of a server that runs `serve` on each connection."""
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     client = HttpClient(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     try:
@@ -25,11 +25,11 @@ async def answering(serve: Serve) -> AsyncGenerator[HttpClient, None]:
         client.close()
         server.close()
         await server.wait_closed()
-        await asyncio.sleep(0.01)  # connections close
+        await asyncio.sleep(0.01)  # let connections close
 
 
 def saying(*answers: bytes) -> tuple[Serve, list[bytes]]:
-    """One answer for each request of a connection, which then is closed; and the heads of the requests."""
+    """A server that sends one answer for each request and then closes; and the list of request heads it has read."""
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,7 +52,7 @@ def test_a_connection_serves_calls_one_after_the_other_and_a_dead_one_is_replace
     async def check() -> None:
         serve, heads = saying(OK, OK)
         async with answering(serve) as client:
-            for _ in range(3):  # the third finds the connection closed, and takes another
+            for _ in range(3):  # the third call finds the connection closed and opens another
                 async with client.call("GET", "/x?y=1", {"accept": "*/*"}) as response:
                     assert (response.status, response.header("x-a")) == (200, "b")
                     assert await response.read(10) == b"ok"
@@ -72,7 +72,7 @@ def test_a_connection_serves_calls_one_after_the_other_and_a_dead_one_is_replace
         b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nok",
         b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n2\r\nok\r\n",
         b"no http at all\r\n\r\n",
-        b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + b"x" * 20,  # more than is taken
+        b"HTTP/1.1 200 OK\r\nContent-Length: 20\r\n\r\n" + b"x" * 20,  # longer than the client accepts
     ],
 )
 def test_an_answer_that_breaks_off_is_no_answer(answer: bytes) -> None:

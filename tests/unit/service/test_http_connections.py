@@ -1,4 +1,4 @@
-"""HTTP connections over real sockets: who reads nothing, or does not say what it wants, is given up."""
+"""HTTP over real sockets: connections that read nothing, or do not send a request in time, are closed."""
 
 import asyncio
 import socket
@@ -21,7 +21,7 @@ PIECE = b"data: " + b"x" * 4000 + b"\n\n"
 
 
 class Parts:
-    """A server whose answers never end by themselves, or are empty."""
+    """A server whose answers are endless or empty."""
 
     def __init__(self, *, is_endless: bool) -> None:
         self.registry = CollectorRegistry()
@@ -56,7 +56,7 @@ class Parts:
 async def served(
     *, is_endless: bool, request: bytes = HEAD + b"{}"
 ) -> AsyncGenerator[tuple[Parts, asyncio.StreamReader, asyncio.StreamWriter], None]:
-    """A client whose request has been sent, and which has read nothing yet."""
+    """Yield the server, and a connection that has sent `request` and read nothing yet."""
     parts, stopping = Parts(is_endless=is_endless), asyncio.Event()
     await parts.server.start()
     serving = asyncio.create_task(parts.server.serve(stopping))
@@ -84,7 +84,7 @@ async def test_who_reads_slowly_is_not() -> None:
         until_s = loop.time() + 4 * STALL_S
         while loop.time() < until_s:
             await asyncio.sleep(STALL_S / 5)
-            assert await reader.read(1 << 20)  # all that has come meanwhile
+            assert await reader.read(1 << 20)  # all that has arrived meanwhile
         assert not parts.ended.is_set()
 
 
@@ -92,7 +92,7 @@ async def test_who_begins_a_request_has_some_time_for_its_head(monkeypatch: pyte
     monkeypatch.setattr(connections, "_HEAD_S", HEAD_S)
     async with served(is_endless=False) as (parts, reader, writer), asyncio.timeout(20 * HEAD_S):
         assert (await reader.readuntil(b"{}")).startswith(b"HTTP/1.1 200")
-        await asyncio.sleep(2 * HEAD_S)  # between two requests there is time
+        await asyncio.sleep(2 * HEAD_S)  # longer than a head may take, but between two requests
         writer.write(HEAD[:40])
         await asyncio.sleep(HEAD_S / 4)
         writer.write(HEAD[40:] + b"{}")

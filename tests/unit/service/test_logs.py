@@ -1,4 +1,4 @@
-"""Logging: never an exception out of it, never a secret or a client's words in it."""
+"""Logging never raises, and never shows secrets or clients' text."""
 
 import asyncio
 import os
@@ -26,7 +26,7 @@ SECRET, PROMPT = "hunter2-canary", "my-diary-canary"
 
 
 def run(form: str, body: str, before: str = "", stderr: int = subprocess.PIPE) -> tuple[str, str]:
-    """What the program says on stdout and stderr; it must end well."""
+    """Run the program; return its stdout and stderr. It must exit with status 0."""
     program = _PREAMBLE.format(form=form, body=body, before=before)
     done = subprocess.run(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=stderr, text=True, timeout=60, check=False
@@ -116,7 +116,7 @@ asyncio.run(main())
     _, logged = run(form, body)
     assert logged.count("KeyError") >= 3
     assert "in serve" in logged or '"name": "serve"' in logged
-    assert PROMPT not in logged.replace(f'prompt = "{PROMPT}"', "")  # source lines are shown
+    assert PROMPT not in logged.replace(f'prompt = "{PROMPT}"', "")  # tracebacks show source lines
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -1,4 +1,4 @@
-"""How a registry is shown: with the model's name on every sample of ours, and under vLLM's names too."""
+"""Exposition of a registry: our samples carry the model's name, and appear under vLLM's names, too."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.process_collector import ProcessCollector
@@ -32,7 +32,9 @@ def test_the_model_name_is_a_label_as_soon_as_it_is_known() -> None:
     assert 'ballast_requests_running{model_name="Qwen"} 3.0' in lines
     assert 'ballast_requests_total{ending="stop",model_name="Qwen"} 5.0' in lines
     assert 'ballast_request_ttft_seconds_bucket{le="1.0",model_name="Qwen"} 1.0' in lines
-    assert any(line.startswith("process_resident_memory_bytes ") for line in lines), "not ours: as it is"
+    assert any(line.startswith("process_resident_memory_bytes ") for line in lines), (
+        "other libraries' metrics stay as they are"
+    )
     assert not any("_created" in line for line in lines)
 
 

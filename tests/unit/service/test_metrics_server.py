@@ -1,4 +1,4 @@
-"""The metrics' port has a few places, and nobody keeps one for long."""
+"""The metrics server has few connection slots, and no client can hold one for long."""
 
 import contextlib
 import socket
@@ -32,7 +32,7 @@ def test_who_connects_and_says_little_makes_room(monkeypatch: pytest.MonkeyPatch
             assert threading.active_count() <= threads + metrics._MAX_SCRAPES + 2  # pyright: ignore[reportPrivateUsage]
             for each in idle:
                 with contextlib.suppress(OSError):
-                    each.send(b"G")  # a byte every now and then, and never a request
+                    each.send(b"G")  # a byte at a time, and never a whole request
             with contextlib.suppress(OSError):
                 assert "ballast_build_info" in scrape(port)
                 break

@@ -1,4 +1,4 @@
-"""Models by name, with a cache as huggingface_hub lays it out and no hub in reach."""
+"""Models by name, from a huggingface_hub cache while the hub is out of reach."""
 
 import json
 import subprocess
@@ -40,7 +40,7 @@ def test_names_are_told_from_folders(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [hub_name(text) for text in ("./org/name", "/a/b", "a/b/c", "name", str(tmp_path))] == [None] * 5
     (tmp_path / "org" / "name").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert hub_name("org/name") is None, "a folder that is there is meant"
+    assert hub_name("org/name") is None, "an existing folder takes precedence"
 
 
 def test_a_name_is_the_snapshot_in_the_cache(cache: Path) -> None:
@@ -81,7 +81,7 @@ def test_the_cache_is_listed(cache: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_services_take_a_name_and_serve_under_it(cache: Path) -> None:
-    """The worker's own code, in a process that reads the environment as a container's does."""
+    """Runs the worker's own code in a process that reads the environment, as in a container."""
     code = (
         "from services.worker.found_model import with_model\n"
         "from services.worker.config import WorkerSettings\n"

@@ -1,4 +1,4 @@
-"""`oneOf` with branches that overlap: what is narrowed, and that nothing is allowed which does not validate."""
+"""`oneOf` with overlapping branches: how it is narrowed, and that nothing is allowed that does not validate."""
 
 import json
 from collections import Counter
@@ -31,7 +31,7 @@ def grammars(tmp_path_factory: pytest.TempPathFactory) -> Grammars:
 
 
 def allowed(grammars: Grammars, schema: Any, value: Any) -> bool:
-    """Whether a model may write the value and end there."""
+    """Whether the grammar lets a model write `value` and end there."""
     tokens = TOKENIZER.encode(json.dumps(value), add_special_tokens=False).ids
     matcher = grammars.start(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), ())
     if matcher.validate_tokens(tokens) < len(tokens):
@@ -64,16 +64,16 @@ def test_what_is_allowed_validates(grammars: Grammars, branches: list[list[str]]
     try:
         right = [value for value in VALUES if allowed(grammars, schema, [value])]
     except InvalidRequest:
-        return  # it cannot be told apart by types: refused as before
+        return  # branches that types cannot tell apart are refused
     validator = Draft202012Validator(schema)
     assert [value for value in right if not validator.is_valid([value])] == []
     named = Counter(name for types in branches for name in types)
     if max(named.values()) == 1 or "integer" not in named:
-        assert [v for v in VALUES if validator.is_valid([v])] == right, "what only one branch has stays"
+        assert [v for v in VALUES if validator.is_valid([v])] == right, "values that match only one branch stay allowed"
 
 
 def test_most_of_the_public_set_can_be_followed(grammars: Grammars) -> None:
-    """The schemas are those whose `oneOf` overlaps, as an IntOrString that may be null does."""
+    """Covers public schemas whose `oneOf` overlaps, such as that of a nullable IntOrString."""
     overlapping = [schema for schema in public_schemas() if narrowed(json.dumps(schema)) != json.dumps(schema)]
     assert len(overlapping) > 150
     for schema in overlapping[::20]:

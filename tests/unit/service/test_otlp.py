@@ -1,4 +1,4 @@
-"""Spans are sent with the ids they were given, or dropped, whatever answers at the collector's address."""
+"""Spans are sent with the ids they were given, or dropped, whatever the collector answers."""
 
 import asyncio
 import time

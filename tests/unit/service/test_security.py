@@ -1,4 +1,4 @@
-"""Who may call what, and when a service refuses to listen."""
+"""Which callers may make which calls, and when a service refuses to listen."""
 
 from pathlib import Path
 

@@ -87,7 +87,7 @@ def test_every_setting_is_a_flag_with_help(settings: type[Settings], capsys: pyt
     shown = " ".join(capsys.readouterr().out.split())
     assert ended.value.code == 0
     for path, field in settings.model_fields.items():
-        assert field.description, f"{path} lacks the string under it that is its help"
+        assert field.description, f"{path} lacks the docstring that serves as its help"
         if path in settings.developer:
             assert path in shown.partition("For developers")[2], path
             continue
@@ -142,9 +142,9 @@ def test_replicas_that_are_not_named_can_be_told_apart(settings: type[Settings])
     assert len({getattr(build(settings, {}), f"{settings.service}_id") for _ in range(2)}) == 2
 
 
-# Where services are, what they are called, and what all replicas have alike.
+# Addresses and names of services, and settings that all replicas share.
 _OF_REPLICAS = {"port", "monitor_id", "planner_id", "monitor_address", "leadership_ttl_s", "shutdown_timeout_s"}
-_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # others, of what is done
+_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # exports to other systems
 _NO_POLICY = {*_OF_REPLICAS, *_TOLD, *ServiceSettings.model_fields}
 
 
@@ -155,8 +155,8 @@ def test_what_decides_when_and_how_to_drop_can_be_explained() -> None:
         for path, field in settings.model_fields.items()
         if path not in _NO_POLICY
     }
-    assert len(found) <= 16, sorted(found)  # four of them are those of parking
-    assert all(len(text) > 50 for text in found.values()), "what it is, and why somebody would change it"
+    assert len(found) <= 16, sorted(found)  # four of them are about parking
+    assert all(len(text) > 50 for text in found.values()), "a help text says what it is, and why one would change it"
 
 
 @pytest.mark.parametrize(

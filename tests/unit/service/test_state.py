@@ -35,10 +35,10 @@ def tell(story: Story) -> None:
 
 
 async def test_a_state_server_is_reached_over_tls_and_its_certificate_is_looked_at(tmp_path: Path) -> None:
-    """The Valkey of the tests knows no TLS: something in front of it does, as with many a cloud's."""
+    """The tests' Valkey has no TLS, so a proxy in front of it terminates TLS, as many clouds do."""
     for name in ("ours", "theirs"):
         make_certificates(tmp_path / name, days=1, hosts=["127.0.0.1"], workers=[])
-    keys = tmp_path / "ours" / "dispatcher"  # the one that names its hosts
+    keys = tmp_path / "ours" / "dispatcher"  # its certificate names the host
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(keys / CERTIFICATE, keys / KEY)
 
@@ -64,7 +64,7 @@ def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
         assert await state.acquire_lease("x", "b", 10.0, "host:2") is None
         assert await state.leader_address("x") == "host:1"
         await state.release_lease("x", "b")
-        assert await state.leader_address("x") == "host:1", "only the holder releases"
+        assert await state.leader_address("x") == "host:1", "only the holder can release"
         await state.release_lease("x", "a")
         assert await state.leader_address("x") is None
         second = await state.acquire_lease("x", "b", 0.05, "host:2")
@@ -73,19 +73,21 @@ def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
         await asyncio.sleep(0.1)
         third = await state.acquire_lease("x", "a", 10.0, "host:1")
         assert third is not None
-        assert third > second, "it had run out"
+        assert third > second, "the second lease had expired"
 
     tell(story)
 
 
 def test_a_lease_is_made_anew_above_a_token_that_others_have_seen() -> None:
-    """The state server is like one that came back empty and with an earlier clock."""
+    """The state server behaves as if it came back empty and with an earlier clock."""
 
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         first = await state.acquire_lease("x", "a", 10.0, "host:1")
         assert first is not None
         seen = first + 3_600_000
-        assert await state.acquire_lease("x", "b", 10.0, "host:2", above=seen) is None, "not for who does not hold it"
+        assert await state.acquire_lease("x", "b", 10.0, "host:2", above=seen) is None, (
+            "only the holder can raise the token"
+        )
         second = await state.acquire_lease("x", "a", 10.0, "host:1", above=seen)
         assert second == seen + 1
         assert await state.acquire_lease("x", "a", 10.0, "host:1", above=seen) == second, "renewed"
@@ -196,7 +198,7 @@ def test_leadership_is_taken_kept_over_an_outage_and_handed_over() -> None:
 
         server.stop()
         await asyncio.sleep(0.5)
-        assert len(told["a"]) == 1, "it goes on leading: nobody else can be elected meanwhile"
+        assert len(told["a"]) == 1, "it keeps the lead, as nobody else can be elected meanwhile"
 
         server.restart()
         await soon(lambda: any(len(told[name]) > 1 for name in told))
@@ -251,7 +253,7 @@ async def test_a_fixed_address_is_never_looked_up() -> None:
 
 
 async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> None:
-    """asyncio.wait_for does so before Python 3.12 if what it waits for ends in the same moment."""
+    """Before Python 3.12, asyncio.wait_for swallows a cancellation if the awaited call ends at the same moment."""
 
     async def swallow() -> str:
         try:
@@ -287,7 +289,7 @@ async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> 
 
 
 def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
-    """The event loop of services has an error of its own for a write to what was reset a moment ago."""
+    """uvloop, which services use, raises its own error for a write to a connection that was just reset."""
 
     async def story() -> None:
         async with PrivateStateServer() as server, Proxy(f"127.0.0.1:{server.port}") as front, asyncio.timeout(60):

@@ -35,7 +35,7 @@ def test_nothing_is_begun_once_it_has_ended_and_nothing_is_left() -> None:
         async with Work() as work:
             pass
         work.start(late(), "late")
-        gc.collect()  # a coroutine that nobody has awaited would be complained about here
+        gc.collect()  # a coroutine that was never awaited would cause a warning here
         await asyncio.sleep(0)
 
     asyncio.run(story())
@@ -94,7 +94,7 @@ def test_a_loop_that_fails_begins_anew_and_is_counted(error: Exception) -> None:
 
 
 def test_a_call_that_was_cancelled_does_not_end_who_waited_for_it() -> None:
-    """The cancellation is as gRPC tells it: the task itself has not been told to end."""
+    """gRPC raises CancelledError for a cancelled call, although the task itself was not cancelled."""
     begun: list[bool] = []
 
     async def story() -> None:

@@ -1,4 +1,4 @@
-"""Tokens of clients: the file, the commands that change it, and the book that follows it."""
+"""Client tokens: the file, the commands that change it, and the `TokenBook` that follows it."""
 
 import asyncio
 from pathlib import Path

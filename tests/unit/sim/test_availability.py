@@ -1,4 +1,4 @@
-"""What a simulated cluster promises at every instant is kept, and looked at: faults that are put back are seen."""
+"""A simulated cluster keeps its availability promises at every instant, and the check detects reintroduced faults."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ from tests.support.simulated import options
 
 
 def watched(act: Callable[[World], None], *, seconds: float = 20.0) -> World:
-    """A cluster of three without requests, in which something happens once all has settled."""
+    """Run a cluster of three without requests; call `act` once it has settled, then watch it for `seconds` more."""
     world = World(options("drop", cluster="3xA100-40G"), [])
     availability = Availability(world)
     world.clock.every(0.05, b"look", availability.look)
@@ -25,7 +25,7 @@ def watched(act: Callable[[World], None], *, seconds: float = 20.0) -> World:
 
 
 def cut(world: World, *, planners: bool) -> None:
-    """Monitors, and planners too, hear nothing of any worker, for ever."""
+    """Cut all workers off from the monitors for good, and from the planners if `planners` is set."""
     for worker in world.instances:
         for node in (*world.monitors, *(world.planners if planners else ())):
             world.lines.cut(worker, node)

@@ -1,4 +1,4 @@
-"""The catalogue's figures beside what others have measured: layers without attention, and all-reduces.
+"""The catalogue's figures against published measurements: layers without attention, and all-reduces.
 
 The tables are medians of microsoft/vidur (MIT licence, Copyright (c) Microsoft Corporation), commit 7d47513 of
 2024-11-19: `data/profiling/compute/*/mlp.csv` (norms, projections, rope, MLP and two adds of one layer, without the
@@ -75,7 +75,7 @@ H100-80G 2 0.024 0.043 0.042 0.05 0.087 0.157 0.21
 H100-80G 4 0.032 0.039 0.055 0.068 0.107 0.198 0.271
 H100-80G 8 0.033 0.045 0.056 0.088 0.132 0.227 0.302
 """  # GPU, ranks, ms at each of _SIZES (bytes)
-_NOISY = {("H100-80G", 2, 1_277_952), ("H100-80G", 2, 2_523_136)}  # the larger one is said to take 1.8 x the smaller
+_NOISY = {("H100-80G", 2, 1_277_952), ("H100-80G", 2, 2_523_136)}  # the larger is reported to take 1.8 x the smaller
 
 
 def _spec(model: str, gpu: Gpu, ranks: int) -> ModelSpec:
@@ -99,7 +99,7 @@ def _roofline(model: str, gpu: Gpu, ranks: int) -> SimRoofline:
 
 @pytest.mark.parametrize("row", _LAYERS_MS.split("\n")[1:-1])
 def test_a_layer_takes_what_it_was_measured_to_take(row: str) -> None:
-    """Within 15 %, and within 20 % where eight GPUs share it. All-reduces of ours are taken off: the table has none."""
+    """Within 16 %, or 20 % where eight GPUs share a layer. Our all-reduces are excluded, since the table has none."""
     name, model, ranks, *measured_ms = row.split()
     gpu, rank_count = find_gpu(name, "test"), int(ranks)
     alone = gpu.model_copy(update={"collective_latency_s": 0.0, "scale_up_bytes_per_s": 1e30})
@@ -111,7 +111,7 @@ def test_a_layer_takes_what_it_was_measured_to_take(row: str) -> None:
 
 @pytest.mark.parametrize("row", _ALL_REDUCES_MS.split("\n")[1:-1])
 def test_an_all_reduce_takes_what_it_was_measured_to_take(row: str) -> None:
-    """Of a model with hidden values of 8,192: two for each layer, of 1 MB for 64 tokens."""
+    """Each layer of a model with a hidden size of 8,192 has two all-reduces, of 1 MB for 64 tokens."""
     name, ranks, *measured_ms = row.split()
     gpu = find_gpu(name, "test")
     together, alone = (_roofline("Qwen-72B", gpu, count).costs for count in (int(ranks), 1))

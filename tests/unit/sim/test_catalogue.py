@@ -1,4 +1,4 @@
-"""The catalogue is complete, and what is computed from it meets the figures that the papers print."""
+"""The catalogue is complete, and figures computed from it match those printed in the papers."""
 
 from itertools import pairwise
 
@@ -14,7 +14,7 @@ from sim.network import Bulk, Network, NetworkEndpoint
 
 
 def batch(*shares: tuple[int, int]) -> Batch:
-    """(tokens with KV, tokens computed) of each sequence; all give a token."""
+    """A batch from (tokens with KV, tokens to compute) of each sequence; all of them emit a token."""
     slices = [Slice(number, prefix, (0,) * count, True) for number, (prefix, count) in enumerate(shares)]
     return Batch(1, (), (), tuple(slices))
 
@@ -31,7 +31,7 @@ def test_every_figure_has_a_source() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "gib", "ratio"),  # of KunServe, EuroSys '26, table 1
+    ("name", "gib", "ratio"),  # from KunServe, EuroSys '26, table 1
     [
         ("Qwen2.5-14B", 28, 0.344),
         ("Qwen2.5-72B", 136, 0.423),
@@ -51,7 +51,7 @@ def test_a_token_of_qwen_14b_takes_192_kib() -> None:
 
 
 def test_a_decode_with_full_memory_takes_60_ms() -> None:
-    """KunServe, EuroSys '26, section 5.3; what is taken for a decode is said in timings.yaml."""
+    """KunServe, EuroSys '26, section 5.3; timings.yaml states what a decode is assumed to take."""
     cost = roofline("Qwen2.5-14B", "8xA800")
     decode = batch(*((243_000 // 64, 1) for _ in range(64)))
     assert cost.work(decode).on(48, is_last=True) == pytest.approx(0.060, rel=0.05)
@@ -95,7 +95,7 @@ def test_experts_are_read_as_far_as_they_are_used() -> None:
 
 
 def test_the_fitted_model_meets_the_machine_within_a_third() -> None:
-    """Linear terms cannot say `whichever takes longer`; for balance that is near enough."""
+    """Linear terms cannot express the maximum of two times; for balancing stages this is close enough."""
     machine = roofline("Qwen2.5-14B", "8xA800")
     cost = fitted(machine, 48)
     for shares in ([(0, 1024)], [(3000, 2048)], [(2000, 1)] * 64, [(1000, 400), *[(2000, 1)] * 32]):

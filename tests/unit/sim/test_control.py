@@ -1,4 +1,4 @@
-"""What the control plane of a simulation hears, and when."""
+"""Which reports a simulation's control plane receives, and when."""
 
 from dataclasses import replace
 from itertools import pairwise
@@ -20,7 +20,7 @@ WORKER = WorkerId("w0")
 
 
 def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The report comes like a real worker's: within the hasty interval, and not more often than that."""
+    """Reports arrive as from a real worker: within the hasty interval, and no more often."""
     clock, loads, heard = Clock(), [load_report(10)], list[tuple[float, int]]()
 
     class Worker:
@@ -71,7 +71,7 @@ def test_a_jump_of_the_demand_is_reported_at_once(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_large_cluster_reports_as_seldom_as_the_real_monitor_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """64 instances: each every 64/150 s instead of every 0.1 s, when all have announced themselves."""
+    """With 64 announced instances, each reports every 64/150 s instead of every 0.1 s."""
     clock, heard = Clock(), list[float]()
 
     class Worker:

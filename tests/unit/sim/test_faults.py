@@ -1,4 +1,4 @@
-"""What breaks in a simulation, and that everybody is served all the same."""
+"""Faults in a simulation, and that every request is served nevertheless."""
 
 from dataclasses import replace
 from itertools import pairwise

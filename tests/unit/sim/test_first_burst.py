@@ -1,4 +1,4 @@
-"""The first thing that anybody sees of Ballast: a burst on a cluster that has served nobody before."""
+"""A newcomer's first impression: a burst on a cluster that has served no request before."""
 
 from benchmarks.first_block import run as first_block
 from sim.hardware import find_cluster, find_model

@@ -1,4 +1,4 @@
-"""Steady load changes the number of instances that serve hardly ever, and never to and fro."""
+"""Under steady load the number of serving instances hardly changes, and does not oscillate."""
 
 import random
 from dataclasses import replace
@@ -11,7 +11,7 @@ from sim.clients import Arrival
 from sim.world import World
 from tests.support.simulated import options
 
-_SETTLES_S, _SPAN_S = 80.0, 200.0  # half leave after the first minute only
+_SETTLES_S, _SPAN_S = 80.0, 200.0  # half of the instances leave, but only after a minute
 
 
 def steady(per_s: float, seed: int) -> World:

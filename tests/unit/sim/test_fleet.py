@@ -1,4 +1,4 @@
-"""Ways to place requests on instances that come and go."""
+"""Placement of requests on a fleet whose instances start and stop."""
 
 import random
 

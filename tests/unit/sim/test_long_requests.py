@@ -1,4 +1,4 @@
-"""Long requests beside ordinary traffic, on four GPUs in virtual time."""
+"""Long requests alongside ordinary traffic, on four GPUs in virtual time."""
 
 import itertools
 import random

@@ -19,9 +19,9 @@ _CRASH_S = 10.0
 @pytest.mark.parametrize(
     ("cluster", "degree", "within_s"),
     [
-        ("4xA100-40G", 4, 3.5),  # a quarter of the layers is on disk only; reading all that lacks takes 6.6 s
-        ("5xA100-40G", 4, 3.0),  # the fifth has them
-        ("4xA100-40G", 2, 3.0),  # as the other pair has; from disk 4.4 s
+        ("4xA100-40G", 4, 3.5),  # a quarter of the layers is only on disk; reading all missing ones takes 6.6 s
+        ("5xA100-40G", 4, 3.0),  # the fifth instance has them
+        ("4xA100-40G", 2, 3.0),  # the other pair has them; from disk it takes 4.4 s
     ],
 )
 def test_survivors_take_layers_from_those_who_have_them(cluster: str, degree: int, within_s: float) -> None:

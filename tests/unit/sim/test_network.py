@@ -1,4 +1,4 @@
-"""Rates are 100 bytes/s between hosts, 1,000 within one; latency 0.5 s."""
+"""Transfers at 100 bytes/s between hosts and 1,000 within one, with a latency of 0.5 s."""
 
 import pytest
 
@@ -45,7 +45,7 @@ def test_who_comes_later_shares_from_then_on_and_who_goes_leaves_the_rest() -> N
     net = Net()
     net.transfer("a", "b", 1000)
     net.clock.at(5.0, b"later", lambda: net.transfer("c", "b", 250))
-    # Until 5 s alone, then half: 250 bytes of each until 10 s, and the last 250 alone.
+    # Alone until 5 s, then at half the rate: 250 bytes each until 10 s, and the last 250 alone.
     assert net.run() == {"cb": pytest.approx(10.5), "ab": pytest.approx(13.0)}
 
 

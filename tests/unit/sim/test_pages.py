@@ -1,4 +1,4 @@
-"""Huge pages are asked for where memory has grown, and only then; what lies there stays what it is."""
+"""Huge pages are requested only where memory has grown, and its contents stay unchanged."""
 
 import gc
 from pathlib import Path
@@ -14,14 +14,14 @@ SWITCH = Path("/sys/kernel/mm/transparent_hugepage/enabled")
 @pytest.mark.skipif(not SWITCH.exists() or "[never]" in SWITCH.read_text(), reason="there are no huge pages here")
 def test_huge_pages_are_asked_for_where_memory_has_grown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pages, "_LEAST_BYTES", 1)
-    gc.collect()  # what tests before have left would be given back meanwhile
+    gc.collect()  # garbage of earlier tests would otherwise be freed meanwhile
     huge = HugePages()
-    first = b"1" * (160 << 20)  # too large to lie where something was freed before
+    first = b"1" * (160 << 20)  # too large to reuse freed memory
     huge.look()
     assert huge.asked_bytes > 0
     huge.asked_bytes = 0
     huge.look()
-    assert huge.asked_bytes == 0  # it has not grown
+    assert huge.asked_bytes == 0  # memory has not grown
     second = b"2" * (160 << 20)
     huge.look()
     assert huge.asked_bytes > 0

@@ -1,4 +1,4 @@
-"""Instances of a cluster that are parked and woken by hand while requests run: none is lost, no token is wrong."""
+"""Instances that are parked and woken by hand while requests run: no request is lost, no token is wrong."""
 
 from dataclasses import replace
 from functools import partial
@@ -61,8 +61,8 @@ def test_an_instance_is_emptied_by_migration_then_parked_then_woken() -> None:
     assert standings == [Standing.SERVING, Standing.LEAVING, Standing.PARKED, Standing.WAKING]
     assert seen[-1][1] is Standing.SERVING
     parked = next(told for told in seen if told[1] is Standing.PARKED)
-    assert parked[0] < 12.0, "answers take longer than that: they have moved away"
-    assert min(told[3] for told in seen) < 1e9, "only what is no layer is left"
+    assert parked[0] < 12.0, "answers take longer than that, so they have moved away"
+    assert min(told[3] for told in seen) < 1e9, "only parameters outside layers are left"
     assert 1.0 < seen[-1][4] < 1.6, "26 GB from host memory at 24 GB/s"
     assert world.instances[WorkerId("w1")].member.published.migrations.moved
     assert world.instances[WorkerId("w1")].core.totals.prompt_tokens > 0
@@ -91,7 +91,7 @@ def test_the_last_one_that_serves_stays() -> None:
 
 @pytest.mark.parametrize("crashed", [0, 1])
 def test_who_parks_or_wakes_may_die(crashed: int) -> None:
-    """A new life serves, whatever the one before was."""
+    """After a restart it serves, whatever it was doing before."""
     world = parking_world(burst())
     at(world, 5.0, crashed, away=True)
     at(world, 5.0 + 8.0 * crashed, crashed, away=False)

@@ -15,14 +15,14 @@ _ONE, _OTHER = WorkerId("w0"), WorkerId("w1")
 
 def test_whoever_has_a_processor_to_himself_is_not_slowed_down() -> None:
     processors = Processors(Contention(processors=2, step_s=0.004, token_s=0.001))
-    assert processors.slowdown(_ONE, 0.0, 0.010, 4) == 1.0  # 1.8 of 2
-    assert processors.slowdown(_ONE, 0.010, 0.010, 4) == 1.0  # its own step before it is over
+    assert processors.slowdown(_ONE, 0.0, 0.010, 4) == 1.0  # 1.8 of 2 processors are wanted
+    assert processors.slowdown(_ONE, 0.010, 0.010, 4) == 1.0  # its own previous step is over
 
 
 def test_two_engines_share_with_what_serves_them() -> None:
     processors = Processors(Contention(processors=2, step_s=0.002, token_s=0.001, background=0.1, together=1.2))
-    assert processors.slowdown(_ONE, 0.0, 0.010, 4) == 1.0  # it is alone
-    # 1 + 0.4 (2 ms + 2 x 1 ms in 10 ms), 1 + 0.6 and 0.1 are wanted, and 2 are there.
+    assert processors.slowdown(_ONE, 0.0, 0.010, 4) == 1.0  # it runs alone
+    # Wanted: 1 + 0.4 (2 ms + 2 x 1 ms in 10 ms), 1 + 0.6, and 0.1 in the background. Available: 2.
     assert processors.slowdown(_OTHER, 0.005, 0.010, 2) == pytest.approx(1.2 * 3.1 / 2)
     # The first engine's step has ended at 10 ms, and this one goes on until 23.6 ms.
     assert processors.slowdown(_ONE, 0.030, 0.010, 4) == 1.0
@@ -41,5 +41,5 @@ def test_a_simulated_cluster_is_slower_where_engines_share() -> None:
         alone = World(made, trace).run()
         shared = World(replace(made, contention=Contention(processors=2, together=1.5)), trace).run()
         spans_s = [[r.token_times_s[-1] - r.token_times_s[0] for r in run.records] for run in (alone, shared)]
-        # At their ends one of them is by itself.
+        # Near the end, one of them runs alone.
         assert spans_s[1] == pytest.approx([1.5 * span_s for span_s in spans_s[0]], rel=0.07)

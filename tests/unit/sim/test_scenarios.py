@@ -1,4 +1,4 @@
-"""The scenarios in this repository can be read, and name what there is."""
+"""The scenarios in this repository can be read, and refer only to what exists."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""The closed form: what pairs carry, and where a steady load settles, beside a simulation."""
+"""The closed form against a simulation: the load that pairs sustain, and where a steady load settles."""
 
 import math
 
@@ -21,7 +21,7 @@ MODEL, CLUSTER = find_model("Qwen2.5-14B"), find_cluster("2xA100-40G")
 
 
 def steady(rate_per_s: float, span_s: float, prompt: int = 600, answer: int = 400) -> Trace:
-    """Alike, for two instances."""
+    """Identical requests at even intervals, for two instances; `rate_per_s` is per instance."""
     count = int(2 * rate_per_s * span_s)
     requests = tuple(TraceRequest(i * span_s / count, prompt, answer) for i in range(count))
     return Trace(source="test", format="generated", requests=requests)
@@ -53,7 +53,7 @@ def test_demand_grows_faster_than_the_rate_until_there_is_no_end_to_it() -> None
 
 
 def test_a_simulated_burst_wants_as_much_as_the_closed_form_says() -> None:
-    """Within a third: all answers of the trace have the same length, and those of the closed form end like a decay."""
+    """Within a third: the trace's answers all have one length; in the closed form they end at a constant rate."""
     machine = find_cluster("2xA100-80G")
     calm, burst = steady(1.0, 30.0), steady(3.0, 30.0)
     later = [TraceRequest(30.0 + r.arrival_s, r.input_tokens, r.output_tokens) for r in burst.requests]

@@ -1,4 +1,4 @@
-"""Any config.json has a size, and the same one as in the catalogue."""
+"""Any config.json yields a model's size, equal to that in the catalogue."""
 
 import json
 from pathlib import Path
@@ -91,7 +91,7 @@ SAME = (
 def test_counted_from_its_config_a_model_of_the_catalogue_is_the_same(name: str, config: dict[str, object]) -> None:
     counted, known = spec_of_config(name, config, find_gpu("A800", "gpu")), find_model(name)
     assert {field: getattr(counted, field) for field in SAME} == {field: getattr(known, field) for field in SAME}
-    # In embedding and head; the last norm is counted there, too.
+    # Parameters outside layers: embedding and head; the config's count also includes the last norm.
     assert counted.other_parameter_count - known.other_parameter_count in (0, known.hidden_size)
 
 
@@ -163,7 +163,7 @@ def test_a_model_of_the_catalogue_in_another_format_takes_fewer_gpus() -> None:
 
 
 def times(gpu: str, quantization: Quantization | None, kv_cache_dtype: KvCacheDtype = "auto") -> tuple[float, float]:
-    """Seconds of a prompt of 4,096 tokens, and of a step of 64 decodes with 4,096 tokens of context."""
+    """Seconds per layer: for a prompt of 4,096 tokens, and for a step of 64 decodes with 4,096 tokens of context."""
     cluster = find_cluster(f"1x{gpu}")
     model = stored_as(find_model("Llama-3.1-8B"), cluster.gpu, quantization, kv_cache_dtype)
     costs = SimRoofline(model, cluster, timings()).costs
@@ -174,13 +174,13 @@ def test_what_is_stored_in_fewer_bits_is_read_faster_and_multiplied_as_fast_as_t
     (prompt, decode), (fp8_prompt, fp8_decode) = times("H100", None), times("H100", "fp8")
     assert 0.5 < fp8_prompt / prompt < 0.75
     assert fp8_decode < decode
-    assert times("H100", "w4a16")[0] == pytest.approx(prompt, rel=0.1)  # multiplied in bfloat16
+    assert times("H100", "w4a16")[0] == pytest.approx(prompt, rel=0.1)  # computed in bfloat16
     assert times("H100", "w4a16")[1] < fp8_decode
-    assert times("A100-80G", "fp8")[0] == pytest.approx(times("A100-80G", None)[0], rel=0.05)  # it has no such unit
+    assert times("A100-80G", "fp8")[0] == pytest.approx(times("A100-80G", None)[0], rel=0.05)  # without FP8 units
     assert times("A100-80G", "int8")[0] < 0.75 * times("A100-80G", None)[0]
     narrow_prompt, narrow_decode = times("H100", None, "fp8_e4m3")
     assert narrow_prompt == prompt
-    assert narrow_decode < 0.75 * decode  # most of it reads KV
+    assert narrow_decode < 0.75 * decode  # most of the step reads KV
 
 
 def test_a_folder_names_a_model_for_simulations(tmp_path: Path) -> None:

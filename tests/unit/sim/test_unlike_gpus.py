@@ -1,4 +1,4 @@
-"""Clusters of GPUs of several kinds, with every read of KV looked at: what a burst overflows is served together."""
+"""Clusters with several kinds of GPUs, with every KV read checked: instances that overflow in a burst are merged."""
 
 from dataclasses import replace
 
@@ -15,9 +15,9 @@ from tests.support.simulated import options
 
 @pytest.mark.rotating
 def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
-    """Stages of other block counts exchange KV exactly, and have more room together than alone."""
+    """Stages with different block counts exchange KV exactly, and have more room together than alone."""
     wanted = options(cluster="1xA100-40G+1xH100-80G", check_every=5000)
-    # Otherwise requests would move to the large one, and fit.
+    # Otherwise requests would migrate to the large GPU, and fit there.
     rules = replace(wanted.rules, migrations=replace(wanted.rules.migrations, relieves=False))
     wanted = replace(wanted, model=find_model("Qwen2.5-14B"), marks=True, rules=rules)
     arrivals = [Arrival(0.3 * i, 600, 2200 + i) for i in range(160)]
@@ -34,7 +34,7 @@ def test_unlike_gpus_drop_with_all_kv_in_its_place() -> None:
 
 @pytest.mark.rotating
 def test_small_gpus_keep_computing_as_their_long_requests_move_to_large_ones() -> None:
-    """One answer in ten is long: small memory would fill with these, and leave the computing to the others."""
+    """One answer in ten is long; without migration, these would fill the small GPUs and leave their compute idle."""
     wanted = options(cluster="2xA100-40G+1xA100-80G", check_every=50000)
     arrivals = [Arrival(0.024 * i, 400, 3000 if i % 10 == 3 else 60) for i in range(1500)]
     world = World(replace(wanted, model=find_model("Qwen2.5-14B"), marks=True), arrivals)
@@ -42,11 +42,11 @@ def test_small_gpus_keep_computing_as_their_long_requests_move_to_large_ones() -
     assert all(len(record.token_times_s) == record.wanted_tokens for record in run.records)
     assert sum(instance.member.published.migrations.moved for instance in world.instances.values()) > 10
     waits_s = sorted(record.token_times_s[0] - record.arrival_s for record in run.records)
-    assert waits_s[len(waits_s) * 95 // 100] < 2.0, "3.2 s where nothing moves"
+    assert waits_s[len(waits_s) * 95 // 100] < 2.0, "3.2 s without migration"
 
 
 def test_small_gpus_that_are_full_are_merged_with_each_other_while_requests_wait() -> None:
-    """Three have 40 GB and two 160: less than half of the memory is taken, and the small ones hold up the burst."""
+    """Three have 40 GB and two 160 GB: less than half of all memory is in use, but the small ones delay the burst."""
     job = replace(job_of(CELLS["any-5-4x-mixed-burst"], None, "drop", 0), stop_after_s=38.0)
     [(_, rules)] = specs_of(job)
     (drop,) = world_of(job, rules).run().transitions

@@ -1,4 +1,4 @@
-"""Sweeps: one thing changed."""
+"""Sweeps over one parameter of a scenario."""
 
 from pathlib import Path
 
@@ -35,7 +35,7 @@ def test_a_sweep_changes_one_thing() -> None:
 
 
 def test_a_slower_network_makes_a_drop_slower_and_no_other_policy() -> None:
-    # Within a server KV takes another way.
+    # Within one server, KV does not cross the network.
     apart = SCENARIO.model_copy(update={"cluster": "2x1xA100-40G", "rate_scale": 1.6})
     points = sweep(apart, "network", (10.0, 200.0), None)
     plain = [point.ttft_p99_s for point in points if point.policy == "recompute"]

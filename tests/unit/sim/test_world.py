@@ -24,7 +24,7 @@ from sim.results import Outcome, SimRun
 from sim.world import World
 from tests.support.simulated import burst, options, world
 
-pytestmark = pytest.mark.xdist_group("sim world")  # one process has the runs that many look at
+pytestmark = pytest.mark.xdist_group("sim world")  # one process holds the runs that many tests share
 
 _HASH = "from tests.support.simulated import world; print(world(check_every=0).run().trace_hash)"
 
@@ -54,7 +54,7 @@ def test_a_burst_drops_parameters_and_their_return_is_awaited(runs: dict[str, Si
     assert done[0] == ("drop", "done")
     assert ("restore", "done") in done
     drop = runs["drop"].transitions[0]
-    assert drop.total("freed_parameter_bytes") == pytest.approx(25e9, rel=0.1)  # one copy of 26 GB, but for its ends
+    assert drop.total("freed_parameter_bytes") == pytest.approx(25e9, rel=0.1)  # 26 GB without embedding and head
     assert drop.total("kv_bytes_sent") > 1e9
     assert 0.0 < drop.longest_s("max_stall_s") < 2.0
     capacities = [sample.kv_capacity_bytes for sample in runs["drop"].samples]
@@ -72,7 +72,7 @@ def test_dropping_serves_the_burst_sooner(runs: dict[str, SimRun]) -> None:
 
 def test_the_first_token_of_a_lone_request_takes_what_the_machine_takes() -> None:
     lone = world(arrivals=[Arrival(0.0, 1000, 3)]).run().records[0]
-    # 2 FLOPs for each of 12.7 G parameters and 1,000 tokens at 0.72 of 312 TFLOPS, and attention.
+    # 2 FLOPs for each of 12.7 G parameters and 1,000 tokens at 0.72 of 312 TFLOPS, plus attention.
     assert lone.token_times_s[0] == pytest.approx(0.125, rel=0.1)
     assert lone.token_times_s[2] - lone.token_times_s[1] == pytest.approx(0.0207, rel=0.1)
 
@@ -105,7 +105,7 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
     made = replace(options(policy, check_every=0), stop_after_s=stop_after_s)
     worlds = [World(replace(made, fast_forwards=fast_forwards), burst()) for fast_forwards in (True, False)]
     together, one_by_one = (world.run() for world in worlds)
-    # A dispatcher hears of steps taken together when they are over: what it has counted in between may be less.
+    # A dispatcher learns of steps taken together when they are over, so its counts in between may be lower.
     assert replace(together, predicted=[]) == replace(one_by_one, predicted=[])
     decisions = [[(one.at_s, one.decision, one.predicted) for one in run.predicted] for run in (together, one_by_one)]
     assert decisions[0] == decisions[1]
@@ -116,7 +116,7 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
 
 
 def test_most_tokens_come_by_steps_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the rules of production; else a simulation takes three times as long, and nothing else says so."""
+    """With production rules. Otherwise simulations would take three times as long, and no other test would notice."""
     one_by_one = 0
     deliver = Clients.deliver
 
@@ -197,7 +197,7 @@ def test_too_few_gpus_and_too_small_ones_are_told() -> None:
 
 
 def test_no_float_that_decides_is_added_by_a_rule_that_python_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`sum` compensates for rounding from Python 3.12 on, and one bit more or less is another run."""
+    """Since Python 3.12 `sum` compensates for rounding, and a difference of one bit changes the run."""
     plain, files = sum, set[str]()
 
     def watched(items: Iterable[float], /, start: float = 0) -> float:
@@ -228,7 +228,7 @@ def test_requests_move_to_instances_with_more_room_and_fewer_are_computed_anew()
 
 
 def test_a_cruise_ends_where_no_block_is_left() -> None:
-    """Long answers that outgrow the cache: victims are chosen in the midst of steps that otherwise decide nothing."""
+    """Long answers outgrow the cache, so victims are chosen amid steps that otherwise decide nothing."""
     made = options("recompute", check_every=0)
     trace = [Arrival(0.01 * number, 500, 700) for number in range(40)]
     together, one_by_one = (
@@ -240,13 +240,13 @@ def test_a_cruise_ends_where_no_block_is_left() -> None:
 
 @pytest.mark.parametrize("policy", ["drop", "recompute"])
 def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
-    """The collector is off during a run: what only it could find would stay until the end."""
+    """The garbage collector is off during a run, so reference cycles would stay until the end."""
     kept = world(policy, check_every=0)
     gc.collect()
-    gc.disable()  # or it would look for itself as soon as the run has ended
+    gc.disable()  # or it would collect as soon as the run has ended
     try:
         run = kept.run()
-        # Parts of a transition know each other, but there are few of them.
+        # Parts of a transition refer to each other, but transitions are few.
         assert gc.collect() < run.event_count / 100 + 500 * len(run.transitions)
     finally:
         gc.enable()
@@ -266,7 +266,7 @@ def p50_tpot_s(run: SimRun) -> float:
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize(("policy", "beyond"), [("recompute", 0.1), ("static-pipeline", 0.25)])
 def test_at_overload_tokens_take_what_they_may_and_requests_wait_instead(policy: str, beyond: float) -> None:
-    """More requests come than the instances compute, and all find memory."""
+    """More requests arrive than the instances can compute, but memory suffices for all."""
     free, bound = (with_target(policy, it, burst(base_per_s=9.0), "2xA100-80G") for it in (None, 0.06))
     assert p50_tpot_s(free) > 0.07
     assert 0.9 * 0.06 < p50_tpot_s(bound) < (1 + beyond) * 0.06

@@ -1,4 +1,4 @@
-"""Stories: what happens, and what the dispatcher orders."""
+"""Stories of the dispatcher's core: events in, commands out."""
 
 import pytest
 
@@ -144,7 +144,7 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.core.next_timer_s() == pytest.approx(2.0)
     story.now_s = 2.0
     assert story.handle(d.DispatcherTick(2.0)).places == [("large", "a")]
-    # Its need counts now: nothing more runs before it, so it cannot starve.
+    # Its waiting blocks now count on the worker: nothing else overtakes it, so it cannot starve.
     story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
     story.submit("next")
     story.submit("over")
@@ -153,7 +153,7 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
 
 def test_patience_has_ended_when_its_timer_rings() -> None:
     begin_s = 3.1
-    assert (begin_s + 2.0) - begin_s < 2.0  # a timer that is due again at once would ring for ever in virtual time
+    assert (begin_s + 2.0) - begin_s < 2.0  # in virtual time, a timer that is due again at once would fire forever
     story = Story("a", placement=PlacementRules(large_patience_s=2.0))
     story.step("a", report=load(used_block_count=40, running_count=2))
     story.now_s = begin_s
@@ -241,7 +241,7 @@ def test_an_engine_error_is_tried_elsewhere_unless_the_request_is_at_fault() -> 
 
 
 def outgrown(story: Story) -> d.Ending:
-    """The ending of request r, after 1,100 tokens of prompt and 30 of its answer."""
+    """The worker's error for request r, which has outgrown the memory at 1,100 prompt and 30 answer tokens."""
     return d.Ending(story.handle_of("r"), FinishReason.ERROR, error="1130 tokens do not fit")
 
 
@@ -267,7 +267,7 @@ def test_a_request_that_has_outgrown_all_workers_ends_as_exhausted() -> None:
 
 
 def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
-    """Which request of a batch made its step fail is not known: all are replayed, and one that always fails ends."""
+    """It is unknown which request of a batch made the step fail, so all are replayed, up to the limit."""
     story = Story("a")
     story.submit("bad")
     story.submit("good")
@@ -288,7 +288,7 @@ def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
 
 
 def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
-    """The group dies with the request on it, or while it waits; and the next one of the same size comes."""
+    """A request that only a lost group could hold fails as `Overloaded`, not as `InvalidRequest`."""
     story = Story("a", "b")
     story.connect("a", load(block_count=256))
     story.connect("b", load(block_count=128))

@@ -1,4 +1,4 @@
-"""Nobody waits for ever behind others: callers take turns by tokens, and what has waited is lifted."""
+"""No request starves: callers take turns by tokens, and classes that have waited long are promoted."""
 
 import random
 
@@ -39,7 +39,7 @@ class Waiting:
         return made
 
     def go(self, count: int) -> list[str]:
-        """Callers of those that are placed next."""
+        """Serve the next `count` requests; return their callers."""
         callers: list[str] = []
         for _ in range(count):
             [tracked] = self.backlog.slice(0, 1, self.now_s)
@@ -92,7 +92,7 @@ def test_who_was_away_has_saved_nothing_up() -> None:
 
 
 def test_what_comes_back_has_had_its_turn() -> None:
-    """Its worker was lost, or had no room."""
+    """A request returns to the front after its worker was lost or had no room."""
     made = Waiting()
     lost, *_ = made.come("a", 5)
     made.come("b", 5)
@@ -112,7 +112,7 @@ def test_a_class_that_has_waited_takes_turns_with_the_one_above() -> None:
     served = made.go(20)
     assert 9 <= served.count("old") <= 11
     made.come("pours", 100, priority=INTERACTIVE)
-    assert len(made.backlog.slice(0, 500, 11.0)) == len(made.backlog), "each stands in line once"
+    assert len(made.backlog.slice(0, 500, 11.0)) == len(made.backlog), "every request is queued exactly once"
     assert len({tracked.serial for tracked in made.backlog}) == len(made.backlog)
 
 
@@ -148,11 +148,11 @@ def test_a_caller_fills_its_share_and_others_are_let_in() -> None:
     assert "its share while 2 callers wait" in refused(made, made.come("flood")[0], limits)
     for number in range(300):
         refused(made, made.come(f"one of many {number}")[0], limits)
-        assert len(made.backlog) <= 200, "twice the bound at most"
+        assert len(made.backlog) <= 200, "at most twice the bound"
 
 
 def flooded() -> Story:
-    """A worker that is full with what one caller has there, its queue too."""
+    """A worker whose batch and queue are full with requests of one caller."""
     story = Story()
     story.adopt(key("w"))
     story.connect("w")
@@ -167,9 +167,9 @@ def flooded() -> Story:
 def test_a_caller_that_holds_little_goes_to_a_full_worker() -> None:
     story = flooded()
     assert story.submit("few-1", caller="few").places == [("few-1", "w")]
-    assert len(story.core.backlog) == 3, "the flood's waits"
+    assert len(story.core.backlog) == 3, "the flood's requests wait"
     placed = [story.submit(f"few-{number}", caller="few").places for number in range(2, 9)]
-    assert sum(map(len, placed)) <= 3, "with half of what the other one has"
+    assert sum(map(len, placed)) <= 3, "until it has half as many as the flood"
 
 
 def test_nobody_claims_from_many_callers_or_as_nobody() -> None:

@@ -1,4 +1,4 @@
-"""Offline requests wait apart from all others, and go only where a worker wants them."""
+"""Offline requests have their own queue and are placed only on workers that ask for them."""
 
 from ballast.common.sampling import PriorityClass
 from services.dispatcher.core.events import PlaceOnWorker, Refuse
@@ -35,10 +35,12 @@ def test_offline_requests_are_no_traffic_and_no_backlog() -> None:
 def test_a_worker_gets_as_many_prompt_tokens_as_it_wants() -> None:
     story = Story("a")
     for index in range(5):
-        assert not offline(story, f"b{index}", prompt=40).places, "it has wanted none"
+        assert not offline(story, f"b{index}", prompt=40).places, "no worker has asked for offline tokens"
     answer = story.step("a", report=load(offline_wanted_tokens=100))
-    assert answer.places == [("b0", "a"), ("b1", "a"), ("b2", "a")], "the third begins within the hundred"
-    assert not story.step("a", report=load(offline_wanted_tokens=100), seen_handle=0).places, "it has not seen them yet"
+    assert answer.places == [("b0", "a"), ("b1", "a"), ("b2", "a")], "the third starts within the 100 tokens wanted"
+    assert not story.step("a", report=load(offline_wanted_tokens=100), seen_handle=0).places, (
+        "the report is older than those placements"
+    )
     assert story.step("a", report=load(offline_wanted_tokens=60)).places == [("b3", "a"), ("b4", "a")]
 
 

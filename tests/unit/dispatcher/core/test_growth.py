@@ -1,4 +1,4 @@
-"""What an answer is going to grow by, learnt from those before it."""
+"""The expected growth of an answer, learnt from earlier answers."""
 
 import random
 
@@ -15,7 +15,7 @@ DEFAULT, BATCH = PriorityClass.DEFAULT, PriorityClass.BATCH
 
 
 class Answers:
-    """Ten answers run at a time and get a token every tenth of a second each; who ends is followed by another."""
+    """Ten answers run at a time, each with a token every 0.1 s; one that ends is replaced."""
 
     def __init__(self, prior_tokens: int) -> None:
         self.growth = Growth(prior_tokens)
@@ -49,11 +49,11 @@ def test_it_begins_with_the_prior_and_comes_to_the_mean_of_the_answers() -> None
     assert answers.growth.tokens(DEFAULT) == 64
     answers.run(mean_tokens=300, seconds=600)
     assert answers.growth.tokens(DEFAULT) == pytest.approx(300, rel=0.2)
-    assert answers.growth.tokens(BATCH) == 64, "another class"
+    assert answers.growth.tokens(BATCH) == 64, "each class is learnt separately"
 
 
 def test_answers_that_run_count_before_any_has_ended_at_its_length() -> None:
-    """Of long answers the short ones end first: alone they would say that all are short."""
+    """The shortest of long answers end first; counted alone, they would make all answers look short."""
     growth, lives = Growth(64), [tracked() for _ in range(20)]
     for one in lives:
         one.output_token_ids += [1] * 500
@@ -78,7 +78,7 @@ def test_an_answer_that_was_cut_short_is_no_end() -> None:
 
 
 def test_newcomers_are_placed_where_they_can_grow_as_the_answers_before_them_did() -> None:
-    """Worker a has the fewest requests and room for 64 tokens, b has room for 640."""
+    """Worker a has the fewest requests but room for only 64 tokens; b has room for 640."""
     for ended_tokens, expected in ((1, "a"), (2_000, "b")):
         story = Story("a", "b", routing=RoutingRules(growth_tokens=16))
         story.submit("before", max_tokens=4_000)

@@ -1,4 +1,4 @@
-"""Requests longer than an instance holds: held apart, in order, for a group that holds them."""
+"""Requests too long for one instance wait in their own queue, in order, for a group that can hold them."""
 
 from ballast.common.errors import InvalidRequest, Overloaded
 from ballast.common.ids import RequestId
@@ -19,7 +19,7 @@ def story(*workers: str, group_tokens: int = 6000, limits: Limits | None = None)
 
 
 def paired(told: Story) -> Answer:
-    """Workers a and b have become a pair with the room of 400 blocks."""
+    """Merge workers a and b into a pair with 400 blocks; return the answer to its first report."""
     told.merge("ab", "c")
     return told.step("a", report=PAIR)
 
@@ -41,7 +41,7 @@ def test_what_a_group_does_not_hold_is_refused_with_the_number() -> None:
     (refusal,) = told.submit("huge", prompt=6000, max_tokens=1).of(Refuse)
     assert isinstance(refusal.error, InvalidRequest)
     assert "max_model_len 6000" in refusal.error.why
-    assert told.submit("fits", prompt=5999, max_tokens=4000).commands == [], "max_tokens is no need"
+    assert told.submit("fits", prompt=5999, max_tokens=4000).commands == [], "only the prompt must fit, not max_tokens"
 
 
 def test_without_a_reach_nothing_waits() -> None:
@@ -109,7 +109,7 @@ def test_reach_shrinks_below_one_that_waits() -> None:
     told = story("a", "b", "c")
     told.submit("long", prompt=4000)
     told.submit("shorter", prompt=2000)
-    assert told.handle(ReachChanged(1.0, Reach(ALONE, 3000, 2, 2))).commands == [], "what was lost may come back"
+    assert told.handle(ReachChanged(1.0, Reach(ALONE, 3000, 2, 2))).commands == [], "lost instances may return"
     assert told.core.next_timer_s() == 5.0
     answer = told.handle(DispatcherTick(5.0))
     assert answer.errors == {"long": "Overloaded"}

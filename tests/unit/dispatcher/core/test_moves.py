@@ -1,4 +1,4 @@
-"""Stories about groups that form and dissolve: requests follow the worker that goes on with them."""
+"""Stories about groups that form and dissolve: requests follow the worker that continues them."""
 
 from collections import Counter
 
@@ -163,7 +163,7 @@ def test_a_request_ends_by_cancel_deadline_or_shutdown_while_it_is_between_worke
     late = story.handle(DispatcherTick(3.0))
     assert late.errors == {"late": "DeadlineExceeded"}
     [fail] = late.of(Fail)
-    assert fail.facts.queue_s == 0.0  # being between workers is not waiting in the backlog
+    assert fail.facts.queue_s == 0.0  # time between workers is not backlog time
     assert story.handle(TimeIsUp(3.1)).errors == {"given up": "Unavailable"}
     story.merge("a", "b")
     assert story.connect("b").commands == []
@@ -274,12 +274,12 @@ def test_the_backlog_goes_where_a_drop_has_made_room_in_proportion_to_it() -> No
     room = load(used_block_count=64, block_count=264, running_count=8, max_running_count=200)
     c_room = load(used_block_count=0, block_count=50, running_count=0, max_running_count=100)
     answers = [story.step("c", report=c_room), story.step("a", report=room)]
-    # c was told of first and takes what fits there; later it is a's room that is larger.
+    # c reports first and is filled; the rest goes to a, which has more room.
     assert Counter(w for answer in answers for _, w in answer.places) == {"a": 75, "c": 25}
 
 
 def burst_after_a_drop(growth_tokens: int) -> Counter[str]:
-    """Places of 120 requests of two blocks each: in a group of two with 240 blocks, and on one instance with 80."""
+    """Where 120 requests of two blocks each go (worker -> count): a leads a pair with 240 blocks, c has 80."""
     story = Story("a", "b", "c", routing=RoutingRules(growth_tokens=growth_tokens))
     story.merge("ab", "c")
     story.step("a", report=load(block_count=240, max_running_count=200))
@@ -308,7 +308,7 @@ def test_no_group_gets_more_than_its_maximum_batch_however_much_room_it_has() ->
     assert Counter(w for _, w in places) == {"a": 16, "c": 8}
     assert len(story.core.backlog) == 76
     handed_over = load(block_count=10_000, running_count=20, max_running_count=16)
-    assert story.step("a", report=handed_over).places == [("r24", "a")]  # one may wait there, so that it never idles
+    assert story.step("a", report=handed_over).places == [("r24", "a")]  # one may queue there, so that it never idles
 
 
 def withdraw(story: Story, name: str) -> list[AbortOnWorker]:

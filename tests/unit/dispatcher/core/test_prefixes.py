@@ -1,4 +1,4 @@
-"""Requests go where the fewest tokens are computed before their first one, of the workers that have room."""
+"""Among workers with room, requests go where the fewest tokens must be computed before the first token."""
 
 from ballast.common.marks import marks_of
 from tests.support.dispatcher_core import Story, load
@@ -9,7 +9,7 @@ ROOM = {"block_count": 400, "max_running_count": 50, "prefixes_kept_s": 100}
 
 
 def story_of_two(*, marks: tuple[int, ...] = MARKS, **changes: int) -> Story:
-    """`a` is fuller, and has the prompt; `changes` of its report."""
+    """Worker a is fuller but has the prompt cached. `changes`: fields of a's load report."""
     story = Story("a", "b")
     story.step("a", report=load(**(ROOM | {"used_block_count": 100, "running_count": 4} | changes)), marks=marks)
     story.step("b", report=load(**ROOM))
@@ -41,7 +41,7 @@ def test_it_waits_behind_prompts_that_take_less_than_it_saves() -> None:
 
     assert beside(300) == "a"
     assert beside(PROMPT + 1) == "b"
-    assert beside(300, used=390) == "b", "no memory there"
+    assert beside(300, used=390) == "b", "a has no memory left"
 
 
 def test_it_goes_where_there_is_room_to_grow() -> None:

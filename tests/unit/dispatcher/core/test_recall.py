@@ -1,4 +1,4 @@
-"""What waits on a full worker is asked back when another one has room: newcomers, and what was preempted there."""
+"""Requests that wait on a full worker, new or preempted, are recalled when another worker has room."""
 
 import dataclasses
 
@@ -34,8 +34,8 @@ def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None
     story.step("b", report=load())
     asked = story.step("a", report=crowded())
     assert asked.of(AbortOnWorker) == [AbortOnWorker(key("a"), handle)]
-    assert not asked.places, "it is the worker's until the worker gives it back"
-    assert not story.step("a", report=crowded()).commands, "asked once"
+    assert not asked.places, "it stays placed on a until a returns it"
+    assert not story.step("a", report=crowded()).commands, "recalled only once"
     given_back = story.step("a", endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
     assert given_back.places == [("late", "b")]
     assert story.core.replay_count == 0
@@ -43,7 +43,7 @@ def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None
 
 
 def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more_patience() -> None:
-    """The other one is full each time that the request gets there."""
+    """The other worker is full again each time the request arrives there."""
     story = waiting_on_a()
     asked_at_s: list[float] = []
     begun_s, there, other = 0.0, "a", "b"
@@ -92,11 +92,11 @@ def test_an_offline_request_that_waits_hides_no_online_one_and_is_not_asked_back
     assert not story.step("a", report=crowded()).of(AbortOnWorker)
 
 
-# ------------------------------------------------------------------------------------------------- what was preempted
+# ------------------------------------------------------------------------------------------------- preempted requests
 
 
 def preempted_on_a() -> Story:
-    """Worker a has told that it has preempted "late", of which four tokens have come; worker b has room."""
+    """Worker a has reported that it preempted request "late" after four tokens; worker b has room."""
     story = waiting_on_a()
     story.step("a", {"late": [1, 2, 3, 4]}, preempted=["late"], report=crowded())
     story.step("b", report=load())
@@ -104,12 +104,12 @@ def preempted_on_a() -> Story:
 
 
 def asked_back(story: Story, worker: str) -> list[AbortOnWorker]:
-    """What is asked back when the worker says that something waits there."""
+    """The recalls that follow when `worker` reports a waiting request."""
     return story.step(worker, report=crowded()).of(AbortOnWorker)
 
 
 def give_back(story: Story, worker: str) -> list[tuple[str, str]]:
-    """The worker gives "late" back; where it goes."""
+    """Let `worker` return request "late"; return where it is placed next."""
     ending = Ending(story.handle_of("late"), FinishReason.CANCELLED)
     return story.step(worker, endings=[ending], report=FULL).places
 
@@ -121,7 +121,7 @@ def test_what_was_preempted_is_asked_back_at_once_when_another_one_has_room_and_
     assert not asked_back(story, "a"), "memory may be free in a moment"
     story.now_s = 0.1
     assert asked_back(story, "a") == [AbortOnWorker(key("a"), handle)]
-    assert not asked_back(story, "a"), "asked once"
+    assert not asked_back(story, "a"), "recalled only once"
     given_back = story.step("a", {"late": [5]}, endings=[Ending(handle, FinishReason.CANCELLED)], report=FULL)
     [place] = given_back.of(PlaceOnWorker)
     assert (place.worker, tuple(place.output_token_ids)) == (key("b"), (1, 2, 3, 4, 5))
@@ -149,7 +149,7 @@ def test_what_runs_again_is_not_asked_back(word: str) -> None:
     story.now_s = 9.0
     assert not asked_back(story, "a")
     story.step("a", preempted=["late"], report=crowded())
-    assert not asked_back(story, "a"), "it waits since now"
+    assert not asked_back(story, "a"), "its wait has just begun"
     story.now_s = 9.2
     assert asked_back(story, "a")
 
@@ -176,7 +176,7 @@ def test_the_one_that_has_waited_the_longest_since_it_was_preempted_is_asked_bac
 
 
 def test_between_two_full_workers_what_was_preempted_goes_to_and_fro_less_and_less() -> None:
-    """Each says that it has room until the request comes, and preempts it as soon as it is there."""
+    """Each worker reports room until the request arrives, and then preempts it at once."""
     story = preempted_on_a()
     asked_after_s: list[float] = []
     since_s, there, other = 0.0, "a", "b"

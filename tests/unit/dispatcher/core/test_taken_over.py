@@ -1,4 +1,4 @@
-"""Requests that another dispatcher was serving, when their clients go on with them here."""
+"""Requests that clients resume here after another dispatcher was serving them."""
 
 from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.events import Deliver, Ending, Finish, PlaceOnWorker
@@ -19,7 +19,7 @@ def test_it_goes_on_behind_what_its_client_has() -> None:
     assert list(delivered.token_ids) == [8, 9]
     [finish] = answer.of(Finish)
     assert finish.facts.completion_token_count == 5
-    assert finish.facts.ttft_s is None  # which nobody here can know
+    assert finish.facts.ttft_s is None  # unknown to this dispatcher
     assert [moment.what for moment in finish.facts.story.moments][:2] == [What.TAKEN_OVER, What.PLACED]
     assert story.core.taken_over_count == 1
 
@@ -41,7 +41,7 @@ def test_it_stands_before_those_that_have_come_here_first_but_not_before_a_bette
     story.submit("was served", answer=[1], taken_over=True)
     story.submit("was served later", answer=[1], taken_over=True)
     story.submit("urgent", priority=PriorityClass.INTERACTIVE)
-    story.submit("unproven", answer=[1])  # the state server knows nothing of it
+    story.submit("unproven", answer=[1])  # the state server has no record of it
     answer = story.step("a")
     expected = ["urgent", "was served", "was served later", "new", "unproven"]
     assert [name for name, _ in answer.places] == expected

@@ -1,4 +1,4 @@
-"""Laws of the routing policy."""
+"""Properties of the routing policy."""
 
 import math
 
@@ -80,7 +80,7 @@ def test_the_freest_worker_wins_and_ties_go_to_the_smallest_id() -> None:
 
 
 def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
-    """A pair with ten times the blocks, and singles that have enough for what runs to grow by 64 tokens."""
+    """A pair with ten times the blocks competes with a single, whose requests can or cannot grow by 64 tokens."""
     rules = RoutingRules(growth_tokens=64)
 
     def went_to(single: WorkerView, pair_running: int) -> str | None:
@@ -88,9 +88,9 @@ def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
         return chosen([single, pair], growth=64, rules=rules)
 
     enough, little = (view("s", used_block_count=n, running_count=5) for n in (80, 81))
-    assert went_to(enough, pair_running=11) == "s", "five for its instance, against five and a half"
+    assert went_to(enough, pair_running=11) == "s", "5 requests on the single, 5.5 per instance of the pair"
     assert went_to(enough, pair_running=9) == "p"
-    assert went_to(little, pair_running=60) == "p", "its own could not grow"
+    assert went_to(little, pair_running=60) == "p", "requests on the single could not grow"
 
 
 @pytest.mark.parametrize("unseen", [1, 5])
@@ -116,7 +116,7 @@ def test_room_to_grow_is_looked_for_and_nobody_waits_for_it() -> None:
     nearly_full, has_room = view("a", used_block_count=99), view("b", used_block_count=98, running_count=4)
     assert chosen([nearly_full, has_room], tokens=16, growth=0) == "a"
     assert chosen([nearly_full, has_room], tokens=16, growth=16) == "b"
-    assert chosen([nearly_full, has_room], tokens=16, growth=1000) == "a", "nobody has so much"
+    assert chosen([nearly_full, has_room], tokens=16, growth=1000) == "a", "no worker has that much room"
     assert chosen([view("a")], tokens=1600, growth=1000) == "a"
 
 

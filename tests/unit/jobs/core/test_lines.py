@@ -1,4 +1,4 @@
-"""What is taken of an input file, and what results look like."""
+"""Parsing of input lines, and the format of results."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Who is sent next."""
+"""The order in which the lines of batches are sent."""
 
 import random
 from collections import Counter
@@ -12,7 +12,7 @@ def lines(count: int, first: int = 1) -> list[JobLine]:
 
 
 def filled(**batches: tuple[str, int]) -> Queue:
-    """Batches by name: their key, and how many lines they have."""
+    """A queue with these batches: name -> (API key, line count)."""
     queue = Queue(low=1)
     for name, (owner, count) in batches.items():
         queue.open(name, owner)
@@ -65,7 +65,7 @@ def test_lines_are_read_when_few_are_left() -> None:
     assert queue.wants() == [("a", 3)]
     queue.add("a", [])
     assert queue.wants() == []
-    queue.open("a", "k")  # told twice: it goes on where it was
+    queue.open("a", "k")  # opened twice: it keeps its position
     assert queue.wants() == []
 
 

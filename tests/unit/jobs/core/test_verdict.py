@@ -1,4 +1,4 @@
-"""What follows from an answer."""
+"""How an answer or a failed call decides what happens to a line."""
 
 import pytest
 

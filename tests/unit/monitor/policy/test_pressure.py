@@ -1,4 +1,4 @@
-"""When memory is short and when it is plentiful: stories in samples of five per second."""
+"""Overload and relief signals, from series of five samples per second."""
 
 import dataclasses
 import itertools
@@ -31,14 +31,14 @@ def test_steady_growth_is_an_overload_one_horizon_before_capacity_is_reached() -
     said = tell(Pressure(RULES), series(10, lambda t: sample(t, int(600 + 100 * t))))
     at_s, overload = said[0]
     forecast = 600 + 100 * (at_s + 1.0)
-    assert forecast > 950 >= forecast - 100 * STEP_S, "at the first sample that shows it"
+    assert forecast > 950 >= forecast - 100 * STEP_S, "at the first sample that shows the overload"
     assert isinstance(overload, Overload)
     assert overload.required_bytes == pytest.approx(forecast * 1.1 / 0.95 - 1000, abs=3)
     assert overload.required_bytes > 0
 
 
 def test_a_shortage_of_one_moment_is_told_as_a_lasting_one_is() -> None:
-    """Whether it is chance shows in what the planner predicts."""
+    """The planner's prediction shows whether a shortage was only momentary."""
     moments = series(2, lambda t: sample(t, 1100 if t == 1.0 else 900))
     assert [at_s for at_s, _ in tell(Pressure(RULES), moments)] == [1.0]
 
@@ -50,7 +50,7 @@ def test_a_burst_is_an_overload_at_the_first_sample_that_shows_it() -> None:
 
 
 def test_fast_growth_far_below_capacity_is_no_overload() -> None:
-    """From 10 % to 70 % within a second, then flat: any line drawn through it ends above capacity."""
+    """From 10 % to 70 % within a second, then flat: extrapolating the rise would exceed the capacity."""
     said = tell(Pressure(RULES), series(6, lambda t: sample(t, int(100 + 600 * min(1.0, max(0.0, t - 2.0))))))
     assert said == []
 
@@ -89,13 +89,15 @@ def test_capacity_on_its_way_down_counts_as_it_will_be_but_not_below_the_undropp
         return sample(t, 1000, capacity_bytes=int(2000 - 300 * t), undropped_bytes=1000, groups=MERGED)
 
     early = tell(Pressure(dataclasses.replace(RULES, arming_below_fraction=0.35)), series(2.8, shrinking))
-    assert early, "1000 wanted, 1160 there, 860 in a second"
+    assert early, "1000 wanted, 1160 available now, 860 in a second"
     assert isinstance(early[0][1], Overload)
 
     def by_plan(t: float) -> ClusterDemand:
         return sample(t, 900, capacity_bytes=2000 if t < 2 else 1000, undropped_bytes=1000, groups=MERGED)
 
-    assert tell(Pressure(RULES), series(6, by_plan)) == [], "a restore takes what it was given and no more"
+    assert tell(Pressure(RULES), series(6, by_plan)) == [], (
+        "a restore takes capacity down to the planned value and no further"
+    )
 
 
 def test_relief_only_when_something_is_dropped_and_usage_stayed_low_for_long_enough() -> None:
@@ -106,7 +108,7 @@ def test_relief_only_when_something_is_dropped_and_usage_stayed_low_for_long_eno
     assert said[0] == (3.2, Relief(used_bytes=499, undropped_capacity_bytes=1000))
     one_peak = series(10, lambda t: sample(t, 600 if t == 1.0 else 100, capacity_bytes=3000, groups=MERGED))
     assert next(at_s for at_s, _ in tell(Pressure(RULES), one_peak)) == pytest.approx(3.2), (
-        "the peak starts the time anew"
+        "a peak restarts the relief timer"
     )
 
 
@@ -147,11 +149,11 @@ def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were
     (taken_back_s, signal), *_ = tell(pressure, back)
     assert isinstance(signal, Overload)
     assert taken_back_s == 4.0
-    assert taken_back_s - relieved_s < RULES.dwell_s, "no dwell time: nothing has changed yet"
+    assert taken_back_s - relieved_s < RULES.dwell_s, "no dwell time, since the groups have not changed yet"
 
 
 def test_memory_that_a_dissolving_pipeline_still_has_counts_as_the_members_own() -> None:
-    """They have their parameters, and little KV for a few seconds: that is no reason to drop once more."""
+    """For a few seconds its members have all parameters but little KV, which is no reason to drop again."""
 
     def dissolving(wanted_bytes: int) -> list[ClusterDemand]:
         return series(4, lambda t: sample(t, wanted_bytes, capacity_bytes=500, undropped_bytes=1000))
@@ -161,7 +163,7 @@ def test_memory_that_a_dissolving_pipeline_still_has_counts_as_the_members_own()
 
 
 def gives_back_after(pressure: Pressure, from_s: float) -> float:
-    """Seconds for which demand is low until the relief."""
+    """Seconds of low demand until the relief is signalled."""
     merged = series(from_s + 90, lambda t: sample(t, 300, capacity_bytes=3000, groups=MERGED), from_s=from_s)
     for one in merged:
         if pressure.observe(one):
@@ -183,7 +185,7 @@ def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next
 
 
 def test_while_parameters_come_back_demand_is_held_against_what_there_will_be() -> None:
-    """A pair holds all layers twice then, and half of the KV: what fits when it is over is no reason to give it up."""
+    """A restoring pair holds all layers twice and half of the KV; demand that will fit afterwards does not abort it."""
     pressure = Pressure(RULES)
     relieved_at(pressure)
 
@@ -259,5 +261,5 @@ def test_a_capacity_that_shrinks_counts_as_what_it_will_be_until_it_is_level_aga
         assert pressure.forecast is not None
         found.append(pressure.forecast.capacity_bytes)
     assert found[2] == 1000
-    assert found[7] == pytest.approx(900 - 100), "it has lost 20 in each fifth of a second"
+    assert found[7] == pytest.approx(900 - 100), "it falls by 20 every 0.2 s"
     assert found[-1] == 900

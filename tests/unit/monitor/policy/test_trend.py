@@ -1,4 +1,4 @@
-"""Slopes: exact where the series is straight, calm where it is not."""
+"""Slopes are exact for straight series and insensitive to outliers."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Which groups may be merged, and what the fluid model is told of them."""
+"""The candidate merges, and their inputs to the fluid model."""
 
 import math
 from collections.abc import Sequence
@@ -70,7 +70,7 @@ def test_no_group_has_more_stages_than_eight_or_than_layers() -> None:
 
 
 def test_the_most_loaded_group_meets_the_least_loaded_one() -> None:
-    found = candidates(groups(1, 1, 1, 1, 1))  # the later, the more load
+    found = candidates(groups(1, 1, 1, 1, 1))  # later groups have more load
     assert found["2 pairs"].merges == (("g04m0", "g00m0"), ("g03m0", "g01m0"))
     assert found["1 of 3 + 1 pair"].merges == (("g04m0", "g00m0", "g01m0"), ("g03m0", "g02m0"))
     assert candidates(groups(2, 2, 1, 1))["1 of 2 + 1"].merges == (("g01m0", "g02m0"),)
@@ -88,7 +88,7 @@ def test_groups_with_little_memory_may_merge_with_each_other_only() -> None:
 
 
 def test_a_stage_longer_than_the_others_makes_a_pipeline_slower() -> None:
-    """Of 24 layers one stage of five executes five: a twenty-fourth more than its share."""
+    """With 24 layers, one stage of five executes five layers: 25/24 of an equal share."""
     board = Candidates(groups(1, 1, 1, 1, 1), Running(256, 0))
     five = next(one for one in board.all() if one.name == "1 of 5")
     (kind,) = board.kinds(five)
@@ -104,7 +104,7 @@ def test_a_stage_longer_than_the_others_makes_a_pipeline_slower() -> None:
 def test_every_candidate_has_all_groups_once_and_all_that_runs(
     stages: list[int], used: list[int], more: list[int]
 ) -> None:
-    """Sums by running totals are those of the groups that the candidate names, and capacity is what a plan gives."""
+    """A candidate's totals equal the sums over its groups, and its capacity is that of the resulting plan."""
     snapshot = Snapshot(
         SHAPE, tuple(pipeline(f"g{i}m", n, used[i], BUDGET_BYTES + more[i]) for i, n in enumerate(stages))
     )

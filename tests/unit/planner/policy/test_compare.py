@@ -1,4 +1,4 @@
-"""Whether dropping is better than nothing, on a machine like an A100 with 40 GB and a model of 14B parameters."""
+"""Whether dropping is better than doing nothing, on a machine like an A100 with 40 GB and a model of 14B parameters."""
 
 import re
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ def alone(names: Sequence[str], used: int, waiting: int = 0) -> Snapshot:
 
 
 def running(snapshot: Snapshot, each: int) -> Snapshot:
-    """So many requests on each group."""
+    """The snapshot with `each` requests running on every group."""
     return replace(snapshot, groups=tuple(group._replace(running_count=each) for group in snapshot.groups))
 
 
@@ -69,7 +69,7 @@ def kind(stages: int, count: int, blocks: int, requests: float, used: float) -> 
 
 
 EIGHT = [f"w{i}" for i in range(8)]
-# Each of a hundred answers is a few thousand tokens long; prompts are short. And the reverse.
+# LONG: short prompts and long answers (500 and 1,700 tokens on average). CODE: the reverse (2,000 and 13).
 LONG = Traffic(
     queued_count=30,
     queued_tokens=15_000,
@@ -96,7 +96,7 @@ def test_where_memory_is_short_groups_are_merged() -> None:
 
 
 def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
-    """No answer has ended yet: that does not make them endless, or all would be lost and nothing worth it."""
+    """Although no answer has ended yet, they are not assumed endless, or every option would look hopeless."""
     snapshot = alone(EIGHT, BLOCKS - 5, waiting=20)
     first = Traffic(
         queued_count=200,
@@ -138,7 +138,7 @@ CHAT_COST = CostModel(
 
 
 def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_ones() -> None:
-    """Nine answers of ten are short; those that run have had 2,500 tokens each, and as many are to come."""
+    """Nine answers of ten are short, but those that run have 2,500 tokens each, and as many to come."""
     snapshot = running(alone(EIGHT[:4], BLOCKS - 5), 16)
     mixed = replace(LONG, queued_count=120, queued_tokens=48_000, ended_count=900, ended_tokens=400_000)
     young, old = (compare(snapshot, Running(256, 0), replace(mixed, open_tokens=n), PACE) for n in (20_000, 160_000))
@@ -147,7 +147,7 @@ def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_
 
 
 def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_fills_the_memory() -> None:
-    """All else being equal, a fourth of the bytes for each token are a fourth of the time on their way."""
+    """With a quarter of the bytes per token and all else equal, the exchange takes a quarter of the time."""
 
     def found(part: int) -> Comparison:
         shape = ModelShape(
@@ -175,13 +175,13 @@ def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_
         return compare(Snapshot(shape, groups), Running(256, 0), CHAT, replace(PACE, cost=CHAT_COST))
 
     light, heavy = found(4), found(1)
-    assert light.candidates[0] == heavy.candidates[0], "who does nothing sends nothing"
+    assert light.candidates[0] == heavy.candidates[0], "doing nothing exchanges no KV"
     assert heavy.chosen.name == "nothing"
     late, early = ({c.name: c.prediction for c in one.candidates}["2 pairs"] for one in (heavy, light))
     assert late.ttft_p99_s > early.ttft_p99_s + 1.0
 
 
-# A burst of completions that is nearly over: what is left of the line has waited long.
+# A burst of completions that is nearly over; the requests left in the queue have waited long.
 COMPLETIONS = Traffic(
     queued_count=22,
     queued_tokens=38_000,
@@ -196,19 +196,19 @@ COMPLETIONS = Traffic(
 
 
 def completing() -> Snapshot:
-    """The cluster that they come to: most of its memory is prompts, longer ones than most of theirs."""
+    """The cluster that serves COMPLETIONS: prompts hold most of its memory, longer ones than most of the burst's."""
     groups = alone(EIGHT, BLOCKS * 9 // 10, waiting=40).groups
     return Snapshot(SHAPE, tuple(group._replace(running_count=18, uncomputed_tokens=1800) for group in groups))
 
 
 def test_long_prompts_that_run_do_not_make_answers_long() -> None:
-    """Memory that they hold beyond the mean prompt is no answer: short answers soon make room without a drop."""
+    """Memory that they hold beyond the mean prompt is no answer, and short answers soon make room without a drop."""
     short = replace(COMPLETIONS, ended_tokens=5440, open_tokens=2000)
     assert compare(completing(), Running(256, 6), short, replace(PACE, cost=CHAT_COST)).chosen.name == "nothing"
 
 
 def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
-    """As a simulation showed: a drop comes too late for the line's longest waits, and makes tokens slower."""
+    """A simulation showed that a drop comes too late for the longest waits in the queue, and slows tokens down."""
     snapshot, pace = completing(), replace(PACE, cost=CHAT_COST)
     fresh, late = (
         compare(snapshot, Running(256, 6), replace(COMPLETIONS, oldest_wait_s=waited_s), pace)
@@ -221,11 +221,11 @@ def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
     assert [one.prediction.tpot_s for one in fresh.candidates] == [one.prediction.tpot_s for one in late.candidates]
     ahead_s = [one.prediction.ahead_p99_s for one in late.candidates]
     assert ahead_s == [one.prediction.ttft_p99_s for one in fresh.candidates]
-    assert late.candidates[0].loss > fresh.candidates[0].loss, "half of it counts what has been waited"
+    assert late.candidates[0].loss > fresh.candidates[0].loss, "half of the loss counts the time already waited"
 
 
 def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> None:
-    """So all tokens of two stages take half as long again, and those of four a quarter, beside what stages wait."""
+    """Apart from bubbles, token times are half as long again with two stages, and a quarter longer with four."""
     future = replace(one_prompt(2000.0), rate_per_s=200.0, lasts_s=60.0, waiting_count=400.0, waiting_tokens=8e5)
     alone_s, two_s, four_s = (
         look_ahead(MACHINE, [kind(stages, 8 // stages, stages * 9 * BLOCKS, 160.0, 160 * 20)], future, 30.0).tpot_s
@@ -257,7 +257,7 @@ def test_what_is_chosen_is_what_is_planned() -> None:
 
 @pytest.mark.parametrize("count", [3, 5])
 def test_of_an_odd_number_of_instances_none_is_left_out(count: int) -> None:
-    """With pairs alone the last instance would keep all its parameters, and wait for memory as before."""
+    """With pairs only, the last instance would keep all its parameters and stay short of memory."""
     snapshot = running(alone([f"w{i}" for i in range(count)], BLOCKS - 5), 24)
     much = replace(LONG, queued_count=40 * count, queued_tokens=20_000 * count, minute_count=50 * count)
     found = compare(snapshot, Running(256, 4), replace(much, minute_tokens=25_000 * count), PACE)
@@ -291,11 +291,13 @@ def test_the_only_one_of_its_kind_may_be_merged_with_others() -> None:
     assert {one.name.split(",")[0] for one in found.candidates} == {"nothing", f"1 pair {2.0:.1f} x as slow"}
     plan = plan_of(slowed(snapshot, {WorkerId("w0")}), [[GroupId("w0"), GroupId("w1")]], 1, 0.0)
     layers = {m.worker_id: m.last_layer - m.first_layer for m in plan.groups[0].members}
-    assert 2.5 * layers[WorkerId("w0")] < layers[WorkerId("w1")] < 4 * layers[WorkerId("w0")], "as long in time"
+    assert 2.5 * layers[WorkerId("w0")] < layers[WorkerId("w1")] < 4 * layers[WorkerId("w0")], (
+        "both stages take equally long"
+    )
 
 
 def pairs(used: int) -> Snapshot:
-    """Four pairs: what eight instances become at most."""
+    """Eight instances merged into four pairs, each with `used` blocks in use."""
     alike = alone(["a", "b"], used)
     merged = plan_of(alike, [[group.group_id for group in alike.groups]], 1).groups[0]
     half = LAYERS // 2
@@ -342,19 +344,19 @@ def test_parameters_stay_away_while_the_burst_goes_on() -> None:
 
 
 def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> None:
-    """Layers that come back and requests that move cost something, which no prediction has."""
+    """Loading layers and moving requests has costs that predictions do not include."""
     snapshot = running(pairs(BLOCKS // 4), 6)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
     easy = compare_restore(snapshot, Running(256, 0), calm, PACE, restored)
     stay, whole = (one.prediction for one in easy.candidates)
-    assert whole.tpot_s == pytest.approx(stay.tpot_s, rel=0.08), "as good"
+    assert whole.tpot_s == pytest.approx(stay.tpot_s, rel=0.08), "predicted equally good"
     strict = ComparisonTargets(ttft_s=stay.ttft_p99_s / 2, tpot_s=stay.tpot_s / 2)
     assert compare_restore(snapshot, Running(256, 0), calm, PACE, restored, strict).chosen.name == "stay"
 
 
 def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pipeline_that_dissolves() -> None:
-    """Afterwards there is room; while the pipelines dissolve what they hold and grow into is not others'."""
+    """Afterwards there is room, but until then, memory that dissolving pipelines hold is not available to others."""
     snapshot = running(pairs(5 * BLOCKS // 4), 40)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     steady = replace(LONG, queued_count=0, queued_tokens=0, recent_count=60, minute_count=300, minute_tokens=150_000)
@@ -363,7 +365,7 @@ def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pip
 
 
 def test_a_pipeline_does_not_dissolve_while_more_runs_in_it_than_its_members_take_over() -> None:
-    """Nothing comes, and all would be good enough: but what runs has run for long, and does so on."""
+    """No requests arrive, and the targets would be met, but the running requests are long and will run on."""
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in pairs(0).groups}
     quiet = replace(LONG, queued_count=0, queued_tokens=0, recent_count=0, minute_count=0, minute_tokens=0)
     quiet = replace(quiet, open_tokens=24 * 8000, ended_count=100, ended_tokens=20_000)
@@ -431,7 +433,7 @@ def one_prompt(tokens: float) -> Future:
 
 
 def test_one_prompt_is_not_computed_by_eight_instances() -> None:
-    """Nobody else is there, so what it takes one instance is what it takes."""
+    """With no other requests, eight instances take as long for a single prompt as one instance does."""
     one, eight = (
         look_ahead(MACHINE, [kind(1, count, 10 * BLOCKS, 0.0, 0.0)], one_prompt(16_000.0), 30.0).ttft_p99_s
         for count in (1, 8)
@@ -441,7 +443,7 @@ def test_one_prompt_is_not_computed_by_eight_instances() -> None:
 
 
 def test_the_last_ones_are_those_with_long_prompts() -> None:
-    """Prompts of the same mean, all alike or one in twenty eight times as long; memory and computing suffice."""
+    """Prompts of the same mean: all alike, or a few eight times as long. Memory and compute suffice."""
     alike = replace(one_prompt(1000.0), rate_per_s=1.0, calm_per_s=1.0, waiting_count=0.0, waiting_tokens=0.0)
     spread = replace(alike, prompts=(650.0, 650.0, 650.0, 8000.0))
     same, differing = (
@@ -459,7 +461,7 @@ def test_a_residue_of_old_requests_counts_nothing_once_none_runs() -> None:
 
 
 def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
-    """Two waiting prompts are computed at once, whether the next two minutes are looked at or the next half."""
+    """Two waiting prompts are computed at once, whether the horizon is 30 s or 120 s."""
     few = replace(one_prompt(500.0), waiting_count=2.0, waiting_tokens=1000.0)
     layout = [replace(kind(1, 8, BLOCKS, 40.0, 40 * 20), stall_s=0.3)]
     near, far = (look_ahead(MACHINE, layout, few, horizon_s).ttft_p99_s for horizon_s in (30.0, 120.0))
@@ -469,7 +471,7 @@ def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
 
 def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
     snapshot = alone(EIGHT, BLOCKS // 3)
-    lengths = (0,) * 28 + (40,)  # some 7,500 tokens each
+    lengths = (0,) * 28 + (40,)  # about 7,500 tokens each
     agents = replace(LONG, queued_count=0, queued_tokens=0, recent_count=6, minute_count=40, minute_tokens=300_000)
     found = compare(running(snapshot, 3), Running(256, 0), replace(agents, prompt_counts=lengths, calm_per_s=0.6), PACE)
     assert found.chosen.name == "nothing"
@@ -477,7 +479,7 @@ def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
 
 
 def test_a_request_is_not_divided_between_groups() -> None:
-    """Memory for two and a half long prompts in each of eight instances holds sixteen, but all of the short ones."""
+    """Eight instances with room for two and a half long prompts each hold sixteen of them, but all short ones."""
 
     def wait_s(prompt_tokens: float) -> float:
         future = Future(
@@ -503,7 +505,7 @@ def test_bubbles_grow_with_the_stages() -> None:
 
 
 def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
-    """Waits of so many seconds that no two numbers are a millisecond apart."""
+    """The predicted waits are so long that adjacent floats are more than a millisecond apart."""
     snapshot = alone(["w0", "w1"], used=5, waiting=5)
     endless = replace(PACE, cost=PACE.cost.scaled(1e18))
     assert compare(running(snapshot, 2), Running(256, 0), LONG, endless).chosen.name
@@ -519,11 +521,11 @@ def test_of_waits_far_beyond_the_target_their_share_counts_and_not_their_length(
     assert lost(4.0, 0.0) > lost(2.0, 0.0)
     assert lost(199.0, 0.9) == lost(157.0, 0.9)
     assert lost(157.0, 0.9) > lost(157.0, 0.5)
-    assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens are not paid for what is lost anyway"
+    assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens are not worth it for requests that are lost anyway"
 
 
 def test_waits_are_lost_by_and_by() -> None:
-    """Ten requests wait at the beginning, one after the other of whom is let in."""
+    """The waiting requests are admitted one after the other, so a longer limit loses fewer of them."""
     future = Future(
         rate_per_s=0.0,
         lasts_s=0.0,
@@ -543,7 +545,7 @@ def test_waits_are_lost_by_and_by() -> None:
 
 
 def test_nobody_is_slowed_down_where_all_wait_too_long_whatever_is_done() -> None:
-    """Prompts ask for more than all time there is, and memory is full, as in a simulation of three instances."""
+    """Prompts need more compute than there is, and memory is full, as in a simulation of three instances."""
     flood = replace(
         CODE, queued_count=2000, queued_tokens=4_000_000, oldest_wait_s=90.0, ended_tokens=1_200_000, open_tokens=40_000
     )
@@ -562,11 +564,11 @@ def test_a_burst_is_predicted_to_end_when_those_before_did() -> None:
 
     assert waits_s(6.0) < waits_s(20.0) < waits_s(40.0)
     assert waits_s(0.0) == compare(snapshot, Running(256, 4), burst, PACE).candidates[0].prediction.ttft_p99_s
-    assert waits_s(6.0, since_s=8.0) < waits_s(6.0), "it is over"
+    assert waits_s(6.0, since_s=8.0) < waits_s(6.0), "the burst is already over"
 
 
 def test_full_instances_beside_large_ones_with_room_are_predicted_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Requests go to all of them alike, and those with little memory compute no prompts."""
+    """Requests are routed to all alike, but full instances with little memory cannot compute prompts."""
     layers = tuple(range(LAYERS))
     small = alone(EIGHT[:3], BLOCKS - 5).groups
     member = InstanceState(WorkerId("large"), 2 * BUDGET_BYTES, 0, LAYERS, layers)

@@ -38,10 +38,10 @@ def test_two_instances_become_one_pipeline() -> None:
     assert (second.worker_id, second.first_layer, second.last_layer) == ("w1", 4, 8)
     assert done.freed_bytes == 8000
     assert done.shortfall_bytes == 0
-    # Each stage gives its 4000 bytes of dropped layers and its old 4000 to the KV of four layers.
+    # Each stage uses the 4000 bytes of its dropped layers and its old 4000 for the KV of four layers.
     assert (pair.block_count_before, pair.block_count) == (100, 200)
     assert done.usable_bytes == 100 * 10 * 8
-    # Of each sequence, the half of the layers that the other one executes now.
+    # For each sequence, the KV of the half of the layers that the other stage now executes.
     assert pair.exchange_bytes == done.exchange_bytes == (3 + 1) * 10 * 4
     assert pair.group_id == "w0"
 
@@ -51,7 +51,8 @@ def test_memory_comes_in_whole_extents() -> None:
     snapshot = singles(2, shape, kv_bytes=2400)
     (pair,) = by_need(snapshot, 1).groups
     assert pair.freed_bytes == 4 * 1200  # a layer occupies four extents
-    # 7700 bytes are 25 extents: 2 others, 8 for two layers; 15 left are 7 for each layer, 2100 bytes, 210 blocks.
+    # 7700 bytes are 25 extents: 2 for other parameters, 8 for two layers; of the 15 left, 7 for each layer: 2100 bytes,
+    # 210 blocks.
     assert pair.block_count == 210
 
 
@@ -109,7 +110,7 @@ def test_the_smallest_change_that_is_enough_is_taken() -> None:
         done = by_need(snapshot, copies * 8_000)
         assert [len(g.members) for g in done.groups] == [2] * copies
         assert done.shortfall_bytes == 0
-    for copies, sizes in ((6, [3, 3, 4]), (7, [4, 4])):  # of shapes, and no more groups than it takes
+    for copies, sizes in ((6, [3, 3, 4]), (7, [4, 4])):  # mixed group sizes, and no more groups than needed
         done = by_need(snapshot, copies * 8_000 - 8_000)
         assert done.shortfall_bytes == 0, (copies, sizes)
 
@@ -121,7 +122,7 @@ def test_the_fullest_is_merged_with_the_emptiest() -> None:
 
 
 def test_uneven_layers_leave_less_to_use_than_is_free() -> None:
-    # Three members for four layers: the stage with two of them has as many blocks as in a pair.
+    # With three members for four layers, the stage with two layers has as many blocks as one in a pair.
     done = by_need(singles(9, model(4), kv_bytes=1000), 6 * 4_000)
     assert sorted(len(g.members) for g in done.groups) == [4, 4]
     assert done.usable_bytes >= 6 * 4_000
@@ -132,12 +133,12 @@ def test_no_group_grows_without_use() -> None:
     done = by_need(singles(3, model(4), kv_bytes=1000), 10**6)
     assert [len(g.members) for g in done.groups] == [2]
     assert done.shortfall_bytes == 10**6 - done.usable_bytes
-    # With much KV beside few parameters even a pair of five layers, 3 + 2, holds less than two instances do.
+    # With much KV and few parameters, even a pair (3 + 2 of five layers) holds less than two instances do.
     assert by_need(singles(2, model(5), kv_bytes=200_000), 10**6).groups == ()
 
 
 def test_pairs_are_enough_unless_much_is_missing() -> None:
-    """Eight instances of 4,000 bytes of KV: pairs give 32,000 more, which makes 64,000."""
+    """Eight instances with 4,000 bytes of KV each; pairs add 32,000, which makes 64,000."""
     snapshot = singles(8, model(8))
     for shortfall, deep in ((0.0, False), (0.5, False), (0.51, True)):
         needed_bytes = 32_000 + round(64_000 * shortfall)
@@ -149,7 +150,7 @@ def test_pairs_are_enough_unless_much_is_missing() -> None:
 
 
 def test_a_deeper_pipeline_with_less_room_is_no_answer() -> None:
-    """Six stages of eight layers: one executes two of them, and holds no more than a pipeline of four does."""
+    """With eight layers over six stages, one stage still executes two, so it holds no more than a pipeline of four."""
     paired = after(singles(6, model(8)), by_need(singles(6, model(8)), 24_000))
     done = by_need(paired, 24_000)
     assert [len(g.members) for g in done.groups] == [4]

@@ -1,4 +1,4 @@
-"""The three rules for large requests, and what no moves of theirs may do."""
+"""The rules for placing and moving large requests, and the invariants of their moves."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""How long a context instances could hold, and the group for a request that no instance holds alone."""
+"""The longest context that instances could hold, and the group for a request too long for one instance."""
 
 from ballast.common.ids import GroupId
 from ballast.common.load import MemoryReport
@@ -9,7 +9,7 @@ from services.planner.policy.restore import plan_restore
 from services.planner.policy.snapshot import Snapshot
 from tests.support.drop_plans import group, model, singles, stage
 
-# One of these instances holds 50 blocks of 16 tokens, a pair 200, three 300 for their largest stage, four 500.
+# One of these instances holds 50 blocks of 16 tokens, a pair 200, three 300 (limited by the largest stage), four 500.
 SHAPE = model(8)
 
 

@@ -1,4 +1,4 @@
-"""MELL's packing: theorem 1 does not hold as printed, and does repaired; no operation moves more than ten items."""
+"""MELL's packing: theorem 1 fails as printed and holds with our repair; no operation moves more than ten items."""
 
 import random
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ def first_fit_decreasing(amounts: list[int]) -> int:
 
 
 def large_after_tiny(count: int, *, repaired: bool) -> Book:
-    """Twice as many tiny requests as large ones, each two of which would fill what a large one leaves."""
+    """Twice as many tiny requests as large ones; two tiny ones nearly fill the space that a large one leaves."""
     book = Book(CAPACITY, repaired=repaired)
     for number in range(2 * count):
         book.allocate(("tiny", number), CAPACITY // 5)
@@ -34,7 +34,7 @@ def large_after_tiny(count: int, *, repaired: bool) -> Book:
 
 @pytest.mark.parametrize("count", [5, 40])
 def test_the_counterexample_to_property_5_as_printed(count: int) -> None:
-    """Nothing draws the tiny ones to the large: more than 4/3 of the bins that suffice, and every large bin hollow."""
+    """As printed, tiny requests never move to large ones: over 4/3 of the bins needed, and every large bin hollow."""
     amounts = [CAPACITY // 5] * (2 * count) + [51 * CAPACITY // 100] * count
     assert first_fit_decreasing(amounts) == count
     printed, repaired = (large_after_tiny(count, repaired=repaired) for repaired in (False, True))
@@ -45,7 +45,7 @@ def test_the_counterexample_to_property_5_as_printed(count: int) -> None:
 
 
 def operations(seed: int, count: int) -> Iterator[tuple[Book, dict[int, int]]]:
-    """A repaired book and what it has to hold, after each of random operations."""
+    """Yield a repaired book and its expected contents after each of `count` random operations."""
     rng = random.Random(seed)
     low, high = rng.choice(((0.02, 0.7), (0.2, 0.9), (0.002, 0.03), (0.1, 0.5)))
     book, amounts, number = Book(CAPACITY, repaired=True), dict[int, int](), 0
@@ -68,7 +68,9 @@ def operations(seed: int, count: int) -> Iterator[tuple[Book, dict[int, int]]]:
 
 @pytest.mark.rotating
 def test_repaired_all_properties_hold_through_a_thousand_random_sequences() -> None:
-    """But for one bin of each kind, the last. Nobody is lost, no bin overflows (`check`), at most ten items move."""
+    """At most one bin of each kind is an exception; no request is lost, no bin overflows (`check`), at most ten items
+    move.
+    """
     for seed in range(1000):
         where: dict[object, int] = {}
         for book, amounts in operations(seed, 40):
@@ -85,7 +87,7 @@ def test_repaired_all_properties_hold_through_a_thousand_random_sequences() -> N
 
 
 def test_moves_of_an_epoch_are_merged() -> None:
-    """Each operation taken by itself asks for no fewer moves than all of them together."""
+    """Taken once for all operations, the moves are fewer than taken after each one."""
     single = together = 0
     for seed in range(20):
         rng = random.Random(seed)
@@ -137,6 +139,6 @@ def test_a_request_larger_than_an_instance_is_refused() -> None:
 
 
 def test_a_slow_link_moves_tokens_and_a_fast_one_kv() -> None:
-    """Of 512 KiB for a token at 0.1 ms: 5.2 GB/s divide them."""
+    """With 512 KiB of KV per token and 0.1 ms to compute it, the break-even is at 5.2 GB/s."""
     assert sends_kv(1000, 524_288, 10e9, 1e-4)
     assert not sends_kv(1000, 524_288, 1.25e9, 1e-4)

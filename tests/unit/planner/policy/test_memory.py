@@ -1,4 +1,4 @@
-"""What plans say about memory is what a worker's memory then does."""
+"""The memory figures of plans match what a worker's memory then does."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Who gives running requests to whom."""
+"""Which instance migrates running requests to which."""
 
 from dataclasses import replace
 
@@ -14,7 +14,7 @@ RELIEVES = replace(DRAINS_ONLY, relieves=True)
 
 
 def load(used: int, running: int = 4, *, waiting: int = 0, draining: bool = False, blocks: int = 100) -> LoadReport:
-    """Load of a worker with 100 blocks of 16 tokens."""
+    """Load of a worker with `blocks` blocks of 16 tokens."""
     return replace(
         load_report(100),
         block_count=blocks,
@@ -36,7 +36,7 @@ def moves(loads: dict[str, LoadReport], rules: MigrationRules = RULES) -> list[t
 
 
 def test_the_least_free_gives_to_the_freest_until_both_are_even() -> None:
-    # 16, 400 and 120 tokens for each request.
+    # Free tokens per request: 16, 400 and 120.
     assert moves({"w1": load(96), "w2": load(0), "w3": load(70)}) == [("w1", "w2", 48)]
     assert moves({"w1": load(96), "w2": load(40), "w3": load(97), "w4": load(20)}) == [
         ("w3", "w4", 38),
@@ -50,7 +50,7 @@ def test_nothing_moves_between_instances_that_are_alike() -> None:
 
 
 def test_a_request_that_waits_for_memory_in_pieces_makes_its_instance_look_full() -> None:
-    """Twenty blocks are free on each, and one request wants thirty."""
+    """w1 has twenty free blocks, but one of its requests waits for thirty."""
     assert moves({"w1": load(80, waiting=30), "w2": load(50, running=2)}) == [("w1", "w2", 30)]
     assert moves({"w1": load(80), "w2": load(50, running=2)}) == []
 
@@ -70,7 +70,7 @@ def test_a_single_request_gains_nothing_by_moving() -> None:
 
 def test_who_drains_gives_everything_away_and_takes_nothing() -> None:
     drained = {"w1": load(10, draining=True), "w2": load(40), "w3": load(60, running=2)}
-    assert moves(drained, DRAINS_ONLY) == [("w1", "w3", 40), ("w1", "w2", 60)], "to all that have room, at once"
+    assert moves(drained, DRAINS_ONLY) == [("w1", "w3", 40), ("w1", "w2", 60)], "to all workers with room, at once"
     assert moves({"w1": load(97), "w2": load(0, running=0, draining=True)}) == []
 
 
@@ -84,7 +84,7 @@ def test_who_runs_as_many_as_it_may_takes_nothing() -> None:
 
 
 def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
-    """It has the blocks that its leader says, and drains with any of its members."""
+    """Its leader reports its blocks, and it drains if any of its members does."""
 
     def found(pair: LoadReport, alone: LoadReport, *, follower_drains: bool = False) -> list[tuple[str, str]]:
         members = [
@@ -105,14 +105,16 @@ def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
 
 def test_an_instance_that_is_nearly_full_gives_its_longest_requests_until_both_are_as_full() -> None:
     large = load(100, 20, blocks=900)
-    assert moves({"w1": load(97), "w2": large}, RELIEVES) == [("w1", "w2", 77)], "20 of 100, and about 180 of 900"
+    assert moves({"w1": load(97), "w2": large}, RELIEVES) == [("w1", "w2", 77)], (
+        "leaves 20 of 100 blocks and about 180 of 900 in use"
+    )
     assert moves({"w1": load(97), "w2": large}, DRAINS_ONLY) == []
     assert moves({"w1": load(70), "w2": large}, RELIEVES) == [], "each of its requests can still grow by 120 tokens"
     assert moves({"w1": load(97), "w2": replace(large, used_block_count=890)}, RELIEVES) == []
     assert moves({"w1": load(97), "w2": load(10)}, RELIEVES) == [("w1", "w2", 43)]
     assert moves({"w1": load(97), "w2": load(56)}, RELIEVES) == [("w1", "w2", 20)]
-    assert moves({"w1": load(97), "w2": load(60)}, RELIEVES) == [], "not much emptier"
-    assert moves({"w1": load(97, 1), "w2": load(0)}, RELIEVES) == [], "it would be as large there"
+    assert moves({"w1": load(97), "w2": load(60)}, RELIEVES) == [], "w2 is not much emptier"
+    assert moves({"w1": load(97, 1), "w2": load(0)}, RELIEVES) == [], "a lone request would fill w2 as much"
 
 
 def test_nearly_full_instances_give_in_turn() -> None:

@@ -1,4 +1,4 @@
-"""Who is named to whom."""
+"""The likely partners of each worker, for opening links in advance."""
 
 from ballast.common.ids import Epoch, GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Layout, Member
@@ -6,7 +6,7 @@ from services.planner.policy.partners import likely_partners
 
 
 def layout(*groups: str, draining: str = "") -> Layout:
-    """Groups by the letters of their members; capital ones make no links."""
+    """A group for each string, with one member per letter; members with capital letters have no data address."""
 
     def member(name: str, i: int, count: int) -> Member:
         layers = (i * 12 // count, (i + 1) * 12 // count)

@@ -37,7 +37,7 @@ def test_sources_share_the_work() -> None:
 
 def test_nobody_left_to_ask_means_host_or_disk() -> None:
     shape = model(8)
-    left = group(shape, stage("a", 0, 4, shape), stage("b", 4, 7, shape))  # the last layer was another one's
+    left = group(shape, stage("a", 0, 4, shape), stage("b", 4, 7, shape))  # the last layer was on another member
     (restored,) = plan_restore(Snapshot(shape, (left,))).dissolutions
     assert {p.worker_id: p.source for p in restored.pulls if p.layer == 7} == {"a": None, "b": None}
 
@@ -69,7 +69,7 @@ def test_all_demand_must_fit_and_what_waits_counts() -> None:
     def beside(waiting_blocks: int) -> RestorePlan:
         return plan_restore(Snapshot(shape, (pair, group(shape, stage("c", 0, 8, shape), waiting=waiting_blocks))))
 
-    assert beside(127).dissolutions != ()  # of 150 blocks un-dropped
+    assert beside(127).dissolutions != ()  # of 150 blocks once restored
     restore = beside(128)
     assert restore.dissolutions == ()
     assert "all demand, 128 blocks" in restore.kept[0][1]

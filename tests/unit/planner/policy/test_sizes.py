@@ -1,4 +1,4 @@
-"""How many instances should serve: what is predicted of one less and of some more, and what an instance costs."""
+"""How many instances should serve: predictions for one fewer and for some more, and the cost of an instance."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ FULL = Reserve(parked_count=8, wake_s=1.0)
 
 
 def quiet(per_s: float, *, prompt: int = 500, answer: int = 200) -> Traffic:
-    """Steady requests of such a size."""
+    """Steady traffic with prompts and answers of these lengths in tokens."""
     return Traffic(
         recent_count=round(10 * per_s),
         minute_count=round(60 * per_s),
@@ -31,7 +31,7 @@ def quiet(per_s: float, *, prompt: int = 500, answer: int = 200) -> Traffic:
 def sized(
     names: Sequence[str], used: float, traffic: Traffic, reserve: Reserve = FULL, *, each: int = 10, may: bool = True
 ) -> Comparison:
-    """`used`: share of the memory."""
+    """`used`: fraction of each instance's blocks in use. `each`: running requests on each instance."""
     snapshot = running(alone(names, round(used * BLOCKS)), each)
     return compare_sizes(snapshot, Running(256, 0), traffic, PACE, reserve, may_shrink=may, targets=ComparisonTargets())
 
@@ -43,7 +43,7 @@ def test_where_little_is_wanted_one_less_is_enough_and_only_if_it_may() -> None:
 
 
 def test_one_less_of_unlike_instances_leaves_what_runs_there_to_the_others() -> None:
-    """Each is the only one of its kind."""
+    """The two instances differ in speed, so each is the only one of its kind."""
     like = running(alone(("a", "b"), round(0.1 * BLOCKS)), 10)
     slower = like.groups[1].members[0]._replace(slowness=2.0)
     unlike = replace(like, groups=(like.groups[0], like.groups[1]._replace(members=(slower,))))
@@ -57,7 +57,7 @@ def test_one_less_of_unlike_instances_leaves_what_runs_there_to_the_others() -> 
 
 @pytest.mark.parametrize(("used", "leaves"), [(0.3, True), (0.42, False)])
 def test_memory_is_kept_for_what_nobody_predicts(used: float, leaves: bool) -> None:
-    """Of eight 0.3 is 0.34 of seven, and 0.42 is 0.48."""
+    """Usage of 0.3 on eight instances is 0.34 on seven; 0.42 is 0.48."""
     assert (sized(EIGHT, used, quiet(1.0)).chosen.candidate.added < 0) is leaves
 
 
@@ -77,13 +77,13 @@ def test_the_largest_jump_of_some_minutes_is_remembered_and_then_forgotten() -> 
         told.append(reserve.jump)
         most.append(reserve.peak)
         assert reserve.recent_peak_count == step // 100
-    assert told[0] == told[100] == math.inf, "a minute says nothing yet"
+    assert told[0] == told[100] == math.inf, "unknown during the first minute"
     assert told[150] == pytest.approx(0.002)
     assert told[210] == pytest.approx(1.502)
     assert told[600] == pytest.approx(1.502)
     assert told[-1] == pytest.approx(0.002)
     assert most[300] == pytest.approx(most[259]) == pytest.approx(3.6295)
-    assert most[400] == pytest.approx(2.2), "a minute later"
+    assert most[400] == pytest.approx(2.2), "a minute later the peak is forgotten"
 
 
 def test_who_would_have_been_called_back_a_moment_ago_stays() -> None:
@@ -101,14 +101,14 @@ def test_as_many_as_came_at_most_in_the_last_minute_may_come_again() -> None:
 
 
 def test_what_a_drop_makes_room_for_need_not_be_kept() -> None:
-    """Eight at 0.55, and a jump of two: seven would be at 0.91, or at 0.51 once parameters are dropped."""
+    """Eight at 0.55 and a jump of 2.5 instances: seven would be at 0.99, or at 0.55 once parameters are dropped."""
     for gain, leaves in ((1.0, False), (1.8, True)):
         reserve = replace(FULL, jump=2.5, gain=gain)
         assert (sized(EIGHT, 0.55, quiet(1.0), reserve).chosen.candidate.added < 0) is leaves
 
 
 def test_one_less_is_kept_where_computing_is_short_though_memory_is_free() -> None:
-    """A prompt of 2,000 tokens takes 0.3 s of an instance: eight bear 26 a second."""
+    """A prompt of 2,000 tokens takes 0.3 s on one instance, so eight instances handle 26 a second."""
     assert sized(EIGHT, 0.15, quiet(20.0, prompt=2000, answer=20), each=2).chosen.candidate.added >= 0
     assert sized(EIGHT, 0.15, quiet(2.0, prompt=2000, answer=20), each=2).chosen.candidate.added < 0
 
@@ -137,7 +137,7 @@ def test_a_leave_that_is_undone_brings_its_room_at_once() -> None:
     assert [(k.group_count, k.capacity_tokens / home, k.stall_s) for k in nothing] == [(6, 6.0, 0.0), (2, 1.0, 0.0)]
     assert [(k.group_count, k.capacity_tokens / home, k.stall_s) for k in undone] == [(6, 6.0, 0.0), (2, 2.0, 0.0)]
     assert [(k.group_count, k.stall_s) for k in woken] == [(6, 0.0), (2, 0.0), (1, 2.0)]
-    assert sum(k.running_count for k in woken) == 80, "whoever leaves or comes, nobody is forgotten"
+    assert sum(k.running_count for k in woken) == 80, "every running request is counted"
 
 
 def test_some_of_the_reserve_and_all_of_it() -> None:

@@ -46,7 +46,7 @@ def test_what_is_not_is_named(wrong: Snapshot, why: str) -> None:
 
 
 def test_extents_are_those_of_the_members_own_memory() -> None:
-    """Four layers of 1,000 bytes and 500 of others, by hand: in extents of 64 bytes 16 each and 8."""
+    """Computed by hand: four layers of 1,000 bytes take 16 extents of 64 bytes each, the 500 other bytes take 8."""
     shape = SHAPE.at(64)
     assert shape.at(0) is shape
     assert shape.occupied_bytes((0, 1)) == 2 * 16 * 64

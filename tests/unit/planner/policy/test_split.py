@@ -49,7 +49,7 @@ def test_who_has_most_kv_leads_and_takes_the_larger_part() -> None:
 
 
 def test_capacity_is_given_up_for_less_exchange_within_the_tolerance_only() -> None:
-    # Five layers leave 1800 bytes for the KV of each, six leave 1333 (26 % less), seven 1000 (44 % less).
+    # Five layers leave 1800 bytes for the KV of each layer, six leave 1333 (26 % less), seven 1000 (44 % less).
     shape = model(10)
     members = [full("a", shape, 10), full("b", shape, 90)]
     for capacity, largest in ((0.0, 5), (0.25, 5), (0.27, 6), (0.43, 6), (0.45, 7)):
@@ -159,7 +159,7 @@ def test_who_has_more_kv_never_takes_fewer_layers() -> None:
     by_load = sorted((s.candidate.kv_bytes_per_layer, s.last_layer - s.first_layer) for s in found)
     counts = [layers for _, layers in by_load]
     assert counts == sorted(counts)
-    assert max(counts) == 3  # as in an even split: nobody becomes slower or smaller for it
+    assert max(counts) == 3  # as in an even split: no stage becomes slower or gets less KV
 
 
 def test_many_loads_and_uneven_layers_are_matched_after_the_split() -> None:
@@ -172,7 +172,7 @@ def test_many_loads_and_uneven_layers_are_matched_after_the_split() -> None:
 
 
 def unlike_members(rng: random.Random, shape: ModelShape) -> list[SplitMember]:
-    """Whole members whose memories, extents and speeds differ, with room for some blocks each."""
+    """Un-dropped members of different memory, extent size and speed, each with room for some blocks."""
     members: list[SplitMember] = []
     for i in range(rng.randint(2, 4)):
         extent_bytes = rng.choice([1, 32, 100])
@@ -197,7 +197,7 @@ def slowest(stages: Sequence[SplitStage]) -> float:
 
 
 def test_unlike_members_are_split_between_even_and_most_memory() -> None:
-    """Each point against all splits: complete, the least stage, and as even as that allows."""
+    """Compares the balanced, the middle and the most-memory split with all possible ones."""
     rng = random.Random(11)
     farther = 0
     for _ in range(600):
