@@ -50,8 +50,7 @@ def prompt_lengths(rng: random.Random) -> list[int]:
 
 
 class Traffic:
-    """Submits requests at random times, sometimes more than can run at once, and cancels some while they wait or run.
-    """
+    """Submits requests at random times, sometimes more than can run, and cancels some while they wait or run."""
 
     def __init__(self, loop: EngineLoop, seed: int) -> None:
         self._loop, self._rng = loop, random.Random(seed)

@@ -18,8 +18,7 @@ _VOCAB = 500
 
 
 def _play(loop: EngineLoop) -> list[Answer]:
-    """Prompts with shared prefixes, some that end within the shared part, and follow-ups that include earlier answers.
-    """
+    """Prompts with shared prefixes, some that end within the prefix, and follow-ups that include earlier answers."""
     rng = random.Random(5)
     trunks = [tuple(rng.randrange(5, _VOCAB) for _ in range(rng.randrange(40, 200))) for _ in range(4)]
     answers: list[Answer] = []

@@ -59,8 +59,7 @@ def run(loop: EngineLoop, requests: Sequence[Request]) -> tuple[Answer, ...]:
 
 
 def make_requests() -> list[Request]:
-    """Requests with many combinations of all sampling parameters. High temperatures make a wrong random number visible.
-    """
+    """Requests with many combinations of all sampling parameters. High temperatures make wrong random numbers show."""
     rng = random.Random(3)
     requests: list[Request] = []
     for index in range(REQUESTS):

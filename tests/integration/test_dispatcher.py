@@ -1,5 +1,4 @@
-"""A real dispatcher process over real gRPC with a real state server; the workers' engines are timers with known tokens.
-"""
+"""Real dispatcher processes, real gRPC, a real state server; the workers' engines are timers with known tokens."""
 
 import asyncio
 import contextlib

@@ -70,8 +70,7 @@ async def load(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGen
 
 
 def _has_kv(now: ClusterStatus) -> bool:
-    """Whether all requests hold more KV than their prompts need: one still on its way to a worker cannot be a victim.
-    """
+    """Whether all requests hold more KV than their prompts need: one on its way to a worker cannot be a victim."""
     return sum(group.load.used_block_count for group in now.groups if group.load is not None) >= 30
 
 

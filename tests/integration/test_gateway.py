@@ -1,5 +1,4 @@
-"""OpenAI's SDK against a real gateway with dispatchers and workers, all processes, and the same calls through our SDK.
-"""
+"""OpenAI's SDK against gateway, dispatchers and workers as real processes, and the same calls through our SDK."""
 
 import asyncio
 import json
@@ -58,8 +57,7 @@ def through_the_sdk(running: RunningCluster, **arguments: Any) -> Generation:
 
 
 def everything_is_at_zero(running: RunningCluster) -> None:
-    """Waits until all counters are zero: the gateway notices a closed connection only when its event loop handles it.
-    """
+    """Waits until all counters are zero: the gateway notices a closed connection when its event loop handles it."""
 
     def in_flight() -> list[str]:
         lines = http.get("/metrics").text.splitlines()

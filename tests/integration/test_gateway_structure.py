@@ -1,5 +1,4 @@
-"""Structured answers (JSON schemas, grammars, tool calls), also while the cluster drops, restores and loses a worker.
-"""
+"""Structured answers (JSON schemas, grammars, tool calls), also while the cluster drops, restores or loses a worker."""
 
 import asyncio
 import json

@@ -73,15 +73,13 @@ def test_no_token_changes_whatever_happens_to_the_layout(first: int, known: Call
 
 @pytest.mark.timeout(60 + 60 * WAVES_HISTORIES)
 def test_no_token_changes_where_victims_wait_for_room(known: Callable[[int], Known]) -> None:
-    """Runs histories until one has victims that wait for room, since which ones do depends on the machine's speed, too.
-    """
+    """Runs histories until one has victims that wait for room, which depends on the machine's speed, too."""
     seeds = range(WAVES_FIRST_SEED, WAVES_FIRST_SEED + CROWDED * WAVES_HISTORIES, CROWDED)
     assert any(_run(seed, known).later_waves for seed in seeds)
 
 
 def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int], Known]) -> None:
-    """Drops, aborts and restores through `memory.cuda` and its real bindings, on a fake driver backed by host memory.
-    """
+    """Drops, aborts and restores through `memory.cuda` and its real bindings, on a fake driver in host memory."""
     driver = fake_driver.load()
     driver.set_granularity(16 << 10)
     driver.fail_at(None)

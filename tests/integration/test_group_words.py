@@ -66,8 +66,7 @@ def blocks_of(worker: GroupWorker) -> int:
 
 
 async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
-    """A stage's old capacity arrives at the leader late; the leader aborts the restore before the stage learns of it.
-    """
+    """A stage's old capacity reaches the leader late; the leader aborts the restore before the stage learns of it."""
 
     sizes = Sizes(memory_bytes=10 << 19)
     async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
@@ -93,8 +92,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
 
 
 async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
-    """The leader sends the roster; the stage before sends batches, which may contain sequences that the roster resets.
-    """
+    """The roster comes from the leader, batches from the previous stage. They may contain sequences that it resets."""
     lengths = [150, 130, 110, 90, 70, 50, 30, 10]
     sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
@@ -151,8 +149,7 @@ async def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path)
 async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader announces a grammar when its request arrives, before admitting the request. Compiling may take long.
-    """
+    """The leader announces a grammar when its request arrives, before admitting it, since compiling may take long."""
     values = [f"{i:04} " + "x" * 30 for i in range(2000)]
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"enum": values}))
     sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=60, grammar=grammar)

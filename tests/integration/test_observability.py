@@ -135,7 +135,9 @@ def samples_of(cluster: LocalCluster) -> list[Sample]:
 
 def test_the_boards_are_what_their_program_writes() -> None:
     for name in BOARDS:
-        assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), "outdated: run python -m deploy.observability.boards"
+        assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), (
+            "run python -m deploy.observability.boards"
+        )
 
 
 def test_every_metric_and_label_of_boards_and_alerts_is_there_under_load(loaded: RunningCluster) -> None:

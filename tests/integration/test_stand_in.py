@@ -114,8 +114,7 @@ def test_a_group_without_stand_in_ends_after_a_while(model_dir: Path, expected: 
 
 
 class Watched:
-    """Repeats requests, checks their tokens, and records the longest time between two chunks of a request, in seconds.
-    """
+    """Repeats requests, checks their tokens, and records the longest time between two chunks, in seconds."""
 
     def __init__(self, client: AsyncClient, expected: list[tuple[int, ...]]) -> None:
         self._client = client

@@ -1,5 +1,4 @@
-"""Workers with different memory sizes form one cluster: a drop of them all and a restore, under load, change no token.
-"""
+"""Workers with different memory sizes in one cluster: dropping all and restoring, under load, changes no token."""
 
 from collections.abc import Iterator
 from pathlib import Path

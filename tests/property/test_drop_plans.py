@@ -1,5 +1,4 @@
-"""Drop plans over arbitrary clusters are complete, contiguous and within memory, and splits are as good as brute force.
-"""
+"""Drop plans for arbitrary clusters are complete, contiguous and within memory; splits are as good as brute force."""
 
 import itertools
 import random
@@ -17,8 +16,7 @@ from tests.support.drop_plans import acceptable_splits, after, group, kept_bytes
 
 @st.composite
 def clusters(draw: st.DrawFn, max_groups: int = 7) -> Snapshot:
-    """Single instances and pipelines with different memory and loads; some members hold more layers than they execute.
-    """
+    """Single instances and pipelines of different memory and load; some members hold more layers than they execute."""
     layer_count = draw(st.integers(1, 8))
     shape = model(
         layer_count,

@@ -258,8 +258,7 @@ class TransitionMachine(RuleBasedStateMachine):
             layout.check()
 
     def teardown(self) -> None:
-        """Once every member answers, every transition ends, every request is answered, and every living worker serves.
-        """
+        """Once all members answer, every transition ends, every request is answered, and every living worker serves."""
         self.token += 1000
         self.tell(p.LeadershipChanged(self.now_s, "c", self.token))
         self.tell(p.SnapshotBegan(self.now_s, "c"))

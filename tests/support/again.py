@@ -1,6 +1,6 @@
 """Rerun, one by one, the tests that failed in the last run.
 
-python -m tests.support.again
+    python -m tests.support.again
 
 Integration tests share two cores with their own clusters and other processes, so one may miss its deadline. A second
 failure, more than `MOST` failed tests, or a last run that names none makes the command fail. A test that passes only

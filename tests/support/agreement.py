@@ -13,8 +13,7 @@ _WITHIN_S = 1.5
 
 
 class Agreement:
-    """A leader must not count on more blocks than any stage has, and must soon count on all of them if nothing changes.
-    """
+    """A leader must not count on more blocks than any stage has, and must soon count on all if nothing changes."""
 
     def __init__(self, world: World) -> None:
         self._world = world

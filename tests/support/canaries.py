@@ -37,8 +37,7 @@ _WORDS: Final = (PROMPT, STOP, PASSWORD, ", ".join(map(str, IDS[:2])))
 
 
 class Canaries:
-    """Plants the secrets, and searches the logs for them. `folder` should be on the logs' file system, for hard links.
-    """
+    """Plants the secrets, and searches the logs for them. `folder` should be on the logs' file system (hard links)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -111,8 +110,7 @@ def _pieces(path: Path) -> Iterable[bytes]:
 
 
 async def ask(cluster: LocalCluster) -> None:
-    """Sends valid and invalid requests of every kind, with words that must not appear in any log; ignores the results.
-    """
+    """Sends valid and invalid requests of every kind with words that must not appear in any log; ignores results."""
     sampling = SamplingParams(max_tokens=4, stop=(STOP,), ignore_eos=True)
     with contextlib.suppress(BallastError, grpc.aio.AioRpcError, TimeoutError):
         async with asyncio.timeout(3.0), AsyncClient(cluster.address, **cluster.credentials) as client:

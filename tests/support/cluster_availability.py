@@ -84,7 +84,7 @@ class Availability:
             gone = (leader.worker_id, leader.incarnation) not in there
             has_reason = f"{leader.worker_id} (" in layout.reason
             if gone and goes_on and has_reason and self._well.get(leader.worker_id, 0.0) > _WELL_S:
-                raise InvariantViolation(f"{leader.worker_id} is healthy, not in epoch {layout.epoch}: {layout.reason}")
+                raise InvariantViolation(f"{leader.worker_id} is well and not in epoch {layout.epoch}: {layout.reason}")
 
     def _all_are_connected(self, node: DispatcherNode, seen: _Seen, well: dict[WorkerId, float], now_s: float) -> None:
         apart = seen.apart_since_s

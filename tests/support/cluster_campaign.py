@@ -3,7 +3,7 @@
 Dispatchers, monitors, planners and group members are the real cores. KV and layers are tagged, so that a batch which
 reads another sequence's KV is detected at once. Each seed draws its faults, most of them aimed at transitions.
 
-python -m tests.support.cluster_campaign FIRST LAST [--quiet]
+    python -m tests.support.cluster_campaign FIRST LAST [--quiet]
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""Faults in a simulated cluster: each seed draws kinds of faults, and the phases of transitions that they are aimed at.
-"""
+"""Faults in a simulated cluster: each seed draws kinds of faults, and the phases of transitions to aim them at."""
 
 import math
 import random
