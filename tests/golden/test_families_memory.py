@@ -47,7 +47,7 @@ def watched(most: list[int]) -> Generator[None]:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("form", ["", "fp8 channels", "int8", "w4a16"])
-@pytest.mark.skipif(not _STATUS.exists(), reason="Linux says what a process holds")
+@pytest.mark.skipif(not _STATUS.exists(), reason="needs /proc/self/status")
 def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(form: str, tmp_path: Path) -> None:
     """Measured in a new process, whose allocator has retained no memory from earlier tests."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:

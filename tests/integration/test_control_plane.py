@@ -83,7 +83,7 @@ async def test_workers_find_the_next_monitor_without_the_state_server(plane: Con
             )
         before = await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "two workers")
         m2 = await plane.monitor("m2")
-        await asyncio.sleep(1.5)  # the first one learns of the second and tells the workers
+        await asyncio.sleep(1.5)  # the first one learns of the second and notifies the workers
         proxy.to_server.swallows = proxy.to_client.swallows = True
         m1.send_signal(signal.SIGKILL)
         await plane.until(lambda: "warmed up" in m2.log_tail(30), "the second monitor leads")

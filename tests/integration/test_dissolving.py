@@ -83,7 +83,7 @@ def cut(cluster: Cluster, name: str) -> None:
 
 
 def is_whole(cluster: Cluster, name: str) -> bool:
-    """Whether its transition is over, or it has returned to its own memory after losing more than one member."""
+    """Whether its transition is done, its blocks are those of a lone worker, and no group of it dissolves."""
     progress, worker = cluster.workers[name].progress(cluster.in_force.epoch), cluster.workers[name]
     at_home = worker.book.block_count == worker.engine.memory.home_block_count
     return progress is not None and progress.phase is Phase.DONE and at_home and not dissolves(cluster, name)

@@ -382,7 +382,7 @@ def test_request_ids_are_echoed_and_may_repeat(running: RunningCluster, ai: Open
     assert all("my-trace-7" in each for each in ids)
 
 
-# ----------------------------------------------------------------------------------------------- leaving
+# ----------------------------------------------------------------------------------------------- disconnects
 
 
 def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:

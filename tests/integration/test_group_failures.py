@@ -141,7 +141,7 @@ def test_exactly_the_kv_of_lost_layers_travels(
 
 
 def _spy_on_commit(cluster: Cluster, name: str, found: dict[str, list[tuple[int, int]]]) -> None:
-    """Records (sequence, KV tokens) from the core's own table when the member takes up its new role."""
+    """Records (sequence, KV tokens) from the core's own table when the member starts its new role."""
     driver, core = cluster.workers[name].member._driver, cluster.workers[name].core
     take_up = driver._take_up
 

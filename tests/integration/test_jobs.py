@@ -213,7 +213,7 @@ def test_the_example_finds_its_batch_again(kept: RunningCluster, tmp_path: Path)
 
 @pytest.mark.rotating
 def test_every_line_has_one_result_whatever_happens(model: Path, tmp_path: Path) -> None:
-    """BALLAST_JOB_LINES sets the number of lines; the documented size is 10000."""
+    """BALLAST_JOB_LINES sets the number of lines; use 10000 for the full size."""
     folder, file, began_s = tmp_path / "jobs", tmp_path / "in.jsonl", time.monotonic()
     folder.mkdir()
     tokens = max(3, 50_000 // LINES)  # so that the batch outlasts all disturbances
@@ -321,7 +321,9 @@ class _Disturbed:
         ai.close()
 
     async def _fill_disk(self) -> None:
-        """Fills the disk: for a while, results still fit into the store's preallocated log; uploaded files do not."""
+        """Fills the disk: for a while, results still fit into the existing file of the store's log; uploaded files do
+        not.
+        """
         filler, epoch = self._folder / "filler", Store.last_epoch(self._folder)
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(b"x" * 4096):

@@ -69,7 +69,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.memory.kv.retired_layers)
     @rule(data=st.data())
     def shrink_retired(self, data: Any) -> None:  # hypothesis keeps the type of `data()` private
-        """Shrinks retired layers, which share one set of block numbers, as far as each has such blocks."""
+        """Shrinks the retired layers to blocks below `target`, with the same moves in each layer."""
         ends = {block for values in self.used_retired.values() for block in values}
         target = data.draw(st.integers(0, max(ends, default=-1) + 1))
         moves = self.compaction(ends, target, self.memory.kv.window)
@@ -164,7 +164,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def free_block(self, data: Any) -> None:
         del self.used[data.draw(st.sampled_from(sorted(self.used)))]
 
-    # ------------------------------------------------------------ what always holds
+    # ------------------------------------------------------------ invariants
 
     @invariant()
     def the_books_balance(self) -> None:

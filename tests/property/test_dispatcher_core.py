@@ -379,7 +379,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert not tracked.moving or self.moved_at_s[name] + LIMITS.move_wait_s > self.story.now_s, f"{name} waits"
         assert self.story.core.next_timer_s() > self.story.now_s
 
-    # ------------------------------------------------------------------ laws
+    # ------------------------------------------------------------------ invariants
 
     @invariant()
     def every_accepted_request_is_here_or_has_ended_once(self) -> None:

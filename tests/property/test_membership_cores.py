@@ -60,7 +60,7 @@ class MonitorMachine(RuleBasedStateMachine):
         self.core = MonitorCore(rules)
         self.now_s = 0.0
         self.token = 0
-        self.told: dict[WorkerId, Incarnation] = {}  # as a watcher since the start sees it
+        self.told: dict[WorkerId, Incarnation] = {}  # according to a watcher from the start
         self.newest: dict[WorkerId, Incarnation] = {}
 
     def tell(self, event: m.Event) -> list[m.Command]:

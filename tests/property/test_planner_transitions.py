@@ -78,7 +78,7 @@ class TransitionMachine(RuleBasedStateMachine):
                     pass
 
     def called(self, command: p.CallMember) -> None:
-        """A call reaches its member, unless that incarnation is gone. What the planner learns is up to `answer`."""
+        """Delivers a call to its member, unless that incarnation is gone. Members answer in a rule of their own."""
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         if worker_id in self.dead or self.lives.get(worker_id) != command.member.incarnation:
             return
@@ -247,7 +247,7 @@ class TransitionMachine(RuleBasedStateMachine):
             self.tell(p.InstanceProbed(self.now_s, "c", probe.worker_id, probe.incarnation, found))
         self.tell(p.TimerFired(self.now_s, "c"))
 
-    # ------------------------------------------------------------ judgement
+    # ------------------------------------------------------------ invariants
 
     @invariant()
     def consistent(self) -> None:

@@ -61,7 +61,7 @@ def choose(
     freest: dict[WorkerShape, WorkerView] = {}  # per shape, where the request runs at once and can grow
     tight: dict[WorkerShape, WorkerView] = {}  # per shape, where it runs at once
     queue: WorkerView | None = None
-    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # with a cached prefix of it, likewise
+    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # with a cached prefix, and room to grow or just room
     for view in views:
         block_count = blocks_for(need.tokens, view.block_tokens)
         if view.draining or block_count > view.block_count:

@@ -26,7 +26,7 @@ def main() -> int:
         [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "not slow and not gpu", *failed], check=False
     ).returncode
     if code == 0:
-        print("passed only when run again (to be mended):", *failed, sep="\n  ")
+        print("passed only when run again (to be fixed):", *failed, sep="\n  ")
     return code
 
 

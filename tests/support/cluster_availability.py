@@ -13,8 +13,8 @@ from sim.instance import SimInstance
 from sim.world import World
 
 _WELL_S = 5.0  # longer than a lease and a probe, so that earlier faults have taken effect
-_CONNECTED_S = 5.0  # then a dispatcher must have a stream to a healthy leader
-_SERVED_S = 25.0  # then a worker must serve, if most are healthy; parameters may have to be restored first
+_CONNECTED_S = 5.0  # a dispatcher must have a stream to any leader that has been healthy for so long
+_SERVED_S = 25.0  # if most workers have been healthy for so long, one must serve: layers may be restored first
 
 
 @dataclass(slots=True)

@@ -60,7 +60,7 @@ class Story:
     setting: str  # the cluster's configuration
     troubles: tuple[str, ...]
     transitions: Counter[str]
-    standings: Counter[str]  # of members in layouts
+    standings: Counter[str]  # of layouts' members
     met: Counter[tuple[str, str]]  # (fault, phase of the transition that it hit)
     migrated: Counter[str]  # outcomes of live migrations
 
@@ -249,7 +249,7 @@ _OF_CONTROL = (
 )
 
 
-# ---------------------------------------------------------------- well again
+# ---------------------------------------------------------------- recovery
 
 
 def _heal(world: World) -> None:

@@ -224,7 +224,7 @@ class Swarm:
             return lambda: self._aimed.append((trouble, strike))
         return strike if trouble.phase == _NEVER else look
 
-    # ------------------------------------------------------------ where the victim is
+    # ------------------------------------------------------------ the victim's phase
 
     def _instance(self, number: int) -> SimInstance:
         return self.world.instances[WorkerId(f"w{number}")]
@@ -245,7 +245,7 @@ class Swarm:
         under_way = last is not None and last.phase.name in ("PREPARING", "PREPARED", "COMMITTING", "EXCHANGING")
         return f"{last.phase.name.lower()} {where}" if last is not None and under_way else f"at rest {where}"
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ actions
 
     def _strike(self, trouble: Trouble, acts: Troubles) -> bool:
         """Injects the fault; returns False if it is not possible."""

@@ -197,7 +197,7 @@ class History:
         self._compare()
         return self.tally
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ actions
 
     async def _ask(self, cluster: Cluster) -> None:
         rng, pause_s = self._rng, self._rng.choice([0.0, 0.002, 0.01])
@@ -385,7 +385,7 @@ class History:
                 return [(w, cuts[i], cuts[i + 1]) for i, (w, _, _) in enumerate(order)]
         return None
 
-    # ------------------------------------------------------------ what has come of it
+    # ------------------------------------------------------------ results
 
     def _count(self, cluster: Cluster) -> None:
         for worker in cluster.workers.values():

@@ -105,10 +105,10 @@ def open_fake(index: int = 0) -> CudaBackend:
 
 
 def load_share(model_dir: Path, *, peers: Peers, extent_bytes: int, **named: Any) -> Engine:
-    """`load_engine` for a rank of an instance, each on a device of this driver.
+    """`load_engine` for one rank of an instance, each on a device of this driver.
 
-    Tests control the driver of all ranks in the way in which rank 0 changes their memory: by methods of the engine's
-    memory.
+    Adds `fail_at` and `said` to the methods of the engine's memory, so that a test can call them on every rank by the
+    same mechanism with which rank 0 changes the other ranks' memory.
     """
     driver = load()
     driver.set_granularity(extent_bytes)

@@ -283,7 +283,7 @@ class Dispatcher:
         self._serial = count(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._placing: set[asyncio.Task[None]] = set()
-        self.closed_streams = 0  # by workers
+        self.closed_streams = 0  # closed by workers
 
     async def attach(self) -> None:
         for name in self._workers:

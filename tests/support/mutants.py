@@ -137,7 +137,7 @@ def _without_minority_rule(gone: Any) -> Any:
 
 
 def _silence_is_death(_: Any) -> Any:
-    """R1: a worker that the monitor does not hear is removed, even if it answers the planner."""
+    """R1: a worker that does not report to the monitor is removed, even if it answers the planner."""
     return lambda self, *_: [(w, suspect.incarnation, suspect.why) for w, suspect in sorted(self._by_id.items())]
 
 

@@ -25,7 +25,7 @@ _ELISION = "..."
 # Output that differs between runs, and its placeholder. The order matters.
 _SHAPES = (
     (re.compile(r"\(logs: [^)]*\)"), "(logs: PATH)"),
-    (re.compile(r"\(join: [^)]*\)"), "(join: WHO)"),  # one or both URLs
+    (re.compile(r"\(join: [^)]*\)"), "(join: WHO)"),  # workers may join one by one or together
     (re.compile(r"\b(sdk|cmpl|chatcmpl|req)-[0-9a-z-]+"), "ID"),
     (re.compile(r"\d[\d,.]* ?(h|min|s|ms|us)\b( \d+ (min|s)\b)?"), "TIME"),
     (re.compile(r"[+-]?\d[\d,.]* ?[KMGT]?i?B\b"), "SIZE"),

@@ -109,7 +109,7 @@ class Cluster:
                 assert not before.samples, "the token is not known yet"
                 assert part.first_position == before.first_position + len(before.token_ids)
                 self.overlapped += 1
-        assert len(group.batches) <= len(group.members)  # one ahead at most
+        assert len(group.batches) <= len(group.members)  # at most one ahead
         assert sum(len(s.token_ids) for s in batch.slices) <= self.limits.max_batch_tokens
         group.batches[batch.step_id] = batch
         self._drop_texts(leader, batch)
@@ -311,7 +311,7 @@ class Cluster:
             due_at_s = worker.core.next_deadline_at_s
             assert due_at_s is None or due_at_s > self.at_s + worker.clock_ahead_s
 
-    # ---------------------------------------------------------------- KV on its way
+    # ---------------------------------------------------------------- KV in transit
 
     def _holders(self, group: Group, sequence_id: int) -> dict[int, Worker]:
         found = self.where.get(sequence_id)
@@ -567,7 +567,7 @@ class Cluster:
         else:
             self.submit(request, otherwise)
 
-    # ---------------------------------------------------------------- what must hold
+    # ---------------------------------------------------------------- invariants
 
     def assert_empty(self) -> None:
         """Checks that no worker holds anything and that every request has ended or was abandoned."""

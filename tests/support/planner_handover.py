@@ -77,7 +77,7 @@ class Handover:
         coordinator = seat.core.conductor.coordinator
         return min(8, int((self.now_s - coordinator._entered_s) / 8.0)) if coordinator is not None else 0
 
-    # ------------------------------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------------------------------ actions
 
     def tell(self, seat: int, event: p.Event) -> None:
         one = self.seats[seat]
@@ -226,12 +226,12 @@ class Handover:
             case p.WorkerCall.PREPARE if phase is Phase.NONE:
                 self.phases[key] = Phase.PREPARING
             case p.WorkerCall.COMMIT:
-                assert command.journal.epoch in self.in_force, "commit is told before it is decided"
+                assert command.journal.epoch in self.in_force, "commit was called before it was stored"
                 assert phase not in (Phase.NONE, Phase.PREPARING, Phase.ABORTED), f"commit while {phase}"
                 if phase is Phase.PREPARED:
                     self.phases[key] = Phase.COMMITTING
             case p.WorkerCall.ABORT:
-                assert phase in _TAKEN_BACK, f"{worker} is to abort while {phase}"
+                assert phase in _TAKEN_BACK, f"{worker} was asked to abort while {phase}"
                 self.phases[key] = Phase.ABORTED
             case _:
                 pass
@@ -246,16 +246,16 @@ class Handover:
         self.losses -= 1
         self.phases[key] = Phase.FAILED
 
-    # ------------------------------------------------------------------------------------------ what is promised
+    # ------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
         for seat in self.seats:
             seat.core.check()
-        assert self.in_force == sorted(set(self.in_force)), f"an epoch goes back: {self.in_force}"
+        assert self.in_force == sorted(set(self.in_force)), f"an epoch decreased or was repeated: {self.in_force}"
         for epoch in {epoch for _, epoch in self.phases}:
             said = {self.phases.get((worker, epoch), Phase.NONE) for worker in (A, B)}
             gone_on = said & {Phase.EXCHANGING, Phase.DONE}
-            assert not (gone_on and Phase.ABORTED in said), f"one goes on, one has taken it back: {said}"
+            assert not (gone_on and Phase.ABORTED in said), f"one member continued, one took it back: {said}"
 
     def check_end(self) -> None:
         assert self.stored is not None
@@ -265,6 +265,6 @@ class Handover:
         assert journal.stage.over, f"the journal stays in {journal.stage}"
         said = {self.phases.get((worker, journal.epoch), Phase.NONE) for worker in (A, B)}
         if self.stored.layout.epoch == journal.epoch:
-            assert said == {Phase.DONE}, f"the layout is in force, and members are {said}"
+            assert said == {Phase.DONE}, f"the layout is in force, but members are {said}"
         else:
             assert said <= {Phase.NONE, Phase.FAILED, Phase.ABORTED}, f"it was taken back, and members are {said}"

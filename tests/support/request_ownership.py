@@ -70,7 +70,7 @@ class Ownership:
         ]
         return books, tracked, self.peers, self.received, self.ending, self.withdrawn, self.losses
 
-    # ------------------------------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------------------------------ actions
 
     def tell(self, event: Event) -> None:
         for command in self.core.handle(event):
@@ -190,7 +190,7 @@ class Ownership:
         self.now_s = max(self.now_s, self.core.next_timer_s())
         self.tell(DispatcherTick(self.now_s))
 
-    # ------------------------------------------------------------------------------------------ what is promised
+    # ------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
         self.core.check()

@@ -24,7 +24,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
         self.tokens = 3
         self.refuse: list[BallastError] = []  # each fails one of the next Generate calls
         self.fail_after: tuple[int, BallastError] | None = None  # (tokens, error)
-        self.die_after: int | None = None  # UNAVAILABLE after so many tokens, as if the process had been killed
+        self.die_after: int | None = None  # tokens before UNAVAILABLE, as if the process had been killed
         self.end_early = False  # ends with OK, but without a finish reason
         self.pause_s = 0.0  # before each token
         self.requests: list[pb.GenerateRequest] = []

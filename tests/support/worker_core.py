@@ -287,7 +287,7 @@ class Driver:
         assert all(self.received[key].ending is None for key in waits | runs)
         self.preempted = (self.preempted | waits) - runs
 
-    # ---------------------------------------------------------------- short forms of events
+    # ---------------------------------------------------------------- shorthand for events
 
     def open(self, stream_id: int) -> None:
         self.feed(w.StreamOpened(self.at_s, stream_id))
