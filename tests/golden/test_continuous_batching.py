@@ -164,6 +164,6 @@ def test_tokens_under_random_arrival_and_cancellation(checkpoint: CheckpointMake
             preemptions += loop.core.totals.preemptions
             differing = near_ties(model_dir, dtype, answers)
             tokens = sum(len(answer.token_ids) for answer in answers)
-            print(f"{arch} {dtype}, chunks of {setting.chunk_tokens}: {tokens} tokens, {differing} near-ties")  # shown by pytest -rP
+            print(f"{arch} {dtype}, chunks of {setting.chunk_tokens}: {tokens} tokens, {differing} near-ties")  # -rP
             assert differing <= (MAX_NEAR_TIE_FRACTION * tokens if dtype == "float32" else 0)
         assert preemptions >= 5

@@ -133,7 +133,8 @@ def test_drop_and_restore_by_hand(page: str) -> None:
         browser.click(".orders .drop")
         browser.until("/overboard$/.test(document.querySelector('#notice').textContent)")
         browser.until("document.querySelectorAll('.stone.sunk').length === 48")
-        browser.until("document.querySelector('.lines li')?.innerText.includes('overboard in')")  # else refused
+        # A restore is refused until the drop has ended.
+        browser.until("document.querySelector('.lines li')?.innerText.includes('overboard in')")
         browser.click(".orders .restore")
         browser.until(f"{HELD}.every(n => n === 48)")
 

@@ -28,7 +28,7 @@ PLACE = replace(HERE, kv_cache_dtype=os.environ.get("BALLAST_EXACTNESS_KV_CACHE_
 REQUESTS = 50
 BLOCK = 14  # histories per test: enough that together they cover every kind of event
 LAYERS = (4, 7, 5)
-CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layer count: KV takes more than half of the parameters
+CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layer count: more KV than half the parameters
 CROWDED = 5  # every fifth history is crowded
 WAVES_FIRST_SEED = 100_002  # crowded, with seeds of their own: in half of them a drop lacks room for all KV at once
 WAVES_HISTORIES = 20
