@@ -49,7 +49,10 @@ async def ended(stub: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: int) ->
 def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     flags = {"worker": made.worker_flags, "planner": ["--overload-policy", "recompute"]}
-    with running_cluster(made.model, workers=2, device_memory_bytes=None, flags=flags) as running:
+    # A variable that the fork server does not have, so that workers are not forked from it: other tests may have made
+    # it import torch.
+    environ = {"NOT_FORKED": "1"}
+    with running_cluster(made.model, workers=2, device_memory_bytes=None, flags=flags, environ=environ) as running:
 
         async def story() -> None:
             cluster = running.cluster

@@ -120,7 +120,7 @@ def test_where_it_is_not_possible_that_is_said() -> None:
 def test_a_request_that_dispatchers_die_of_is_given_up() -> None:
     async def story(dying: ScriptedDispatcher, other: ScriptedDispatcher, client: AsyncClient) -> None:
         other.die_after = 2
-        with pytest.raises(Unavailable, match="is given up: 7 dispatchers have gone"):
+        with pytest.raises(Unavailable, match="is given up: 7 dispatchers in a row were lost"):
             await client.stream("x").collect()
         assert len(dying.requests) + len(other.requests) == 7
 

@@ -32,7 +32,7 @@ def test_an_overload_groups_workers_of_one_protocol_only() -> None:
     assert groups(planner) == [["old"], ["w1", "w2"]]
     [(name, why)] = planner.core.kept_out.why(planner.now_s).items()
     assert name == "old"
-    assert "protocol 0, and most workers protocol 1" in why
+    assert "protocol 0, most workers use protocol 1" in why
     assert planner.core.kept_out.why(planner.now_s + 40.0)[WorkerId("old")] == f"{why} (for 40 s)"
 
 
@@ -41,7 +41,7 @@ def test_an_operator_cannot_group_unequal_ones_and_can_group_equal_old_ones() ->
     planner.drop("a", "c")
     [refused] = planner.told(RefuseChange)
     assert isinstance(refused, RefuseChange)
-    assert "do not speak the same protocol: a 0, c 1" in refused.why
+    assert "do not use the same protocol: a 0, c 1" in refused.why
     planner.drop("a", "b", request_id="d2")
     planner.go_through("a", "b")
     assert ["a", "b"] in groups(planner)

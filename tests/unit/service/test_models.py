@@ -52,7 +52,7 @@ def test_a_name_is_the_snapshot_in_the_cache(cache: Path) -> None:
 
 
 def test_what_is_not_in_the_cache_says_so_and_what_to_do(cache: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nobody/nothing: is not in the cache .*HF_HUB_OFFLINE=1 forbids to fetch"):
+    with pytest.raises(ConfigError, match=r"nobody/nothing: is not in the cache .*HF_HUB_OFFLINE=1 forbids downloads"):
         find_model("nobody/nothing", weights=False)
     with pytest.raises(ConfigError, match=r"'no-such-folder' is no folder on this machine, and no name like org/name"):
         find_model("no-such-folder", weights=False)

@@ -183,7 +183,7 @@ def test_a_token_out_of_place_is_noticed() -> None:
     clients.begin([taken.append])
     clients._clock.step()
     clients.deliver(Deliver(taken[0].request_id, [100], "", ()), 1.0)
-    with pytest.raises(InvariantViolation, match="place 102 after 1 tokens"):
+    with pytest.raises(InvariantViolation, match="position 102 after 1 tokens"):
         clients.deliver(Deliver(taken[0].request_id, [102], "", ()), 1.1)
     with pytest.raises(InvariantViolation, match="disagree about"):
         clients.check(set())

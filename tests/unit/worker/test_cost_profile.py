@@ -1,4 +1,4 @@
-"""The profile's file: what was written comes back, and anything else is refused with a reason."""
+"""The profile's file: what was written is read back, and anything else is refused with a reason."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The shell with a real small engine in its real thread."""
+"""The shell with a small real engine on its real thread."""
 
 import asyncio
 import time
@@ -30,7 +30,7 @@ from tests.support.shells import (
 )
 from tools.model.tiny import make_tiny
 
-LONG = 200  # tokens; many more than any story waits for
+LONG = 200  # tokens; far more than any story waits for
 
 
 @pytest.fixture(scope="module")
@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("model") / "llama", layers=2, max_len=256)
 
 
-# Any: what a story sends and yields does not matter.
+# Any: the types that a story sends and yields do not matter.
 def play(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(story)
 
@@ -80,7 +80,7 @@ async def test_an_abort_frees_what_the_request_held(model: Path) -> None:
         assert reason(heard) is FinishReason.CANCELLED
         assert 3 <= len(heard.token_ids) < LONG
         assert held(shell.load()) == NOTHING_HELD
-        await shell.post(Aborted(time.monotonic(), event.key))  # a second time: nobody minds
+        await shell.post(Aborted(time.monotonic(), event.key))  # a second abort has no effect
 
 
 async def test_a_deadline_ends_a_running_and_a_waiting_request(model: Path) -> None:
@@ -200,7 +200,7 @@ def test_a_broken_invariant_of_the_engine_is_no_failed_step(model: Path) -> None
 
 
 def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
-    """Else it would seem to live, and whoever waits for it would wait for ever."""
+    """Otherwise the worker would seem to be alive, and whoever waits for it would wait for ever."""
 
     def break_down(step: int) -> None:
         raise InvariantViolation("a block belongs to two")
@@ -344,7 +344,7 @@ async def test_a_dispatcher_that_gives_up_on_a_full_inbox_leaves_no_stream(model
 
 
 async def test_the_report_says_which_requests_it_counts(model: Path) -> None:
-    """A request in its prefill has nothing to say yet, and still it is in the load."""
+    """A request in its prefill has no tokens to report yet, but is part of the load."""
 
     async with running_shell(model, slow, max_batch_tokens=8) as shell:
         stream = await shell.open_stream()

@@ -12,7 +12,7 @@ GPUS = [StoredGpu("cuda:0", "GPU-a"), StoredGpu("cuda:1", "GPU-b")]
 class Leases:
     def __init__(self) -> None:
         self.holders: dict[str, str] = {}
-        self.silent = 0  # calls that are not answered yet
+        self.silent = 0  # calls that will still fail
 
     async def acquire_lease(self, name: str, holder: str, ttl_s: float, address: str) -> int | None:
         if self.silent:
@@ -69,7 +69,7 @@ async def test_an_instance_of_several_ranks_gets_a_gpu_for_each() -> None:
         with pytest.raises(ConfigError, match="other workers have them all"):
             async with claimed_devices("cuda:auto", 2, lambda: gpus, leases, WorkerId("w1")):
                 pass
-        assert sorted(leases.holders) == ["gpu:GPU-a", "gpu:GPU-b"]  # what it had of them it has given back
+        assert sorted(leases.holders) == ["gpu:GPU-a", "gpu:GPU-b"]  # the lease that it had acquired has been released
     assert leases.holders == {}
 
 

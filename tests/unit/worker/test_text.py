@@ -1,4 +1,4 @@
-"""Incremental detokenisation equals decoding at once, and never shows half a character."""
+"""Incremental detokenisation equals decoding all at once, and never yields an incomplete character."""
 
 import random
 from pathlib import Path
@@ -21,7 +21,7 @@ def byte_level() -> Tokenizer:
 
 
 def byte_fallback() -> Tokenizer:
-    """Llama 2's way: pieces with a word mark, bytes as <0xNN>."""
+    """As in Llama 2: pieces with a word mark, and bytes as <0xNN>."""
     vocab = {f"<0x{b:02X}>": b for b in range(256)} | {"▁hello": 256, "▁world": 257, "▁": 258, "!": 259}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], byte_fallback=True, unk_token=None))
     tokenizer.decoder = decoders.Sequence(
@@ -51,7 +51,7 @@ def test_a_character_is_given_with_its_last_byte() -> None:
 
 def test_invalid_bytes_do_not_hold_the_text_back_for_ever() -> None:
     tokenizer = byte_level()
-    lead = tokenizer.encode("中").ids[0]  # a lead byte that is never followed by its rest
+    lead = tokenizer.encode("中").ids[0]  # a lead byte whose continuation bytes never follow
     pieces = streamed(tokenizer, [], [lead] * 50)
     assert "".join(pieces) == "\ufffd" * 47
 

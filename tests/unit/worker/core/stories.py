@@ -1,4 +1,4 @@
-"""What stories of a worker's core begin with and look at."""
+"""Helpers for stories of the worker core: drivers, prompts, endings, and slices of a batch."""
 
 from services.worker.core import events as w
 from services.worker.policy.harvest import Harvest
@@ -28,6 +28,6 @@ def ending(made: Driver, key: w.SequenceKey) -> w.Ending:
 
 
 def slices(execute: w.Execute | None) -> list[tuple[int, int, int, bool]]:
-    """(sequence id, first position, tokens, samples) of a batch."""
+    """The slices of a batch as (sequence id, first position, token count, whether it samples)."""
     assert execute is not None
     return [(s.sequence_id, s.first_position, len(s.token_ids), s.samples) for s in execute.batch.slices]

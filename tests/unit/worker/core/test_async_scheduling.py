@@ -1,4 +1,4 @@
-"""A lone instance forms its next batch before the tokens of the one that runs are known."""
+"""An instance that serves alone forms its next batch before the tokens of the running batch are known."""
 
 from dataclasses import replace
 
@@ -29,7 +29,7 @@ def test_the_token_in_flight_is_the_input_of_the_next_batch() -> None:
     key = made.submit(PROMPT, greedy(4))
     assert slices(made) == (Slice(1, 0, PROMPT, True),)
     assert slices(made) == (Slice(1, 3, (IN_FLIGHT,), True),)
-    assert not made.may_want, "two are in flight"
+    assert not made.may_want, "two batches are already in flight"
     made.finish_step()
     assert made.received[key].token_ids == [next_token([*PROMPT])]
     assert slices(made) == (Slice(1, 4, (IN_FLIGHT,), True),)
@@ -57,7 +57,7 @@ def test_a_row_behind_the_end_is_thrown_away_and_its_blocks_stay_until_then() ->
     assert ending is not None
     assert ending.finish_reason is FinishReason.STOP
     assert made.core.group_scheduler.reserved_block_count == 0
-    assert len(book.table(1)) == 4, "the batch in flight writes its last block"
+    assert len(book.table(1)) == 4, "the batch in flight still writes to the last block"
     made.finish_step()
     assert made.received[key].token_ids == [stop]
     assert book.used_count == 0

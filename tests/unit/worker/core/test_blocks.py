@@ -115,7 +115,7 @@ actions = st.sampled_from(["cover", "cover", "free", "trim", "grow", "shrink"])
 
 @given(st.lists(st.tuples(actions, st.integers(1, 4), st.integers(0, 30)), max_size=40))
 def test_the_lowest_free_ids_are_given_whatever_has_happened_before(history: list[tuple[str, int, int]]) -> None:
-    """Against a plain set of what is free."""
+    """Compares the book with a plain set of free ids."""
     book, free, tables = BlockBook(12, 3), set(range(12)), dict[int, tuple[int, ...]]()
     for action, sequence_id, amount in history:
         table = tables.get(sequence_id, ())

@@ -1,4 +1,4 @@
-"""Callers take turns with memory: one that holds little does not wait behind one that holds all of it."""
+"""A caller that holds few blocks does not wait behind a caller that holds nearly all of them."""
 
 from tests.support.worker_core import Driver, greedy
 from tests.unit.worker.core.stories import driver, prompt
@@ -11,7 +11,7 @@ def running(made: Driver) -> list[int]:
 
 
 def flooded(block_count: int = 16, max_running_count: int = 32) -> Driver:
-    """All blocks are one caller's, whose next sequences wait."""
+    """A driver in which one caller holds all blocks and has more sequences waiting."""
     made = driver(block_count=block_count, block_tokens=4, max_running_count=max_running_count, max_batch_tokens=128)
     for number in range(min(20, max_running_count + 3)):
         made.submit(prompt(3, first=10 * number), greedy(5), caller=FLOOD)
@@ -49,13 +49,13 @@ def test_a_newcomer_takes_a_place_where_these_are_short() -> None:
 
 
 def test_who_was_let_in_so_is_not_the_next_victim() -> None:
-    """The flood grows into the last block; the newest sequence of all is of the other caller."""
+    """The flooding caller's sequences grow until no block is free, while the newest sequence is the other caller's."""
     made = flooded()
     few = made.submit(prompt(3), greedy(9), caller=FEW)
     alone = 0
     while not made.received[few].ending:
         made.step()
         alone += FEW not in running(made) and not made.received[few].ending
-    assert alone == 0, "it was never preempted"
+    assert alone == 0, "the other caller's sequence must not be preempted"
     made.run_to_end()
     made.assert_empty()

@@ -1,4 +1,4 @@
-"""A member's part in a restore: it serves alone from the commit on, and its group comes to its end beside that."""
+"""A member's part in a restore: from the commit on it serves alone while its old group drains."""
 
 from collections.abc import Callable
 
@@ -74,7 +74,9 @@ def begun(me: WorkerId, room_blocks: int | None = None) -> Transition:
 
 
 def loading(me: WorkerId) -> Transition:
-    """The leader limits its group before it grants room, the others wait for that."""
+    """A transition that loads its layers. The leader limits its group before it grants room; followers wait for the
+    grant.
+    """
     transition = begun(me)
     if me == W0:
         assert transition.handle(LinksUp(0.0, NEW)) + transition.handle(GroupLimited(0.0, NEW, 12)) == []
@@ -105,7 +107,7 @@ def committed(me: WorkerId) -> Transition:
 
 
 def is_done_when_led(transition: Transition, others: tuple[WorkerId, ...] = ()) -> bool:
-    """No KV is to be exchanged: the answer to Lead and the words of the others who are left end it."""
+    """Whether the transition is done after Led and a roster from each of `others`, with no KV to exchange."""
     commands = transition.handle(Led(0.0, NEW, ()))
     assert commands[0] == SendRoster(NEW, (), tuple(name for name in NAMES if name != transition.me), 0, True)
     for other in others:
@@ -184,7 +186,7 @@ def test_a_follower_is_done_when_the_group_has_ended_and_all_have_said_so() -> N
 
 
 def test_nothing_is_led_before_the_group_has_ended_here() -> None:
-    """The engine may still know the sequences that come."""
+    """The engine may still hold the sequences that are handed over, since it was a stage of their group."""
     transition = committed(W2)
     for other in (W0, W1):
         assert transition.handle(HandoverReceived(0.0, NEW, other, ())) == []
@@ -204,7 +206,7 @@ def test_the_group_may_have_ended_before_a_follower_hears_of_the_commit() -> Non
 
 
 def test_kv_of_what_is_left_is_exchanged() -> None:
-    """Of a victim that goes to the middle one: from the others, each its layers."""
+    """The middle member gets a victim; each of the other two sends it the KV of its own layers."""
     transition, victim = committed(W1), Victim(7, 20, W0)
     transition.handle(EpochEnded(0.0, NEW, W0))
     transition.handle(HandoverReceived(0.0, NEW, W2, ()))
@@ -257,7 +259,7 @@ def test_a_member_may_be_lost_after_the_end_as_long_as_no_kv_is_to_come_from_it(
     transition.handle(EpochEnded(0.0, NEW, W0))
     assert transition.handle(HandoverReceived(0.0, NEW, W0, (victim,))) == []
     assert transition.handle(PeerLost(0.0, W2, "gone")) == [Lead(NEW, (victim,))]
-    assert transition.lost == {W2}, "so nothing keeps its KV"
+    assert transition.lost == {W2}, "nothing waits for the KV of a lost member"
     assert is_done_when_led(transition, (W0,))
 
 

@@ -1,4 +1,4 @@
-"""A worker that serves alone while the group that it was a stage of comes to its end."""
+"""A worker that serves alone while the group that it was a stage of drains."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def open_group(leader: Leader) -> None:
 
 
 def dissolving(*names: str, steps: int = 2, block_count: int = 32, stages: int = 2) -> Leader:
-    """The leader of a pipeline in which these have had so many steps. Ids of sequences begin with 1."""
+    """The leader of a draining pipeline in which each named request has had `steps` steps. Sequence ids start at 1."""
     leader = Leader(block_count, stages=stages, ordinal=0)
     for name in names:
         leader.submit(name)
@@ -36,12 +36,12 @@ def snapshots_of(commands: list[w.Command]) -> list[SequenceSnapshot]:
 
 
 def from_elsewhere(snapshot: SequenceSnapshot) -> SequenceSnapshot:
-    """The same from a worker that numbers its sequences otherwise."""
+    """The sequence as another worker would hand it over, with an id of that worker."""
     return replace(snapshot, sequence_id=(7 << 32) + snapshot.sequence_id)
 
 
 def removed_of(commands: list[w.Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
-    """What is told of it, and whether to the stages of the group that is leaving."""
+    """The sequences in each Removed command, and whether it goes to the stages of the draining group."""
     return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, w.Removed)]
 
 
@@ -115,10 +115,10 @@ def test_load_is_what_there_is_for_who_comes() -> None:
     home_blocks, place_count = 2 * OWN_BLOCKS, leader.core.group_scheduler.scheduler.max_running_count
     leader.feed(w.CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
     load = leader.core.load(leader.at_s, MEMORY)
-    assert (load.block_count, load.used_block_count) == (home_blocks, OWN_BLOCKS), "the pipeline has the other half"
+    assert (load.block_count, load.used_block_count) == (home_blocks, OWN_BLOCKS), "the pipeline holds the other half"
     held_blocks = leader.core.leaving.reserved_block_count if leader.core.leaving else 0
     assert 0 < held_blocks < 32
-    assert load.spare_block_count == 32 - held_blocks, "of which nobody wants more than its requests have"
+    assert load.spare_block_count == 32 - held_blocks, "all blocks that no request of the pipeline holds"
     assert (load.running_count, load.max_running_count) == (2, place_count + 2)
     leader.submit("new")
     after = leader.core.load(leader.at_s, MEMORY)
@@ -175,10 +175,10 @@ def test_who_is_handed_over_by_its_tokens_leaves_no_kv_behind_and_the_others_sta
 
     heir = dissolving("own")
     heir.feed(w.Adopted(heir.at_s, (from_elsewhere(snapshot),)))
-    assert heir.core.sequence_ids == (1,), "its request is not there"
+    assert heir.core.sequence_ids == (1,), "its request has not arrived yet"
     heir.submit("old", output=(5, 5, 5), expects=True)
     assert heir.core.kept_count == 0
-    assert heir.core.sequence_ids == (1, 2), "it has a number of its own there"
+    assert heir.core.sequence_ids == (1, 2), "the new worker gives the sequence an id of its own"
     assert heir.core.group_scheduler.sequence_ids == (2,)
 
 
@@ -225,7 +225,7 @@ def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
     leader.feed(w.BatchesLost(leader.at_s))
     assert leader.core.in_flight_count == 0
     commands = leader.feed(w.MovedOver(leader.at_s, frozenset({1, 2})))
-    assert removed_of(commands) == [], "no stage is left to be told"
+    assert removed_of(commands) == [], "no stage is left to be notified"
     leader.feed(w.GroupClosed(leader.at_s))
     assert leader.core.leaving is None
     assert sorted(leader.step()) == [1, 2]

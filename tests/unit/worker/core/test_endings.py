@@ -1,4 +1,4 @@
-"""How requests end, begin again elsewhere, and what a worker says when it drains: events in, commands out."""
+"""How requests end or resume elsewhere, and what a draining worker reports: events in, commands out."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def test_the_result_of_a_request_aborted_in_mid_step_is_dropped() -> None:
     stays = made.submit(prompt(6, first=30), greedy(2))
     made.want_batch()
     made.feed(w.Aborted(made.at_s, gone))
-    late = made.submit(prompt(6, first=60), greedy(2))  # gets the blocks, in the next step
+    late = made.submit(prompt(6, first=60), greedy(2))  # is admitted in the next step, into the freed blocks
     made.run_to_end()
     assert made.received[gone].token_ids == []
     for key, first in ((stays, 30), (late, 60)):
@@ -156,7 +156,7 @@ def test_the_model_length_ends_a_request() -> None:
 
 def test_text_held_back_comes_complete_at_a_deadline() -> None:
     made = driver()
-    stop = tuple(p + "zz" for p in ("a", "b", "c", "é", " "))  # whatever comes last may begin one
+    stop = tuple(p + "zz" for p in ("a", "b", "c", "é", " "))  # so that any last character may begin a stop string
     key = made.submit(prompt(4), greedy(30, stop=stop), deadline_at_s=1.0)
     for _ in range(6):
         made.step()
@@ -222,7 +222,7 @@ def test_draining_waits_for_the_step_of_a_request_that_has_gone() -> None:
 def test_the_load_report_counts_what_there_is() -> None:
     made = driver(block_count=20, block_tokens=4, max_running_count=2, max_batch_tokens=16)
     made.at_s = 10.0
-    for length in (8, 9, 4):  # with the next token one block more than the prompt alone
+    for length in (8, 9, 4):  # with the next token 3, 3 and 2 blocks
         made.submit(prompt(length), greedy(3))
     for _ in range(2):
         made.step()

@@ -1,4 +1,4 @@
-"""Stories of a leader: several batches in flight, capacity, KV on its way."""
+"""Stories of a leader: several batches in flight, changes of capacity, KV in transit."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def test_as_many_batches_as_stages_are_in_flight_with_nobody_in_two() -> None:
         leader.core.handle(w.BatchWanted(0.0))
     for execute in flying:
         leader.done(execute)
-    for _ in range(4):  # from now on each takes a third
+    for _ in range(4):  # from now on each batch takes a third of the sequences
         execute = leader.batch()
         assert execute is not None
         assert len(execute.batch.slices) == 2
@@ -49,7 +49,7 @@ def test_while_others_wait_as_many_batches_more_may_be_in_flight_as_the_policy_a
     leader.done(flying[0])
     leader.feed(w.Aborted(leader.at_s, keys[-1]))
     assert leader.core.in_flight_count == 2
-    assert not leader.core.has_work  # nobody waits: one for each stage
+    assert not leader.core.has_work  # no sequence waits: one batch for each stage
 
 
 def test_a_microbatch_is_not_kept_small_for_those_that_wait_until_prompts_before_them_are_computed() -> None:
@@ -89,7 +89,7 @@ def test_who_needs_the_block_of_a_sequence_in_flight_skips_a_batch() -> None:
     first = leader.submit("first", (1, 2, 3, 4, 5, 6, 7))
     leader.step()
     leader.submit("second", (1, 2, 3, 4, 5, 6, 7))
-    leader.step()  # the first alone would do, but both take part
+    leader.step()  # the batch has both sequences, although the blocks would suffice for one
     while leader.core.totals.preemptions == 0:
         flying = leader.batch()
         assert flying is not None
@@ -98,7 +98,7 @@ def test_who_needs_the_block_of_a_sequence_in_flight_skips_a_batch() -> None:
         if follower is not None:
             leader.done(follower)
     assert leader.heard(first)[2] is None
-    assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1  # the second gave way, between two batches
+    assert leader.core.load(leader.at_s, MEMORY).waiting_count == 1  # the second was preempted, between two batches
 
 
 def test_an_aborted_sequence_is_removed_by_the_next_batch_while_others_fly() -> None:
@@ -145,7 +145,7 @@ def test_in_flight_nobody_is_preempted() -> None:
     assert not leader.core.group_scheduler.settled
     leader.done(flying)
     assert reserved(leader) == 4
-    leader.feed(w.CapacityChanged(leader.at_s, 5))  # tells the stages
+    leader.feed(w.CapacityChanged(leader.at_s, 5))  # the stages are notified
     assert leader.core.group_scheduler.settled
 
 
@@ -195,11 +195,11 @@ def test_nothing_new_is_admitted_above_the_limit_and_what_runs_goes_on_growing()
     assert len(leader.step()) == 2
 
 
-# ---------------------------------------------------------------- prompts beside decodes
+# ---------------------------------------------------------------- prompts alongside decodes
 
 
 def _step(leader: Leader) -> dict[int, int]:
-    """Who took part in it, by number, with how many tokens."""
+    """Runs one step. Returns the tokens of each sequence in it, by sequence number."""
     execute = leader.batch()
     leader.done(execute)
     assert execute is not None
@@ -234,7 +234,7 @@ def test_many_prompts_are_not_put_off_for_long_by_a_limit(stages: int) -> None:
     while prompts > 0:
         prompts -= sum(count for number, count in _step(leader).items() if number > 1)
         batches += 1
-        assert batches <= 6, "a quarter at a time of what there was, however little is left"
+        assert batches <= 6, "each batch takes a quarter of the prompt tokens at the start, not of those left"
 
 
 def test_prompts_have_the_batch_for_themselves_where_nobody_decodes() -> None:
@@ -283,12 +283,12 @@ def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> N
     leader.feed(w.PrefillLimited(leader.at_s, 3))
     assert len(_step(leader)) == 5
     put_in = 3
-    assert len(_step(leader)) == 3  # so many are worth it
+    assert len(_step(leader)) == 3  # two leftover decodes are too many to be added
     put_in = 0
     assert leader.batch() is None
 
 
-# ---------------------------------------------------------------- KV on its way
+# ---------------------------------------------------------------- KV in transit
 
 
 def test_a_suspended_sequence_is_left_out_and_goes_on_where_it_was() -> None:
@@ -354,7 +354,7 @@ def test_news_of_kv_that_nobody_waits_for_is_stale(event: w.Event) -> None:
     assert leader.core.totals.stale_events == 1
 
 
-# ---------------------------------------------------------------- KV that waits for room
+# ---------------------------------------------------------------- sequences that wait for room
 
 
 def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
@@ -384,7 +384,7 @@ def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
 
 
 def test_blocks_of_who_has_left_take_nobody_before_the_next_batch() -> None:
-    """Its reservation is given back at once, its table by the next batch: room for others is what both have free."""
+    """Its reservation is released at once, its table by the next batch; only blocks free in both can be reserved."""
     leader = Leader(4, block_tokens=4, max_running_count=4)
     gone = leader.submit("gone", (1, 2, 3, 4, 5, 6, 7))
     leader.submit("stays", (1, 2, 3))

@@ -1,4 +1,4 @@
-"""A group by itself: no streams, no dispatchers, no stop rules."""
+"""A group scheduler by itself: no streams, no dispatchers, no stop rules."""
 
 import pytest
 
@@ -15,7 +15,7 @@ _LIMITS = limits(block_tokens=4)
 
 
 class Owner:
-    """The owner of sequences in one group_scheduler."""
+    """Owns the sequences of one group scheduler, as the worker core does."""
 
     def __init__(self, block_count: int) -> None:
         self.ended: list[SequenceId] = []
@@ -45,7 +45,7 @@ class Owner:
         return sequence
 
     def step(self) -> list[SequenceId]:
-        """Sequences that took part."""
+        """Runs one step. Returns the ids of the sequences in its batch."""
         self.group_scheduler.demand_place()
         formed = self.group_scheduler.form(0.0)
         self.group_scheduler.check()
@@ -72,7 +72,7 @@ def test_what_enters_runs_until_its_owner_ends_it() -> None:
     assert owner.group_scheduler.kv_tokens == {1: 4, 2: 4}
     owner.end(first)
     assert owner.group_scheduler.sequence_ids == (2,)
-    assert not owner.group_scheduler.settled, "the stages have yet to hear of it"
+    assert not owner.group_scheduler.settled, "the stages have not been notified yet"
     assert owner.step() == [2]
     assert owner.group_scheduler.settled
     owner.end(second)

@@ -1,4 +1,4 @@
-"""Stories of requests that go from one leader to the next: the request by its dispatcher, its KV by the leader."""
+"""Stories of handovers between leaders: the dispatcher resubmits the request, and the old leader sends its KV."""
 
 from dataclasses import replace
 
@@ -12,7 +12,7 @@ from services.worker.core.blocks import BlockBook
 from tests.support.leader import TEXT, W2, Leader, handed_over, reserved
 from tests.support.worker_core import MEMORY, greedy
 
-OUTPUT = (5, 5, 5)  # of `handed_over(steps=3)`
+OUTPUT = (5, 5, 5)  # tokens that a request has after `handed_over(steps=3)`
 
 
 def test_dispatchers_hear_where_their_requests_go_and_the_rest_stays() -> None:
@@ -83,7 +83,7 @@ def test_who_has_sequences_cannot_become_a_follower() -> None:
         leader.core.handle(w.RoleChanged(leader.at_s, leads=False))
 
 
-# ---------------------------------------------------------------- the two halves meet
+# ---------------------------------------------------------------- the request and its KV arrive in either order
 
 
 @pytest.mark.parametrize("travels", [True, False])
@@ -104,7 +104,7 @@ def test_whichever_half_is_first_waits_and_the_request_goes_on_with_its_kv(first
         leader.feed(w.KvArrived(leader.at_s, snapshots[0].sequence_id))
     execute = leader.batch()
     assert execute is not None
-    assert [s.first_position for s in execute.batch.slices] == [5]  # with its KV
+    assert [s.first_position for s in execute.batch.slices] == [5]  # after the tokens that have KV
     leader.done(execute, 6)
     leader.step(7)
     assert leader.heard(key) == ([6, 7], TEXT * 2, None)
@@ -127,7 +127,7 @@ def test_a_client_that_resumes_by_another_dispatcher_finds_the_kv_too() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     leader.adopt(snapshots)
-    leader.submit("r", output=OUTPUT)  # to that dispatcher it is no move
+    leader.submit("r", output=OUTPUT)  # this dispatcher does not know of the handover
     assert leader.step(6) == [snapshots[0].sequence_id]
 
 
@@ -252,7 +252,7 @@ def test_a_request_that_waits_for_its_kv_can_leave(way: str) -> None:
         assert (ending.finish_reason, ending.moved_to) == (reasons.get(way), "w3" if way == "move" else "")
 
 
-# ---------------------------------------------------------------- KV that nobody asks for
+# ---------------------------------------------------------------- KV that no request claims
 
 
 @pytest.mark.parametrize("travels", [False, True])
@@ -299,7 +299,7 @@ def test_kv_without_a_request_gives_way_like_what_runs() -> None:
     leader.submit("old")
     leader.at_s += 1.0
     leader.step()
-    leader.adopt(snapshots)  # the latest, as it has come here by the clock of its submission
+    leader.adopt(snapshots)  # by its age, it was submitted later than the other one
     for _ in range(10):
         leader.step()
     assert (leader.core.kept_count, leader.core.totals.preemptions) == (1, 1)
@@ -317,7 +317,7 @@ def test_a_second_drop_sends_kv_without_a_request_along() -> None:
     assert moved == replace(snapshots[0], age_s=snapshots[0].age_s + 1.0)
     assert (leader.core.kept_count, reserved(leader), leader.core.totals.moved) == (0, 0, 0)
     late = leader.submit("r", output=OUTPUT, expects=True)
-    assert leader.heard(late)[2] == w.Ending(late.handle, None, moved_to="w3"), "its dispatcher follows"
+    assert leader.heard(late)[2] == w.Ending(late.handle, None, moved_to="w3"), "its dispatcher is redirected"
     third = Leader(ordinal=3)
     third.adopt((moved,))
     third.submit("r", output=OUTPUT, expects=True)
@@ -360,7 +360,7 @@ def test_a_group_that_is_lost_takes_all_kv_with_it() -> None:
     assert (leader.core.kept_count, leader.core.sequence_ids, reserved(leader)) == (0, (), 0)
 
 
-# ---------------------------------------------------------------- what must not be lost on the way
+# ---------------------------------------------------------------- state that must survive the handover
 
 
 def test_a_stop_string_that_spans_the_move_is_found() -> None:
@@ -390,7 +390,7 @@ def test_seniority_is_told_in_seconds_not_in_instants() -> None:
     leader.submit("younger")
     for name, output in (("runs", (5,)), ("waits", ())):
         leader.submit(name, output=output, expects=True)
-    leader.adopt(snapshots)  # one place: the youngest of those that run has to wait again
+    leader.adopt(snapshots)  # only one may run: the youngest running sequence is preempted
     assert leader.step() == [snapshots[0].sequence_id]
 
 
@@ -410,7 +410,7 @@ def test_the_later_of_two_dispatchers_that_wait_for_one_sequence_gets_it() -> No
     leader.adopt(snapshots)
     leader.step(6)
     assert leader.heard(later)[0] == [6]
-    assert leader.heard(earlier)[0] == [6]  # resumed by itself: one token behind its own
+    assert leader.heard(earlier)[0] == [6]  # resumed without that KV, after its own single token
 
 
 def test_of_two_leaders_that_send_kv_of_one_request_the_later_is_believed() -> None:

@@ -1,4 +1,4 @@
-"""What the device gives up of prompts stays in host memory, and comes back when that is sooner than computing it."""
+"""Prefix blocks evicted from the device stay in host memory and are copied back if that is faster than recomputing."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ from tests.support.worker_core import MEMORY, VOCAB_SIZE, Driver, greedy, limits
 
 
 def driver_of(block_count: int = 20, *, harvest: Harvest | None = None, **bounds: Any) -> Driver:
-    """Any: of the type of each bound."""
+    """Any: each bound has the type of its field in the limits."""
     wide: dict[str, Any] = {"max_model_len": 256, "max_batch_tokens": 256, "swap_block_count": 40}
     wide |= {"prefix_caching": True, "swaps_online": False, "swap_blocks_per_step": 8}
     driver = Driver(limits(**(wide | bounds)), block_count, harvest=harvest)
@@ -35,7 +35,7 @@ def tokens(count: int, first: int = 0) -> tuple[int, ...]:
 
 
 def run(driver: Driver, prompt: tuple[int, ...], max_tokens: int = 6) -> int:
-    """Returns how many tokens were there."""
+    """Runs a request to its end. Returns how many of its prompt tokens were cached."""
     key = driver.submit(prompt, greedy(max_tokens))
     driver.run_to_end()
     ending = driver.received[key].ending
@@ -51,7 +51,7 @@ def give_up(driver: Driver, kept: int = 0) -> None:
 def test_what_was_given_up_comes_back_and_is_counted() -> None:
     driver = driver_of()
     run(driver, tokens(17))
-    run(driver, tokens(5, first=3))  # beside its steps the others are copied
+    run(driver, tokens(5, first=3))  # its steps leave time to copy the first request's blocks to the host
     give_up(driver)
     computed = sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices)
     assert run(driver, tokens(18)) == 16
@@ -60,7 +60,7 @@ def test_what_was_given_up_comes_back_and_is_counted() -> None:
     assert (load.prefix_hits_total, load.prefix_host_hits_total) == (16, 16)
     assert load.retained_fraction == load.retained_block_count / 20 > 0.0
     assert run(driver, tokens(18)) == 16
-    assert driver.core.load(driver.at_s, MEMORY).prefix_host_hits_total == 16, "it is on the device again"
+    assert driver.core.load(driver.at_s, MEMORY).prefix_host_hits_total == 16, "the prefix is on the device again"
 
 
 def test_blocks_on_the_device_come_before_those_of_the_host() -> None:
@@ -78,7 +78,7 @@ def test_each_block_is_copied_once() -> None:
     run(driver, tokens(17))
     for _ in range(5):
         run(driver, tokens(5, first=3))
-    assert driver.engine.copied_blocks == len(host_of(driver)) == 5 + 1, "and what of an answer nobody holds meanwhile"
+    assert driver.engine.copied_blocks == len(host_of(driver)) == 5 + 1, "5 of the first prompt, 1 of an answer"
 
 
 def test_least_recently_used_copies_go_first() -> None:
@@ -104,7 +104,7 @@ def test_a_copy_is_not_used_before_it_has_landed() -> None:
     driver.finish_step()
     driver.run_to_end()
     assert len(driver.received[key].token_ids) == 8
-    assert run(driver, tokens(17)) == 0, "its blocks were given up while they were copied"
+    assert run(driver, tokens(17)) == 0, "its blocks were evicted before the copy had completed"
 
 
 def test_a_step_that_fails_has_copied_nothing() -> None:

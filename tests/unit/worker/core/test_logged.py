@@ -1,4 +1,4 @@
-"""Which tokens are in a stage's log of activations, whatever happens to their blocks."""
+"""Which tokens a stage's activation log holds, whatever happens to their blocks."""
 
 from dataclasses import replace
 
@@ -10,7 +10,7 @@ SIZE = 4
 
 
 def batch(*slices: tuple[int, int, int]) -> Batch:
-    """Of (sequence, first position, count): its tokens are 100 x the sequence + position."""
+    """A batch of (sequence, first position, token count). The token at a position is 100 * sequence + position."""
     parts = [
         Slice(s, first, tuple(100 * s + i for i in range(first, first + n)), samples=False) for s, first, n in slices
     ]
@@ -49,7 +49,7 @@ def test_chunks_and_decodes_are_logged_in_their_slots() -> None:
 
 
 def test_rows_are_those_of_the_packed_batch() -> None:
-    """Decodes first, and short contexts before long ones, whatever the order of the slices."""
+    """Decodes come first, and short contexts before long ones, whatever the order of the slices."""
     log = LoggedTokens(SIZE)
     book = BlockBook(8, SIZE)
     for one in (batch((1, 0, 5), (2, 0, 2), (3, 0, 1)), batch((1, 5, 2), (2, 2, 1), (3, 1, 3))):
@@ -65,7 +65,7 @@ def test_what_is_computed_again_is_logged_again() -> None:
     stage.run(batch((1, 0, 6)))
     stage.run(batch((1, 4, 1)))
     assert stage.read(1, 5) == [*range(100, 105)]
-    assert stage.read(1, 6) is None, "what followed is of a batch that was lost"
+    assert stage.read(1, 6) is None, "the token at position 5 belonged to a batch that was lost"
 
 
 def test_a_sequence_with_kv_from_elsewhere_is_not_logged() -> None:
@@ -98,7 +98,7 @@ def test_forgotten_numbers_are_others_later() -> None:
     stage = Stage()
     stage.run(batch((1, 0, 5)))
     stage.run(replace(batch(), named=((1, 0, 10, 1),)))
-    stage.book.hold(2, 4)  # by an exchange
+    stage.book.hold(2, 4)  # blocks that an exchange fills
     stage.run(replace(batch(), forgotten=((10, 1),)))
     stage.run(replace(batch(), named=((2, 0, 10, 1),)))
     stage.run(replace(batch((3, 4, 1)), taken=((3, ((10, 1),)),)))

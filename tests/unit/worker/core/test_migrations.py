@@ -1,4 +1,4 @@
-"""Stories of a sequence that moves: what its source and its target make of it. Blocks of 4 tokens."""
+"""Stories of a migrating sequence, seen from its source and from its target. Blocks have 4 tokens."""
 
 import itertools
 import random
@@ -85,9 +85,9 @@ def arrivals(room_blocks: int = 100) -> KvArrivals:
 
 
 def copying() -> KvArrivals:
-    """Five blocks have come, and there is room for four more."""
+    """A migration of which five blocks have arrived and four more have been allocated."""
     coming = arrivals()
-    assert offered(coming, 0.0) == [take(0, 8)]  # 23 tokens and two blocks to spare
+    assert offered(coming, 0.0) == [take(0, 8)]  # 23 tokens, and two blocks in reserve
     assert coming.ready(0.0, MIGRATION, W2) == [m.Say(W1, want(0, 8))]
     assert landed(coming, 0.1, KvRange(0, 5, 25)) == [take(5, 9)]
     assert coming.ready(0.1, MIGRATION, W2) == [m.Say(W1, want(5, 9))]
@@ -145,8 +145,8 @@ def test_leave_that_was_given_before_is_no_leave() -> None:
     departures = leaving()
     departures.heard(0.2, W2, want(0, 9))
     look(departures, 0.2, 24)
-    departures.heard(0.3, W2, want(0, 9))  # the same once more
-    departures.heard(0.3, W1, want(6, 9))  # of somebody else
+    departures.heard(0.3, W2, want(0, 9))  # a duplicate
+    departures.heard(0.3, W1, want(6, 9))  # from a worker that is not the target
     assert look(departures, 0.3, 25) == []
     assert departures.stale_total == 2
 
@@ -161,7 +161,7 @@ def test_a_sequence_that_grows_as_fast_as_it_is_copied_stands_still_at_last() ->
             return
         assert isinstance(command, m.Give)
         first, tokens = command.span.last_block, tokens + 8
-    raise AssertionError("never")
+    raise AssertionError("the sequence was not handed over")
 
 
 def test_a_last_span_that_cannot_be_sent_leaves_the_sequence_here() -> None:
@@ -189,21 +189,21 @@ def test_a_sequence_runs_when_its_state_and_its_last_blocks_are_here_whichever_c
             commands = coming.heard(0.2, W1, state)
         assert commands == [keep(26), m.Adopt(state.snapshot, 26), m.Say(W1, m.Taken(MIGRATION, True))]
         assert (coming.block_count, coming.running_count) == (0, 0)
-        assert coming.heard(0.3, W1, state) == []  # the same once more
+        assert coming.heard(0.3, W1, state) == []  # a duplicate
 
 
 def test_a_hand_over_is_foreseen() -> None:
-    """No step with much of a prompt in it is to begin that the sequence would have to wait for."""
+    """Shortly before a handover, prompts in a batch are limited, so that the sequence does not wait for a long step."""
     coming = arrivals()
     assert coming.prompt_limit_blocks(0.0) is None
     offered(coming, 1.0)
     assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may come at once
-    assert coming.prompt_limit_blocks(1.15) is None  # the link is slow
+    assert coming.prompt_limit_blocks(1.15) is None  # the link is slow, so the handover is not expected yet
     landed(coming, 1.2, KvRange(0, 3, 23))
     assert coming.prompt_limit_blocks(1.2) is None  # two whole blocks are missing
     landed(coming, 1.3, KvRange(3, 5, 26))
     assert coming.prompt_limit_blocks(1.3) == 0
-    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have waited for long enough
+    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have been held back for long enough
     landed(coming, 1.7, KvRange(5, 7, 26, last=True))
     assert coming.prompt_limit_blocks(1.7) == 1
     coming.heard(1.7, W1, m.Handed(MIGRATION, snapshot(SEQUENCE, 26)))
@@ -251,7 +251,7 @@ def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_u
     coming = copying()
     state = m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     assert m.Stop(MIGRATION) in coming.give_up_all("the layout changes")
-    assert coming.heard(0.2, W1, state) == []  # something may yet be written into its blocks
+    assert coming.heard(0.2, W1, state) == []  # a transfer into its blocks may still be under way
     assert landed(coming, 0.3, None)[:2] == [keep(0), m.Adopt(state.snapshot, 0)]
     coming = copying()
     coming.give_up_all("the layout changes")
@@ -264,7 +264,7 @@ def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_u
 
 
 def test_what_travels_is_what_two_stages_have_in_common() -> None:
-    """Every layer goes from the stage that has it to the one that is to have it, once."""
+    """Every layer is sent once, from the stage that has it to the stage that will have it."""
     assert hops(GIVERS, PAIR) == [Hop(W1, W2, 0, 5), Hop(W1, W3, 5, 8)]
     assert hops(PAIR, GIVERS) == [Hop(W2, W1, 0, 5), Hop(W3, W1, 5, 8)]
     for seed in range(300):
@@ -301,7 +301,7 @@ def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_
     coming = to_a_pair()
     assert coming.ready(0.1, MIGRATION, W3) == [m.Say(W1, want(0, 8, PAIR))]
     assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []
-    assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []  # it has said so
+    assert landed(coming, 0.2, KvRange(0, 5, 25), W3) == []  # a duplicate: it has reported this already
     assert landed(coming, 0.3, KvRange(0, 5, 25), W2) == [take(5, 9)]
     for stage in (W2, W3):
         coming.ready(0.3, MIGRATION, stage)
@@ -312,9 +312,9 @@ def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_
 
 
 def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> None:
-    """Before the hand-over the sequence stays where it is; afterwards it is computed anew."""
+    """If the sequence has not been handed over yet, it goes on at the source; otherwise it is recomputed."""
     coming = to_a_pair()
-    assert landed(coming, 0.1, None, W3) == [m.Stop(MIGRATION)]  # it has no room
+    assert landed(coming, 0.1, None, W3) == [m.Stop(MIGRATION)]  # W3 has no room
     assert coming.block_count == 8
     commands = landed(coming, 0.2, None, W2)
     assert commands[0] == keep(0)
@@ -324,7 +324,7 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
     coming.ready(0.1, MIGRATION, W3)
     coming.heard(0.2, W1, state)
     assert landed(coming, 0.2, None, W2) == [m.Stop(MIGRATION)]
-    assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it had come before
+    assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it arrived before the stop did
         keep(0),
         m.Adopt(state.snapshot, 0),
         m.Say(W1, m.Taken(MIGRATION, False)),
@@ -334,15 +334,15 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
 def test_a_group_that_is_lost_gives_back_what_has_not_been_handed_over() -> None:
     coming, state = to_a_pair(), m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     assert coming.abandon("w3 is gone") == [m.Say(W1, m.Off(MIGRATION, "w3 is gone"))]
-    assert landed(coming, 0.2, KvRange(0, 5, 25), W2) == []  # of the group before
+    assert landed(coming, 0.2, KvRange(0, 5, 25), W2) == []  # a transfer for the lost group
     coming = to_a_pair()
     coming.ready(0.1, MIGRATION, W3)
     coming.heard(0.2, W1, state)
-    assert coming.abandon("w3 is gone") == []  # it is replayed
+    assert coming.abandon("w3 is gone") == []  # the dispatcher replays it
     assert coming.heard(0.3, W1, state) == []
 
 
-# ---------------------------------------------------------------- who goes
+# ---------------------------------------------------------------- which sequence to migrate
 
 
 def test_the_shortest_of_the_lowest_class_goes_first() -> None:
@@ -356,5 +356,5 @@ def test_the_shortest_of_the_lowest_class_goes_first() -> None:
 def test_the_longest_goes_first_where_memory_is_what_lacks() -> None:
     candidates = [Decoding(1, 1, 10, 3), Decoding(2, 2, 90, 23), Decoding(3, 2, 40, 10)]
     assert choose_departure(candidates, 100, longest=True) == candidates[1]
-    assert choose_departure(candidates, 16, longest=True) == candidates[1], "up to half again of what evens them out"
+    assert choose_departure(candidates, 16, longest=True) == candidates[1], "may exceed the block budget by half"
     assert choose_departure(candidates, 15, longest=True) == candidates[2]

@@ -1,4 +1,4 @@
-"""Offline sequences that yield keep on the host what was copied while they ran."""
+"""Preempted offline sequences keep in host memory the blocks that were copied while they ran."""
 
 import pytest
 
@@ -50,11 +50,11 @@ def test_who_yields_is_away_at_once_and_comes_back_with_its_full_blocks() -> Non
     made = mirroring(block_count=8)
     mine = offline(made)
     steps(made, 5)
-    assert space(made).mirrored_block_count == 4, "of 17 tokens with KV"
+    assert space(made).mirrored_block_count == 4, "the full blocks of 17 tokens with KV"
     newcomer = made.submit(prompt(27, 40), greedy(4))
     execute = made.step()
     assert execute is not None
-    assert [part.sequence_id for part in execute.batch.slices] == [2], "the newcomer waits for nothing"
+    assert [part.sequence_id for part in execute.batch.slices] == [2], "the newcomer must not wait for a copy"
     load = made.core.load(made.at_s, MEMORY)
     assert (load.offline_waiting_count, load.offline_running_count, load.offline_block_count) == (1, 0, 0)
     assert (load.offline_yields_total, load.offline_lost_tokens_total) == (1, 17 - 16)
@@ -80,7 +80,7 @@ def test_without_host_memory_all_is_computed_anew() -> None:
 
 def test_who_yields_on_its_way_back_loses_nothing_and_keeps_its_mirror() -> None:
     made = mirroring(block_count=16, per_step=1)
-    beside = made.submit(prompt(4, 70), greedy(40))  # copies stay within what hides behind its steps
+    beside = made.submit(prompt(4, 70), greedy(40))  # its steps limit copies to one block each
     mine = offline(made)
     steps(made, 8)
     made.submit(prompt(35, 40), greedy(2))
@@ -140,7 +140,7 @@ def test_online_sequences_take_the_host_from_offline_ones() -> None:
         judge(made, key, prompt(8, first))
     judge(made, mine, prompt(16))
     made.assert_empty()
-    assert made.core.load(made.at_s, MEMORY).offline_lost_tokens_total >= 16, "what was on the host had to go"
+    assert made.core.load(made.at_s, MEMORY).offline_lost_tokens_total >= 16, "its blocks on the host must be evicted"
 
 
 @pytest.mark.parametrize("yields", [False, True])
@@ -177,11 +177,11 @@ def test_offline_sequences_leave_before_their_group_changes_and_come_back_afterw
     steps(made, 5)
     made.want_batch()
     made.feed(OfflinePaused(made.at_s, paused=True))
-    assert made.core.load(made.at_s, MEMORY).offline_running_count == 2, "they are in a batch"
+    assert made.core.load(made.at_s, MEMORY).offline_running_count == 2, "both are in the batch in flight"
     made.finish_step()
     load = made.core.load(made.at_s, MEMORY)
     assert (load.offline_running_count, load.offline_wanted_tokens, load.running_count) == (0, 0, 1)
-    assert set(made.core.group_scheduler.kv_tokens) == {3}, "nothing of theirs travels"
+    assert set(made.core.group_scheduler.kv_tokens) == {3}, "KV of offline sequences must not be exchanged"
     assert made.core.group_scheduler.longest_token_count < 13
     steps(made, 4)
     assert made.core.load(made.at_s, MEMORY).offline_running_count == 0
@@ -193,7 +193,7 @@ def test_offline_sequences_leave_before_their_group_changes_and_come_back_afterw
 
 
 def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
-    made = mirroring(block_count=8, host=0)  # what is being copied keeps its blocks until the next batch
+    made = mirroring(block_count=8, host=0)  # no copies, which would hold blocks until the next batch
     offline(made)
     steps(made, 3)
     group_scheduler = made.core.group_scheduler
@@ -202,15 +202,17 @@ def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
     assert "are free before the next batch" in group_scheduler.why_no_room(7, new=True), "it is in a batch"
     made.finish_step()
     made.feed(RoomWanted(made.at_s, 9))
-    assert group_scheduler.why_no_room(9, new=True), "there are not so many"
-    assert made.core.load(made.at_s, MEMORY).offline_running_count == 1, "and so it stays"
+    assert group_scheduler.why_no_room(9, new=True), "the cache has only 8 blocks"
+    assert made.core.load(made.at_s, MEMORY).offline_running_count == 1, "so the offline sequence must not be preempted"
     made.feed(RoomWanted(made.at_s, 7))
     assert not group_scheduler.why_no_room(7, new=True)
-    assert group_scheduler.book.free_count >= 7, "blocks are free at once"
+    assert group_scheduler.book.free_count >= 7, "the blocks must be free at once"
 
 
 def test_a_prompt_that_is_scored_begins_anew_after_it_has_yielded() -> None:
-    """Its log-probabilities need one engine to compute all of it, so nothing of it is kept on the host before."""
+    """Its prompt log-probabilities require that one pass computes the whole prompt, so none of it is mirrored before
+    that.
+    """
     bounds = limits(swap_block_count=40, swap_blocks_per_step=8, swaps_online=False, max_batch_tokens=8)
     made = Driver(bounds, 12, harvest=HARVEST)
     made.open(1)

@@ -1,4 +1,4 @@
-"""What goes from a stage, what comes to it, and who hears of it. Blocks of 16 tokens, of a byte in each layer."""
+"""What a stage sends, what it receives, and which events result. Blocks of 16 tokens, one byte in each layer."""
 
 import random
 
@@ -21,7 +21,7 @@ ALL = StageLayers(W0, 0, 8)
 
 
 class Stands:
-    """A mover, its book, and the places that have been made and not taken."""
+    """A mover, its block book, and the destinations that are registered and not in use by a link yet."""
 
     def __init__(self, block_count: int = 200) -> None:
         self.book = BlockBook(block_count, 16)
@@ -81,7 +81,7 @@ def test_kv_goes_when_it_is_to_be_given_and_has_been_asked_for(asked_first: bool
         step()
     (send,) = stands.sends()
     assert send == Send(W1, EPOCH, Mode.EXCHANGE, (whole(SEQUENCE, 60, stands.book),))
-    assert stands.sends() == [], "once"
+    assert stands.sends() == [], "the same KV must not be sent twice"
     assert stands.mover.sent(2.0, send) == [KvSent(2.0, EPOCH, SEQUENCE, W1)]
 
 
@@ -97,7 +97,7 @@ def test_what_is_asked_for_together_goes_together_the_short_ones_first(monkeypat
     stands.mover.asked(W2, (1,))
     sends = stands.sends()
     assert [(s.to, [p.piece.sequence_id for p in s.block_ranges]) for s in sends] == [
-        (W1, [5, 2, 3]),  # 20 blocks in all; with the next one there would be 48
+        (W1, [5, 2, 3]),  # 20 bytes in all; with sequence 1 it would be 48
         (W1, [1]),
         (W1, [4]),
         (W2, [1]),
@@ -141,7 +141,7 @@ def test_a_victim_has_blocks_before_its_givers_are_asked_and_each_is_told_of() -
     assert stands.mover.flush() == []
     span = KvRange(0, 3, 40, last=True)
     assert stands.lands(W2, piece(5, 8, span, EPOCH)) == [KvReceived(1.0, EPOCH, SEQUENCE, W2)]
-    assert stands.lands(W2, piece(5, 8, span, EPOCH)) is None, "the same once more"
+    assert stands.lands(W2, piece(5, 8, span, EPOCH)) is None, "a duplicate"
     assert stands.lands(W1, piece(0, 5, span, EPOCH), delivered=False) == []
     assert not stands.mover.holds
 
@@ -170,7 +170,7 @@ def test_spans_are_given_where_they_lie_and_the_last_one_as_a_copy() -> None:
         assert {send.rank for send in sends} == {rank}
         for send in sends:
             stands.mover.refused(send)
-    assert stands.mover.waiting_to == (), "its leader hears of it, and nothing waits"
+    assert stands.mover.waiting_to == (), "the leader is notified of the refusal, and nothing is queued"
     assert stands.mover.give(Give(MIGRATION, SEQUENCE, EPOCH, KvRange(4, 6, 90), GIVERS), ALL, stands.book) is None
 
 
@@ -196,14 +196,14 @@ def test_givers_that_send_different_spans_have_sent_none() -> None:
 def test_what_is_withdrawn_does_not_come_and_what_is_being_written_is_waited_for(how: str) -> None:
     stands = Stands()
     stands.take()
-    stands.places.discard((MIGRATION, SEQUENCE, W1, 0))  # a link thread has taken it
+    stands.places.discard((MIGRATION, SEQUENCE, W1, 0))  # a link thread is writing into it
     mover = stands.mover
     ends = {
         "stopped": lambda: mover.stop(Stop(MIGRATION)),
         "a giver is lost": lambda: mover.peer_lost(EPOCH, W2),
         "the layout changes": mover.give_up,
     }
-    assert mover.peer_lost(Epoch(2), W2) == [], "over another link"
+    assert mover.peer_lost(Epoch(2), W2) == [], "another epoch's link"
     assert ends[how]() == []
     assert stands.places == set()
     assert mover.holds
@@ -231,11 +231,11 @@ def test_a_group_that_is_lost_waits_for_nothing() -> None:
     assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) is None
 
 
-# ---------------------------------------------------------------- layers given up
+# ---------------------------------------------------------------- layers that have been given up
 
 
 def filled(rng: random.Random, sequences: int) -> BlockBook:
-    """Interleaved, with gaps."""
+    """A block book whose sequences have interleaved blocks, with free ones between them."""
     book = BlockBook(200, 16)
     tokens = dict.fromkeys(range(sequences), 0)
     for _ in range(120):
@@ -248,7 +248,7 @@ def filled(rng: random.Random, sequences: int) -> BlockBook:
 
 
 def retired(mover: Mover, sequence_id: int) -> Table:
-    """The blocks from which its KV would go."""
+    """The blocks of the given-up layers from which the sequence's KV would be sent."""
     assert mover._is.retired is not None
     return mover._is.retired.table(sequence_id)
 
@@ -287,7 +287,7 @@ def test_what_is_left_lies_side_by_side_and_is_what_it_was(seed: int) -> None:
     book, mover = filled(rng, 12), stands.mover
     mover.begin(book)
     mover.retire()
-    content = {block: block for block in range(200)}  # of the layer: each block knows where it was
+    content = {block: block for block in range(200)}  # of one layer: each block holds its original number
     left = set(book.sequence_ids)
     while left:
         gone = rng.sample(sorted(left), min(len(left), 3))
@@ -303,7 +303,7 @@ def test_what_is_left_lies_side_by_side_and_is_what_it_was(seed: int) -> None:
 
 
 def test_a_place_that_nobody_waits_for_is_seen() -> None:
-    """KV of an ended life would be written into blocks that are somebody else's by then."""
+    """Otherwise KV for an abandoned exchange would be written into blocks that another sequence has by then."""
     stands = Stands()
     stands.expect(SEQUENCE, 70)
     stands.mover.check(stands.places)

@@ -1,4 +1,4 @@
-"""Offline sequences use what online ones leave, and give it up at once."""
+"""Offline sequences use what online ones leave free, and give it up at once."""
 
 import pytest
 
@@ -41,7 +41,7 @@ def test_a_newcomer_takes_the_blocks_of_the_newest_offline_sequence() -> None:
     made.step()
     made.submit(prompt(6), greedy(3))
     made.step()
-    assert running(made) == [4, 1, 2], "the third has given way, the oldest goes on"
+    assert running(made) == [4, 1, 2], "the newest offline sequence is preempted, the oldest goes on"
     load = made.core.load(made.at_s, MEMORY)
     assert (load.offline_yields_total, load.preemptions_total) == (1, 0)
     made.run_to_end()
@@ -107,7 +107,7 @@ def test_a_step_with_online_work_takes_no_longer_than_it_may(slowdown: float) ->
         made.step()
         parts = [Chunk(first, count) for _, first, count, _ in slices(made.executed[-1])]
         assert COST.batch_cost_s(parts) <= 0.01 * (1.0 + slowdown) + 1e-12
-        assert number > 1 or sum(count for _, count in parts) >= 32, "what costs nothing is used"
+        assert number > 1 or sum(count for _, count in parts) >= 32, "tokens that cost no time must be used"
     made.run_to_end()
     made.assert_empty()
 
@@ -164,7 +164,7 @@ def test_only_offline_work_alone_has_safepoints() -> None:
     made = driver(block_count=40, block_tokens=4, harvest=CUT)
     made.submit(prompt(7), greedy(9), priority=BATCH)
     made.step()
-    assert made.executed[-1].batch.safepoint_layers == 1, "a slice takes a sixteenth of a first token, or a layer"
+    assert made.executed[-1].batch.safepoint_layers == 1, "a slice takes a sixteenth of the TTFT, but at least a layer"
     made.submit(prompt(7, first=20), greedy(3))
     made.step()
     assert made.executed[-1].batch.safepoint_layers == 0

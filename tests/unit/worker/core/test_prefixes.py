@@ -1,4 +1,4 @@
-"""Numbered blocks of a lone worker: what is found, what is told, and what goes first."""
+"""Prefix caching on a worker that serves alone: which blocks are found, reported to dispatchers, and evicted first."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from tests.support.worker_core import MEMORY, VOCAB_SIZE, Driver, greedy, limits
 
 
 def driver_of(block_count: int = 64, **bounds: Any) -> Driver:
-    """Any: of the type of each bound."""
+    """Any: each bound has the type of its field in the limits."""
     wide: dict[str, Any] = {"max_model_len": 4096, "max_batch_tokens": 4096, "max_running_count": 200}
     wide |= {"max_waiting_count": 200, "max_waiting_tokens": 1 << 20, "prefix_caching": True}
     driver = Driver(limits(**(wide | bounds)), block_count)
@@ -39,7 +39,7 @@ def cached(driver: Driver, key: w.SequenceKey) -> int:
 
 
 def run(driver: Driver, prompt: tuple[int, ...], max_tokens: int = 2, *, salt: bytes = b"") -> int:
-    """Returns how many tokens were there."""
+    """Runs a request to its end. Returns how many of its prompt tokens were cached."""
     key = driver.submit(prompt, greedy(max_tokens), cache_salt=salt)
     driver.run_to_end()
     assert tuple(driver.received[key].token_ids) == driver.expected(key, prompt).token_ids
@@ -87,7 +87,7 @@ def test_what_waits_wants_a_common_beginning_once() -> None:
     driver.want_batch()
     driver.finish_step()
     load = driver.core.load(0.0, MEMORY)
-    assert load.waiting_block_count == 100, "the common ones are held"
+    assert load.waiting_block_count == 100, "the running request holds the common blocks"
     assert load.prompt_token_count == 100 * 2
 
 
@@ -100,8 +100,8 @@ def test_the_tail_of_what_was_used_least_recently_goes_first() -> None:
     assert index_of(driver).retained_count == 8
     driver.feed(w.RoomWanted(driver.at_s, 20 - 3))
     assert index_of(driver).retained_count == 3
-    assert run(driver, new) == 4, "its tail was used before that"
-    assert run(driver, old[:13]) == 8, "its two first blocks were used last"
+    assert run(driver, new) == 4, "its last blocks were least recently used"
+    assert run(driver, old[:13]) == 8, "its first two blocks were used last"
 
 
 def test_what_only_offline_work_has_used_goes_first() -> None:
@@ -114,7 +114,7 @@ def test_what_only_offline_work_has_used_goes_first() -> None:
     driver.submit(tokens(17), greedy(2), priority=PriorityClass.BATCH)
     driver.run_to_end()
     driver.feed(w.RoomWanted(driver.at_s, 40 - 4))
-    assert run(driver, tokens(17)) == 16, "that offline work has used it, too, changes nothing"
+    assert run(driver, tokens(17)) == 16, "use by offline work must not make them go first"
 
 
 def test_a_preempted_sequence_computes_only_what_was_given_up() -> None:
@@ -125,7 +125,7 @@ def test_a_preempted_sequence_computes_only_what_was_given_up() -> None:
     assert driver.core.totals.preemptions >= 1
     for key, prompt in ((first, tokens(12)), (second, tokens(8, first=5))):
         assert tuple(driver.received[key].token_ids) == driver.expected(key, prompt).token_ids
-    assert cached(driver, second) == 0, "what it finds of its own is no hit"
+    assert cached(driver, second) == 0, "a preempted request that finds its own blocks is no cache hit"
 
 
 def test_equal_prompts_that_come_at_once_are_computed_once() -> None:
@@ -171,7 +171,7 @@ def test_a_change_of_role_forgets_all() -> None:
 
 
 def test_what_runs_while_its_group_changes_gets_no_numbers() -> None:
-    """Its KV is not on the stages of the new group yet."""
+    """The stages of the new group do not have its KV yet."""
     named = list[bool]()
     for changes in (False, True):
         driver = driver_of()

@@ -1,4 +1,4 @@
-"""The core gives the same answer in every process. What it imports: `tests/unit/repository/test_imports.py`."""
+"""The core gives the same answer in every process. `tests/unit/repository/test_imports.py` checks what it imports."""
 
 import os
 import re
@@ -18,7 +18,7 @@ def test_the_same_events_give_the_same_commands_under_any_hash_seed() -> None:
     assert len(told) == 1
     preemptions = re.search(r"(\d+) preemptions", told.pop())
     assert preemptions is not None
-    assert int(preemptions[1]) > 5  # the history goes through the corners
+    assert int(preemptions[1]) > 5  # enough preemptions to reach the rare cases
 
 
 def test_groups_that_merge_and_split_do_so_alike_under_any_hash_seed() -> None:

@@ -1,4 +1,4 @@
-"""What a leader counts on of its stages, and what it knows of their room for a restore."""
+"""What capacity a leader counts on, and what it knows of its stages' room for a restore."""
 
 from ballast.common.ids import Epoch, WorkerId
 from services.worker.core.room import GroupRoom, RoomSizes
@@ -32,18 +32,18 @@ def test_what_a_stage_has_said_before_it_heard_of_a_restores_end_does_not_count(
     room.told(STAGE, 18, SIZES, Epoch(0))
     room.limit(Epoch(3))
     assert room.capacity(0.0).before_block_count == 18
-    room.told(ME, 20, MINE, Epoch(3))  # the leader has given it up, and has all its blocks again
-    assert not room.told(STAGE, 18, SIZES, Epoch(0))  # was on its way; the stage has made room since
+    room.told(ME, 20, MINE, Epoch(3))  # the leader has abandoned the restore and has all its blocks again
+    assert not room.told(STAGE, 18, SIZES, Epoch(0))  # sent before the stage heard of that; it has since made room
     assert room.capacity(0.0).block_count == 8
     assert room.told(STAGE, 18, SIZES, Epoch(3))
     assert (room.capacity(0.0).block_count, room.capacity(0.0).before_block_count) == (18, 0)
-    assert not room.told(WorkerId("w2"), 18, SIZES, Epoch(3)), "of another group"
+    assert not room.told(WorkerId("w2"), 18, SIZES, Epoch(3)), "it is not in this group"
 
 
 def test_a_group_swaps_as_much_as_the_stage_with_the_least_host_memory_until_it_makes_room() -> None:
     room = leader()
     room.told(ME, 20, MINE, Epoch(0))
-    assert room.capacity(0.0).swap_block_count == 0, "the other stage has said nothing yet"
+    assert room.capacity(0.0).swap_block_count == 0, "the other stage has not reported yet"
     room.told(STAGE, 18, SIZES, Epoch(0))
     assert room.capacity(0.0).swap_block_count == 5
     room.limit(Epoch(3))
@@ -65,7 +65,7 @@ def test_a_grant_of_room_is_of_the_newest_restore() -> None:
     room = GroupRoom(STAGE, lambda: SIZES)
     assert room.granted(Epoch(3)) is None
     room.grant(Epoch(3), 8)
-    room.grant(Epoch(2), 9)  # of one that is over
+    room.grant(Epoch(2), 9)  # of an earlier restore
     assert (room.granted(Epoch(3)), room.granted(Epoch(2))) == (8, None)
     room.withdraw(Epoch(3))
     room.withdraw(Epoch(1))

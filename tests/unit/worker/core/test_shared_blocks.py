@@ -1,4 +1,4 @@
-"""Blocks that sequences share while their group changes: counted once, and sent once to each stage."""
+"""Blocks that sequences share while their group changes are counted once, and sent once to each stage."""
 
 import pytest
 
@@ -42,9 +42,9 @@ def test_a_table_gets_the_first_blocks_of_another() -> None:
     first, own = book.hold(1, 48), book.hold(2, 64)
     book.share(2, 1, 2)
     assert book.table(2) == (*first[:2], *own[2:])
-    assert book.free_count == 5, "two of its own are free"
+    assert book.free_count == 5, "two blocks that sequence 2 held are free"
     assert book.shared({1: 48, 2: 64, 7: 16}) == {1: first[:2], 2: first[:2], 7: ()}
-    assert book.shared({2: 17}) == {2: first[:1]}, "the block of its last token stays its own"
+    assert book.shared({2: 17}) == {2: first[:1]}, "the block of its last token is not shared"
     book.share(3, 1, 1)
     book.check()
     book.release(1)
@@ -68,7 +68,7 @@ def test_a_number_is_no_other_sequence() -> None:
 
 
 def test_shared_blocks_are_expected_and_sent_once() -> None:
-    """The second sequence has two blocks of the first, which is sent before it."""
+    """The second sequence shares two blocks of the first, which is sent before it."""
     book = BlockBook(20, 16)
     mover = Mover(16, 1, lambda _: True)
     mover.begin(book)
@@ -124,19 +124,19 @@ def test_who_shares_fits_where_all_by_themselves_would_not() -> None:
 def test_what_waiting_sequences_share_counts_on_every_stage() -> None:
     waves = Waves((A, B), [standing(n, -1, -2, own=4) for n in range(4)])
     first = waves.first({A: 22, B: 10}, 40)
-    assert [v.sequence_id for v in first.admitted] == [0], "2 that all share, 4 of its own, one to spare"
-    assert waves.lent_blocks({A: 22, B: 10}) == (10, 0), "of 22 the three that wait hold 12"
-    # The group has reserved 2 + 4.
+    assert [v.sequence_id for v in first.admitted] == [0], "needs 2 shared blocks, 4 of its own, 1 in reserve"
+    assert waves.lent_blocks({A: 22, B: 10}) == (10, 0), "the three waiting sequences hold 12 of the 22"
+    # The admitted sequence has reserved 2 + 4.
     second = waves.next({A: 40, B: 20}, 6, ())
     assert [v.sequence_id for v in second.admitted] == [1, 2, 3]
     assert second.last
 
 
-# ---------------------------------------------------------------- the leader's counts
+# ---------------------------------------------------------------- reservations of the leader
 
 
 def two_alike() -> Driver:
-    """Two running sequences that share two blocks of four tokens; each has three."""
+    """Two running sequences that share two blocks of four tokens; each has three blocks."""
     wide = limits(max_model_len=4096, max_batch_tokens=4096, max_running_count=20, prefix_caching=True)
     driver = Driver(wide, 64)
     driver.open(1)
@@ -162,7 +162,7 @@ def test_sharing_survives_the_change_of_a_group_and_ends_with_the_sequences() ->
     assert [len(numbers) for numbers in shared.values()] == [2, 2]
     driver.core.handle(KvTravels(driver.at_s, frozenset({first, second}), frozenset({second}), shared))
     driver.core.check()
-    assert scheduler.reserved_block_count == 3, "the one that waits has what both share"
+    assert scheduler.reserved_block_count == 3, "the waiting sequence still holds the two shared blocks"
     assert group.with_donors(victims[:1]) == (victims[0],)
     driver.core.handle(KvAdmitted(driver.at_s, frozenset({second})))
     driver.core.check()
@@ -177,7 +177,7 @@ def test_sharing_survives_the_change_of_a_group_and_ends_with_the_sequences() ->
     driver.core.check()
     assert index.shared_count == 0
     assert scheduler.reserved_block_count == 0
-    assert index.retained_count > 0, "what they have computed since is retained"
+    assert index.retained_count > 0, "blocks computed since the change are cached again"
 
 
 def test_a_sequence_that_waits_keeps_what_it_shares_with_one_that_ends() -> None:
@@ -195,4 +195,4 @@ def test_a_sequence_that_waits_keeps_what_it_shares_with_one_that_ends() -> None
     driver.core.check()
     assert group.scheduler.reserved_block_count == 2
     driver.core.handle(KvAdmitted(driver.at_s, frozenset({second})))
-    assert group.with_donors(victims[1:]) == (victims[1],), "no new stage has these blocks"
+    assert group.with_donors(victims[1:]) == (victims[1],), "no new stage has the first sequence's blocks"

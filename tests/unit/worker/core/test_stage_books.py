@@ -8,7 +8,7 @@ from services.worker.core.blocks import BlockBook
 
 
 def batch(*slices: tuple[int, int, int], removed: tuple[int, ...] = ()) -> Batch:
-    """A batch of slices, each (sequence id, first position, tokens)."""
+    """A batch of slices (sequence id, first position, token count)."""
     return Batch(1, removed, (), tuple(Slice(s, first, (7,) * count, False) for s, first, count in slices))
 
 
@@ -74,7 +74,7 @@ def test_a_cache_cannot_end_before_what_it_holds() -> None:
 def test_compaction_keeps_every_token_in_its_place(seed: int) -> None:
     rng = random.Random(seed)
     book = BlockBook(40, 1)
-    content: dict[int, tuple[int, int]] = {}  # block -> (sequence, place)
+    content: dict[int, tuple[int, int]] = {}  # block -> (sequence, index in its table)
     for sequence_id in range(12):
         for place, block in enumerate(book.hold(sequence_id, rng.randrange(1, 5))):
             content[block] = (sequence_id, place)

@@ -17,7 +17,7 @@ def rule(
 
 
 def take_all(stop: StopRule, pieces: list[str]) -> list[str]:
-    """Text released by each piece, up to the one that ends it."""
+    """The text released by each piece, up to the piece at which generation stops."""
     released: list[str] = []
     for index, piece in enumerate(pieces, 1):
         released.append(stop.take(1, index, piece))

@@ -1,4 +1,4 @@
-"""Victims that keep their KV in host memory: stories of the core, with the model that reads its cache back."""
+"""Preempted sequences that keep their KV in host memory: the core with a model that reads its KV back."""
 
 import random
 from typing import Any
@@ -25,7 +25,7 @@ def space(driver: Driver) -> SwapSpace:
 
 
 def submit(driver: Driver, *lengths: tuple[int, int]) -> list[tuple[w.SequenceKey, tuple[int, ...]]]:
-    """(prompt tokens, answer tokens) of each."""
+    """Submits a request for each pair (prompt tokens, answer tokens)."""
     asked: list[tuple[w.SequenceKey, tuple[int, ...]]] = []
     for number, (prompt_count, answer_count) in enumerate(lengths):
         prompt = tuple((7 * number + i) % 90 for i in range(prompt_count))
@@ -57,7 +57,7 @@ def test_who_gives_way_comes_back_and_nothing_is_computed_twice(per_step: int) -
     judge(driver, asked)
     assert driver.core.totals.preemptions == space(driver).swapped_total > 0
     assert driver.engine.copied_blocks >= 2 * 3
-    # All but the last token of each have had their KV computed once.
+    # The KV of every token but the last has been computed exactly once.
     assert computed_tokens(driver) == 3 * (8 + 30 - 1)
 
 
@@ -97,7 +97,7 @@ def test_the_first_in_line_is_never_swapped_out_and_never_waits_for_long() -> No
     while driver.received[first].ending is None:
         assert driver.step() is not None
         steps += 1
-    assert steps < 36 + 12, "a step or two are skipped while somebody's blocks are copied away"
+    assert steps < 36 + 12, "only a step or two may be skipped while another's blocks are copied"
     driver.run_to_end()
     judge(driver, asked)
 
@@ -107,7 +107,7 @@ def until_away(driver: Driver) -> None:
         if space(driver).away:
             return
         driver.step()
-    raise AssertionError("nobody is swapped out")
+    raise AssertionError("no sequence was swapped out")
 
 
 def test_an_end_in_any_phase_frees_both_sides() -> None:
@@ -120,10 +120,10 @@ def test_an_end_in_any_phase_frees_both_sides() -> None:
                 break
             driver.step()
         else:
-            raise AssertionError(f"nobody was ever {wanted}")
+            raise AssertionError(f"no sequence was ever {wanted}")
         ended = entries[0].sequence.key
         driver.want_batch()
-        driver.feed(w.Aborted(driver.at_s, ended))  # while its copy is under way, perhaps
+        driver.feed(w.Aborted(driver.at_s, ended))  # its copy may be under way
         driver.run_to_end()
         judge(driver, [one for one in asked if one[0] != ended])
 
@@ -133,10 +133,10 @@ def test_a_change_of_the_group_has_them_computed_anew() -> None:
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)
     assert space(driver).enabled
-    assert not driver.core.handle(w.RoleChanged(driver.at_s, leads=True, stage_count=2)), "it has nothing on the stages"
+    assert not driver.core.handle(w.RoleChanged(driver.at_s, leads=True, stage_count=2)), "stages have nothing to free"
     driver.core.check()
     assert len(space(driver).entries) == 0
-    assert not space(driver).enabled, "what the other stages have is not known yet"
+    assert not space(driver).enabled, "the other stages' host memory is not known yet"
     assert driver.core.load(driver.at_s, MEMORY).waiting_count == 1
     assert len(asked) == 3
 
@@ -171,7 +171,7 @@ def test_a_dispatcher_hears_of_what_is_swapped_out_when_its_blocks_are_free_and_
     assert driver.preempted == {key}
     while space(driver).away:
         driver.step()
-    assert not driver.preempted, "its KV comes back"
+    assert not driver.preempted, "its KV is being copied back"
     driver.run_to_end()
 
 

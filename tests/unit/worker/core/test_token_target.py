@@ -1,4 +1,4 @@
-"""A target for the time of a token: who waits for it, and that who runs does not notice."""
+"""A TPOT target limits how many sequences run: which ones wait, and that running ones are never preempted for it."""
 
 import math
 
@@ -13,11 +13,11 @@ from tests.support.leader import Leader
 from tests.support.worker_core import MEMORY, Driver, greedy
 from tests.unit.worker.core.stories import driver, prompt
 
-COST = CostModel(attention_s=0.0, token_s=0.001, chunk_s=0.01, shared_s=0.01)  # 10 ms, and 1 for each that runs
+COST = CostModel(attention_s=0.0, token_s=0.001, chunk_s=0.01, shared_s=0.01)  # 10 ms, and 1 for each running sequence
 
 
 def counts(made: Driver | Leader) -> tuple[int, int, int]:
-    """Who runs, who waits, and what dispatchers are told of places."""
+    """Running sequences, waiting sequences, and the number of places reported to dispatchers."""
     load = made.core.load(made.at_s, MEMORY)
     return load.running_count, load.waiting_count, load.max_running_count
 
@@ -41,7 +41,7 @@ def test_who_waits_for_a_target_is_let_in_in_the_order_of_service() -> None:
     ended = list[int]()
     while made.step() is not None:
         ended += [i for i, key in enumerate(keys) if made.received[key].ending is not None and i not in ended]
-    assert ended == [0, *range(len(keys) - 1, 0, -1)]  # the first was alone when it came
+    assert ended == [0, *range(len(keys) - 1, 0, -1)]  # the first request was admitted before the others arrived
     made.assert_empty()
 
 

@@ -1,5 +1,5 @@
-"""Which victim takes blocks when, on stages that are only counts: each gets its KV or starts over, and no stage ever
-holds more than it has.
+"""Which victim gets blocks in which wave, with stages that are mere counts: every victim gets its KV or is recomputed,
+and no stage ever holds more blocks than it has.
 """
 
 import random
@@ -16,7 +16,7 @@ A, B, C = WorkerId("a"), WorkerId("b"), WorkerId("c")
 
 
 def standing(sequence_id: int, home: WorkerId, blocks: int, *, rank: int = 0, arrival_s: float = 0.0) -> MovedSequence:
-    """Standing of a sequence that has run on one worker; the token that comes next needs no block."""
+    """A sequence that has run on one worker and whose next token needs no further block."""
     victim = Victim(sequence_id, blocks * 16 - 1, home)
     return MovedSequence(victim, rank, (arrival_s, sequence_id), blocks, blocks, frozenset({home}))
 
@@ -32,15 +32,15 @@ def test_where_there_is_room_for_all_there_is_one_wave() -> None:
 
 
 def test_two_full_workers_exchange_as_much_as_there_is_to_spare() -> None:
-    """Fifty blocks each before, 81 now, 131 when all is through; each holds five sequences of ten blocks."""
+    """Each had 50 blocks, has 81 now, and has 131 once all KV is sent; each holds five sequences of ten blocks."""
     waves = Waves((A, B), [standing(2 * i + (home == B), home, 10) for i in range(5) for home in (A, B)])
     counts = {A: 81, B: 81}
     first = waves.first(counts, 131)
-    assert ids(first.admitted) == [0, 1, 2, 3]  # two of each, with a block to spare for each
+    assert ids(first.admitted) == [0, 1, 2, 3]  # two sequences from each worker, with a reserve of one block for each
     assert (first.lost, first.last) == ((), False)
-    assert waves.lent_blocks(counts) == (81, 30)  # three sequences wait on either side
+    assert waves.lent_blocks(counts) == (81, 30)  # each worker holds three waiting sequences
     second = waves.next({A: 101, B: 101}, reserved_blocks=40, gone=())
-    assert ids(second.admitted) == [4, 5, 6, 7, 8, 9]  # all that are left fit
+    assert ids(second.admitted) == [4, 5, 6, 7, 8, 9]  # all remaining sequences fit
     assert second.last
     assert waves.lent_blocks(counts) == (81, 0)
 
@@ -85,12 +85,12 @@ def test_more_held_than_there_is_shows() -> None:
 
 
 class Stages:
-    """Each gives up layers, one for each that it keeps: what it sends of a wave is room in the next."""
+    """Stages that give up `share` layers for each one kept: the KV that one wave sends makes room in the next."""
 
     def __init__(self, rng: random.Random) -> None:
         self.names = (A, B, C)[: rng.choice([2, 3])]
         before = rng.randrange(20, 200)
-        self.more = rng.randrange(0, before)  # that dropped parameters bring
+        self.more = rng.randrange(0, before)  # blocks from dropped parameters
         self.counts = dict.fromkeys(self.names, before + self.more)
         self.sequences: list[MovedSequence] = []
         fullness = rng.choice([0.5, 0.9, 1.0])
@@ -104,14 +104,14 @@ class Stages:
                     standing(number, home, blocks, rank=rng.randrange(3), arrival_s=float(rng.randrange(5)))
                 )
         self.before = before
-        self.share = len(self.names) - 1  # layers that are given up for each that is kept
+        self.share = len(self.names) - 1  # layers given up for each one kept
 
     @property
     def in_the_end(self) -> int:
         return self.before + self.more + self.share * self.before
 
     def send(self, wave: Wave, homes: Mapping[int, MovedSequence]) -> None:
-        """Room that is no more needed for KV that has gone, or that nobody wants."""
+        """Adds the blocks that are free once the wave's KV has been sent or given up."""
         for victim in (*wave.admitted, *wave.lost):
             self.counts[homes[victim.sequence_id].victim.old_leader] += (
                 self.share * homes[victim.sequence_id].held_blocks
@@ -146,5 +146,5 @@ def test_everybody_gets_room_or_starts_over_and_nothing_is_promised_twice(seed: 
     assert sorted(admitted + lost) == sorted(homes)
     assert rounds <= len(homes)
     largest = max(s.need_blocks for s in stages.sequences)
-    if stages.more >= 2 * (largest + 1):  # room for the largest at any time, whatever is left over between two
+    if stages.more >= 2 * (largest + 1):  # room for the largest at any time, whatever remains between waves
         assert not lost

@@ -75,10 +75,10 @@ def test_prompts_are_let_in_as_batches_are_full_of_them_and_the_others_stay_mova
     for _ in range(8):
         made.submit(prompt(8), greedy(1))
     load = made.core.load(made.at_s, MEMORY)
-    assert (load.running_count, load.waiting_count) == (2, 6), "two batches"
+    assert (load.running_count, load.waiting_count) == (2, 6), "prompts for two batches"
     assert (load.prompt_token_count, load.max_prompt_token_count) == (64, 16)
     batches = [slices(made.step()) for _ in range(8)]
-    assert [sum(count for _, _, count, _ in batch) for batch in batches] == [8] * 8, "each batch is full"
+    assert [sum(count for _, _, count, _ in batch) for batch in batches] == [8] * 8, "each batch must be full"
     assert made.step() is None
 
 
@@ -104,7 +104,7 @@ def test_the_most_important_class_is_admitted_first() -> None:
 def test_admission_asks_for_the_whole_prompt_not_for_its_first_chunk() -> None:
     made = driver(block_count=10, block_tokens=4, max_batch_tokens=8)
     made.submit(prompt(30), greedy(2))  # 8 blocks
-    made.submit(prompt(12), greedy(2))  # 4 blocks: not yet
+    made.submit(prompt(12), greedy(2))  # 4 blocks: does not fit yet
     assert [s[0] for s in slices(made.step())] == [1]
     load = made.core.load(made.at_s, MEMORY)
     assert (load.used_block_count, load.waiting_block_count, load.waiting_count) == (8, 4, 1)
@@ -168,7 +168,7 @@ def test_the_latest_of_the_lowest_class_gives_way_and_comes_back_with_the_same_t
 
 
 def heard(commands: Sequence[w.Command]) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Handles that are told to wait again and to run again, of each message that says so."""
+    """(preempted, resumed) handles of each message that has any."""
     emits = [c for c in commands if isinstance(c, w.Emit)]
     return [(e.preempted, e.resumed) for e in emits if e.preempted or e.resumed]
 
@@ -212,7 +212,7 @@ def test_what_gives_way_to_less_memory_is_told_behind_its_tokens() -> None:
     keys = [made.submit(prompt(6, first=10 * i), greedy(9)) for i in range(3)]
     made.want_batch()
     made.feed(w.CapacityChanged(made.at_s, 4))
-    assert not made.preempted, "all of them are in flight"
+    assert not made.preempted, "all requests are in flight"
     made.finish_step()
     assert [len(made.received[key].token_ids) for key in keys] == [1, 1, 1]
     assert made.preempted == {keys[2]}
@@ -252,7 +252,7 @@ def test_a_request_that_outgrows_the_whole_cache_ends_as_an_error_and_harms_nobo
     made.run_to_end()
     assert "17 tokens do not fit into the KV cache" in ending(made, big).error
     assert ending(made, big).finish_reason is FinishReason.ERROR
-    assert not ending(made, big).invalid, "a larger group may hold it"
+    assert not ending(made, big).invalid, "a larger group may have room for it"
     assert len(made.received[big].token_ids) == 7
     assert ending(made, other).finish_reason is FinishReason.LENGTH
     made.assert_empty()
@@ -262,7 +262,7 @@ def test_a_reserve_keeps_a_newcomer_from_taking_the_last_blocks() -> None:
     made = driver(block_count=10, block_tokens=4, admission_reserve_fraction=0.2)
     made.submit(prompt(20), greedy(9))  # 6 blocks
     made.submit(prompt(7, first=5), greedy(2))  # 2 blocks: all but the reserve
-    made.submit(prompt(3, first=9), greedy(2))  # 1 block of the reserve
+    made.submit(prompt(3, first=9), greedy(2))  # 1 block, from the reserve
     assert {s[0] for s in slices(made.step())} == {1, 2}
 
 
@@ -275,7 +275,7 @@ def test_new_blocks_let_waiting_requests_in() -> None:
     assert len(slices(made.step())) == 2
 
 
-# ---------------------------------------------------------------- bounds
+# ---------------------------------------------------------------- limits
 
 
 def test_the_waiting_line_is_bounded_by_requests() -> None:
@@ -361,7 +361,7 @@ def test_a_token_that_its_grammar_does_not_allow_ends_its_sequence_and_no_other(
     made.core.check()
 
 
-# ---------------------------------------------------------------- our own mistakes
+# ---------------------------------------------------------------- violated invariants
 
 
 def test_a_batch_wanted_during_a_step_is_a_bug() -> None:

@@ -1,4 +1,4 @@
-"""A machine on which nothing takes long."""
+"""A small emulated machine on which computation takes no time."""
 
 from ballast.common.cost import CostModel
 from services.worker.emulation.engine import EmulatedEngine, emulate

@@ -1,4 +1,4 @@
-"""A GPU's clock on a machine that is late."""
+"""The clock of an emulated GPU on a machine whose threads wake up late."""
 
 import time
 
@@ -13,7 +13,7 @@ def test_a_late_beginning_is_made_good(monkeypatch: pytest.MonkeyPatch) -> None:
     clock.run(0.1, now_s[0], None)
     for _ in range(9):
         clock.run(0.1, now_s[0], None)
-    assert now_s[0] == pytest.approx(101.004), "only the last step is late"
+    assert now_s[0] == pytest.approx(101.004), "only the last step may end late"
     assert clock.due_s == pytest.approx(1.0)
     assert clock.late_s == pytest.approx(0.036)
     assert not clock.lost_s
@@ -42,7 +42,7 @@ def test_what_is_very_late_is_lost_and_a_pause_is_not_late(monkeypatch: pytest.M
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, late_s: float) -> list[float]:
-    """The instant now: it wakes up so late."""
+    """Replaces time by a clock on which every sleep takes `late_s` too long. Returns a list with the current time."""
     now_s = [100.0]
 
     def sleep(seconds: float) -> None:

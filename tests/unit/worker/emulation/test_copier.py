@@ -1,4 +1,4 @@
-"""KV of an emulated device in host memory: marks go along, and copies take as long as their bytes would."""
+"""Swapping of an emulated device's KV: blocks keep their contents, and copies take as long as their bytes would."""
 
 import time
 
@@ -27,7 +27,7 @@ def test_a_sequence_goes_on_from_what_came_back() -> None:
     copier.start((BlockCopy(False, (3, 2), (6, 5)),), _LAYERS)
     copier.finish()
     engine.step(Batch(4, (1,), back.added, back.slices), ((3, 2, 4),))
-    assert engine.runner.wrong_total == 1, "the blocks are in the wrong order"
+    assert engine.runner.wrong_total == 1, "blocks in the wrong order must be noticed"
     engine.close()
 
 

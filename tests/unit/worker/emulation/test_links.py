@@ -25,7 +25,7 @@ BACKEND = PhantomBackend(BLOCK_BYTES)
 
 
 class Seen:
-    """A `Receiver` that keeps what comes."""
+    """A `Receiver` that records what arrives."""
 
     def __init__(self) -> None:
         self.messages: list[Message] = []
@@ -119,11 +119,11 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
 
 
 async def test_a_short_message_does_not_overtake_a_long_one() -> None:
-    """It came after the wait for the long one was nearly over, and was too short to wait itself."""
+    """Each short message is sent while a long one is almost through, and would itself not have to wait."""
     async with pair(bytes_per_s=1e7) as both:
         a, _ = await both.connect()
         for topic in range(200):
-            long = Activation(10_000, b"") if topic % 50 == 0 else None  # a millisecond
+            long = Activation(10_000, b"") if topic % 50 == 0 else None  # takes a millisecond
             a.send(TrafficClass.ACTIVATION, topic, tensor=cast("torch.Tensor | None", long))
             await asyncio.sleep(0)
         await both.seen[1].until(200)
@@ -133,7 +133,7 @@ async def test_a_short_message_does_not_overtake_a_long_one() -> None:
 async def test_a_transfer_brings_the_marks_and_takes_its_time() -> None:
     async with pair(bytes_per_s=40 * BLOCK_BYTES) as both:
         a, _ = await both.connect()
-        both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]  # pieces need not match
+        both.seen[1].pieces = [BACKEND.scratch(8 * BLOCK_BYTES)]  # the pieces of both sides may differ
         source = blocks(4, first_mark=100)
         transfer = a.transfer(TrafficClass.KV, source, topic=16, meta=b"what")
         report = await asyncio.wait_for(asyncio.wrap_future(transfer.done), 10)

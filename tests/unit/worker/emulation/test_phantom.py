@@ -1,4 +1,4 @@
-"""Marks in the place of memory."""
+"""Marks that stand for memory contents."""
 
 import sys
 

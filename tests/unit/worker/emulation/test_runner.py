@@ -1,4 +1,4 @@
-"""The emulated runner says right tokens for right memory, and wrong ones for wrong memory."""
+"""The emulated runner returns right tokens if memory holds what it should, and wrong ones otherwise."""
 
 from dataclasses import replace
 
@@ -13,7 +13,7 @@ from services.worker.emulation.runner import WEIGHTS, Activation
 from services.worker.emulation.tokens import answer
 from tests.unit.worker.emulation.machines import BLOCK_TOKENS, VOCABULARY, small_engine, small_machine
 
-PROMPT = tuple(range(7, 17))  # ten tokens: two blocks of four and a half one
+PROMPT = tuple(range(7, 17))  # ten tokens: two full blocks of four and half of a third
 TABLE = (5, 2, 9, 4, 7)
 ANSWER = answer(PROMPT, 8, VOCABULARY)
 
@@ -29,7 +29,7 @@ def step(engine: EmulatedEngine, number: int, first: int, tokens: tuple[int, ...
 
 
 def decode(engine: EmulatedEngine, count: int, start: int = 0) -> list[int]:
-    """`count` tokens after the first `start`, each fed back."""
+    """Decodes `count` tokens after the first `start`, feeding each expected token back."""
     return [step(engine, 10 + i, len(PROMPT) + i, (ANSWER[i],)) for i in range(start, start + count)]
 
 
@@ -81,7 +81,7 @@ def test_kv_of_one_layer_that_never_came(engine: EmulatedEngine, layer: int) -> 
     engine.runner.forget_all()
     phantom(engine.memory.kv.layer(layer)).area.set_cell(TABLE[0], 0)
     assert step(engine, 2, len(PROMPT), (ANSWER[0],), added=True) != ANSWER[1]
-    assert decode(engine, 2, start=1) != ANSWER[2:4]  # and so it stays
+    assert decode(engine, 2, start=1) != ANSWER[2:4]  # and later tokens are wrong too
     assert engine.runner.wrong_total == 3
 
 
@@ -105,7 +105,7 @@ def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
     before = engine.block_count
     after = engine.memory.drop_layers([2, 3])
     assert after > before
-    assert phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])  # until the victims have been sent
+    assert phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])  # kept until the victims have been sent
     engine.memory.release_retired()
     assert not phantom(engine.memory.kv.layer(3)).area.cell(TABLE[0])
     engine.check()
@@ -114,7 +114,7 @@ def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
 
 
 def test_two_groups_at_a_time_have_marks_of_their_own(engine: EmulatedEngine) -> None:
-    """The old group's KV stays as it is while the new one writes into blocks of its own, and goes without it."""
+    """The old group's KV stays intact while the new group writes into blocks of its own, and can be removed alone."""
     memory = engine.memory
     memory.drop_layers([2, 3])
     memory.release_retired()
@@ -184,13 +184,13 @@ def test_a_preempted_step_can_be_run_once_more(engine: EmulatedEngine) -> None:
         engine.runner.run_stage(
             offline(1, 0, PROMPT, added=True), [TABLE], None, first_layer=0, last_layer=4, preempted=preempted
         )
-    assert len(asked) == 3, "behind each layer but the last"
+    assert len(asked) == 3, "asked after each layer but the last"
     assert step(engine, 2, 0, PROMPT) == ANSWER[0]
     assert decode(engine, 6) == ANSWER[1:7]
 
 
 def test_a_stage_runs_once_more_what_was_preempted_behind_it(engine: EmulatedEngine) -> None:
-    """The token that it has computed lies in a block with tokens that are good."""
+    """The recomputed token is in a block that also holds correct tokens."""
     later, hidden = small_engine(), None
     for number, (first, tokens, times) in enumerate([(0, PROMPT, 1), (10, ANSWER[:1], 3), (11, ANSWER[1:2], 2)]):
         batch = offline(number, first, tuple(tokens), added=not first)

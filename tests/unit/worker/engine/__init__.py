@@ -1,5 +1,5 @@
-"""Where kernels are interpreted, triton 3.6 (of torch 2.11) does what 3.7 does: else numpy from 2.4 on refuses loops
-whose ends the kernel has read.
+"""Makes the interpreter of triton 3.6 (torch 2.11) behave like that of 3.7. Otherwise numpy 2.4 and later refuse loops
+whose bounds the kernel has loaded.
 """
 
 import os

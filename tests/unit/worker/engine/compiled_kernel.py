@@ -1,4 +1,4 @@
-"""Compiles Triton kernels ahead of time for GPUs that are not there, and says what they take of one."""
+"""Compiles Triton kernels ahead of time for GPUs that this machine lacks, and returns the resources that they need."""
 
 import contextlib
 import importlib
@@ -11,20 +11,20 @@ from typing import Any
 import pytest
 import torch
 
-SHARED_LIMIT_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # of one program
+SHARED_LIMIT_BYTES = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # by capability, for one program
 TYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
 @dataclass(frozen=True)
 class Compiled:
     shared_bytes: int
-    spilled_bytes: int  # moved from registers to memory
-    registers: int  # of each thread
+    spilled_bytes: int  # spilled from registers to memory
+    registers: int  # per thread
     ptx: str
 
 
 def compiled(kernel: Any, given: Mapping[str, str], constants: Mapping[str, Any], capability: int) -> Compiled:
-    """As the just-in-time compiler would: with what it sees of alignment. `given`: the arguments' types."""
+    """Compiles as the just-in-time compiler would for aligned arguments. `given`: types of the arguments."""
     triton: Any = importlib.import_module("triton")
     names = kernel.arg_names
     aligned = [names.index(name) for name in given if name.endswith(("_ptr", "_stride", "vocabulary"))]
@@ -47,7 +47,7 @@ def compiled(kernel: Any, given: Mapping[str, str], constants: Mapping[str, Any]
 
 
 def signatures(dtype: torch.dtype) -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """What the kernels between products are given: norm, rotation and activation."""
+    """Argument types of the kernels between matrix products: norm, rotation and activation."""
     kind = f"*{TYPES[dtype]}"
     norm = {"out_ptr": kind, "hidden_ptr": kind, "added_ptr": kind, "weight_ptr": kind}
     norm |= {"hidden_row_stride": "i32", "added_row_stride": "i32", "eps": "fp32"}

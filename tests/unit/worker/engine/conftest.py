@@ -14,7 +14,7 @@ def model_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """What is in Triton's cache already tells nothing of registers."""
+    """An empty Triton cache: compilation reports registers and spills only for kernels that are not cached."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRITON_CACHE_DIR", str(tmp_path_factory.mktemp("triton")))
         yield

@@ -1,7 +1,7 @@
-"""Runs stages on a device that does not exist and on which mixing devices is an error. A program, to be started alone:
-it gives torch another device for the rest of the process.
+"""Runs stages on a device that does not exist, on which mixing devices is an error. To be run as a program of its own,
+since it adds a device to torch for the rest of the process.
 
-Nothing is computed (`FakeTensorMode`): tensors have shapes, types and devices. The device is no CUDA device, since a
+Nothing is computed (`FakeTensorMode`): tensors have shapes, types and devices. The device is not a CUDA device, as a
 build of torch without CUDA refuses to slice tensors on one.
 """
 
@@ -55,7 +55,7 @@ SAMPLINGS = (
 
 
 class FakeBackend(TensorOperations):
-    """A `MemoryBackend` whose addresses hold nothing."""
+    """A `MemoryBackend` with addresses, but no memory."""
 
     device = DEVICE
     granularity_bytes = 2 << 20
@@ -94,7 +94,7 @@ class FakeBackend(TensorOperations):
 
 
 class FakeKernel:
-    """In the place of the Triton kernel: requires of its arguments what that one relies on."""
+    """Replaces the Triton kernel and checks the properties of its arguments on which that kernel relies."""
 
     launches = 0
 
@@ -137,7 +137,7 @@ class FakeKernel:
 
 
 class FakeFusedKernels:
-    """In the place of a module of kernels: counts launches, and requires that everything is on the device."""
+    """Replaces a module of kernels: counts launches and checks that all tensors are on the device."""
 
     def __init__(self, module: str = "fused_kernels") -> None:
         self._module = f"services.worker.engine.{module}"
@@ -158,7 +158,7 @@ class FakeFusedKernels:
 
 
 class Launches(TorchDispatchMode):
-    """Counts what torch launches on the device: everything but views and empty memory."""
+    """Counts the operations that torch launches on the device: all but views and allocations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,13 +172,13 @@ class Launches(TorchDispatchMode):
 
 
 def launch_now(launch: Callable[[], None]) -> Callable[[], None]:
-    """Records nothing."""
+    """Launches at once instead of recording."""
     launch()
     return launch
 
 
 def pretend_values() -> None:
-    """What is read back from the device is zeros, and conditions on it hold."""
+    """Makes values that are read back from the device zeros, and conditions on them true."""
 
     def zeros(tensor: torch.Tensor) -> Any:
         def of(shape: Sequence[int]) -> Any:
@@ -186,7 +186,7 @@ def pretend_values() -> None:
 
         return of(tensor.shape)
 
-    real_tensor, real_from_numpy = torch.tensor, torch.from_numpy  # which make real ones, whatever the device
+    real_tensor, real_from_numpy = torch.tensor, torch.from_numpy  # these make real tensors, whatever the device
 
     def tensor(data: Any, *, dtype: torch.dtype | None = None, device: torch.device | None = None) -> torch.Tensor:
         real = real_tensor(data, dtype=dtype)
@@ -240,7 +240,7 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
     for role, name, batch, tables in steps():
         first, last = ROLES[role]
         rows = sum(len(part.token_ids) for part in batch.slices)
-        # A link that carries host memory gives hidden states on the CPU.
+        # A link that carries host memory delivers hidden states on the CPU.
         hidden = None if first == 0 else torch.empty(rows, config.hidden_size, dtype=dtype)
         before = kernel.launches
         fused.launches.clear()
@@ -257,8 +257,8 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         if last == LAYERS:
             assert isinstance(out, StepResult)
             assert len(out.token_ids) == sum(part.samples for part in batch.slices)
-            assert 1 <= choosing.launches["find_best"] <= 2  # of what is chosen from, and of what is ranked
-            assert choosing.launches.total() <= 6  # whatever the rows ask for
+            assert 1 <= choosing.launches["find_best"] <= 2  # for the candidates to draw from, and for the ranked ones
+            assert choosing.launches.total() <= 6  # whatever sampling the rows ask for
         else:
             assert isinstance(out, torch.Tensor)
             assert (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
@@ -274,7 +274,7 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
         out = replaying.run_stage(batch, tables, hidden, first_layer=first, last_layer=last)
         assert isinstance(out, StepResult) or (out.device, tuple(out.shape)) == (DEVICE, (rows, config.hidden_size))
         replaying.forget_all()
-    for launching in (runner, replaying):  # tokens that are still being chosen are taken on the device
+    for launching in (runner, replaying):  # a token that is not chosen yet is read on the device
         new = NewSequence(1, (5, 6), (), SamplingParams(temperature=0.0))
         launching.launch(Batch(1, (), (new,), (Slice(1, 0, (5, 6), True),)), [(0,)])
         ahead = launching.launch(Batch(2, (), (), (Slice(1, 2, (IN_FLIGHT,), True),)), [(0,)])
@@ -292,7 +292,7 @@ def run(model_dir: Path, dtype: torch.dtype) -> None:
             launched.append(by_torch.count + kernel.launches + fused.launches.total() - before)
             runner.forget_all()
         counts.append((launched[1] - launched[0]) // 2)
-    assert counts[0] == 9  # of which four are matrix products
+    assert counts[0] == 9  # including four matrix products
     assert counts[1] > counts[0] + 6
     memory.drop_layers([2, 3])
     memory.move([(1, 0)])

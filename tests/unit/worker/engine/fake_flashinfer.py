@@ -1,5 +1,5 @@
-"""FlashInfer's wrappers for the CPU: the parameters of 0.7.2, and attention as its documentation defines it, computed
-from nothing but what `plan` and `run` are given.
+"""FlashInfer's wrappers for the CPU, with the signatures of 0.7.2 and attention as its documentation defines it,
+computed only from the arguments of `plan` and `run`.
 """
 
 import inspect
@@ -10,7 +10,7 @@ import torch
 VERSION = "0.7.2.post1"
 DECODE, PREFILL = "BatchDecodeWithPagedKVCacheWrapper", "BatchPrefillWithPagedKVCacheWrapper"
 
-# As `inspect.signature` prints them, without annotations. The decodes' `plan` hands what it is given to `_plan_impl`.
+# As `inspect.signature` prints them, without annotations. The decode wrapper's `plan` passes on to `_plan_impl`.
 SIGNATURES = {
     (DECODE, "__init__"): (
         "(self, float_workspace_buffer, kv_layout='NHD', use_cuda_graph=False, use_tensor_cores=False,"
@@ -52,14 +52,14 @@ SIGNATURES = {
 
 
 def printed(function: Any) -> str:
-    """As above."""
+    """A function's signature in the form of `SIGNATURES`."""
     signature = inspect.signature(function)
     bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     return str(signature.replace(parameters=bare, return_annotation=inspect.Signature.empty))
 
 
 def bound(wrapper: str, method: str, *given: Any, **named: Any) -> dict[str, Any]:
-    """By the parameters' names, defaults included. TypeError: FlashInfer would not take the call."""
+    """The arguments by parameter name, defaults included. TypeError: FlashInfer would not accept the call."""
     signature = inspect.signature(eval(f"lambda {SIGNATURES[wrapper, method][1:-1]}: None"))
     call = signature.bind(None, *given, **named)
     call.apply_defaults()
@@ -67,7 +67,7 @@ def bound(wrapper: str, method: str, *given: Any, **named: Any) -> dict[str, Any
 
 
 class FakeFlashInfer:
-    """In the place of the module. `calls`: what was planned and run, in order."""
+    """Replaces the module. `calls`: the plans and runs, in order."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
@@ -84,7 +84,7 @@ class FakeWrapper:
         assert made["kv_layout"] == "NHD"
         assert not made["use_cuda_graph"]
         assert (made["float_workspace_buffer"].dtype, made["backend"]) == (torch.uint8, "fa2")
-        assert made.get("use_tensor_cores", True)  # without them some numbers of query heads to a KV head are refused
+        assert made.get("use_tensor_cores", True)  # without them, some ratios of heads are refused
         self._name = name
         self._calls = calls
         self._plan: dict[str, Any] = {}
@@ -113,7 +113,7 @@ class FakeWrapper:
         assert cache.shape[1:] == (2, plan["page_size"], plan["num_kv_heads"], head_dim)
         assert q.dtype == out.dtype == plan["q_data_type"]
         assert cache.dtype == plan["kv_data_type"]
-        assert out.is_contiguous()  # kernels ask for the strides of queries and pages, and not of this
+        assert out.is_contiguous()  # kernels take the strides of queries and pages, but not of the output
         assert q.stride()[1:] == (head_dim, 1)
         groups = plan["num_qo_heads"] // plan["num_kv_heads"]
         for at, last in enumerate(plan["last"].tolist()):
@@ -122,7 +122,7 @@ class FakeWrapper:
             context = (len(pages) - 1) * plan["page_size"] + last
             kv = cache[pages].float().transpose(0, 1).flatten(1, 2)[:, :context].repeat_interleave(groups, 2)
             scores = torch.einsum("qnh,cnh->nqc", q[first_row:end_row].float(), kv[0]) * plan["sm_scale"]
-            if plan.get("causal"):  # the last query sees all of the context
+            if plan.get("causal"):  # the last query sees the whole context
                 seen = (
                     torch.arange(context)
                     <= (torch.arange(end_row - first_row) + context - end_row + first_row)[:, None]

@@ -1,6 +1,4 @@
-"""Compares the interpreted kernels with what torch computes on the CPU. A program, to be started with
-TRITON_INTERPRET=1.
-"""
+"""Compares the interpreted kernels with torch on the CPU. A program, to be started with TRITON_INTERPRET=1."""
 
 import itertools
 import os
@@ -21,14 +19,14 @@ from services.worker.engine.packing import Packer
 from tests.support.engine import BlockPool
 
 BLOCKS, BLOCK_TOKENS = 160, 16
-STEPS = {  # tokens before, tokens computed
+STEPS = {  # (tokens in the cache, tokens computed) of each sequence
     "decodes": [(0, 1), (3, 1), (16, 1), (150, 1)],
     "chunks": [(0, 9), (0, 40), (37, 34)],
     "split": [(1030, 1), (5, 1), (511, 1), (512, 1)],
     "mixed": [(7, 1), (0, 12), (2, 1), (9, 6), (160, 1), (70, 33)],
 }
-HEADS = ((8, 2, 64), (6, 6, 80), (7, 1, 16))  # of queries, of keys and values, elements of each
-# bfloat16 is not among them: the interpreter multiplies its bits as if they were integers.
+HEADS = ((8, 2, 64), (6, 6, 80), (7, 1, 16))  # query heads, KV heads, head dim
+# TOLERANCES lacks bfloat16: the interpreter multiplies its bits as if they were integers.
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
 
@@ -36,7 +34,7 @@ TOLERANCES = {torch.float32: 2e-6, torch.float16: 2e-3}
 def compare(
     step: str, heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
 ) -> None:
-    """The kernel has NaN in every slot that no sequence owns."""
+    """Compares attention. The kernel's cache has NaN in every slot that no sequence owns."""
     torch.manual_seed(0)
     pool, shares = BlockPool(BLOCKS, BLOCK_TOKENS), STEPS[step]
     slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(shares)]
@@ -63,7 +61,7 @@ def compare(
 
 
 def model(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
-    """Of sizes that are no powers of two."""
+    """A model whose sizes are not powers of two."""
     return ModelConfig(
         architecture="any",
         vocab_size=2,
@@ -87,7 +85,7 @@ def model(heads: int, kv_heads: int, head_dim: int) -> ModelConfig:
 
 
 class Recorder:
-    """In the place of attention: keeps the queries."""
+    """Replaces the attention kernel and records the queries."""
 
     q_TNH: torch.Tensor
 
@@ -101,8 +99,9 @@ class Recorder:
 def compare_operations(
     config: ModelConfig, dtype: torch.dtype, device: torch.device, kv_dtype: torch.dtype | None = None
 ) -> None:
-    """In float16 nearly all elements have the same bits: both round at the same places. In float32 functions and sums
-    differ in the last bits, and to bfloat16 the interpreter does not round, but cuts off.
+    """Compares the fused operations with torch's. In float16 nearly all elements are equal bit by bit, since both round
+    at the same places. In float32, functions and sums differ in the last bits, and in bfloat16 the interpreter
+    truncates instead of rounding.
     """
     torch.manual_seed(1)
     pool, shares = BlockPool(BLOCKS, BLOCK_TOKENS), STEPS["decodes"]
@@ -131,7 +130,7 @@ def compare_operations(
         results.append([summed, normed, again, recorder.q_TNH, cache.to(dtype), activated])
     bound = (2 if dtype == torch.float16 else 4) * torch.finfo(dtype).eps
     for name, expected, given in zip(names, *results, strict=True):
-        if name == "cache" and kv_dtype is not None:  # rounded from values that differ in the last bits
+        if name == "cache" and kv_dtype is not None:  # rounded from values whose last bits differ
             assert float((given != expected).double().mean()) < 1e-3, name
             continue
         torch.testing.assert_close(given, expected, rtol=bound, atol=bound, msg=lambda why, name=name: f"{name}: {why}")
@@ -140,7 +139,7 @@ def compare_operations(
 
 
 def compare_float8(as_bytes: bool) -> None:
-    """With the type, and with bytes where a GPU lacks it."""
+    """Compares KV in float8: as the GPU's type, and as bytes for GPUs that lack the type."""
     attention_cuda._has_fp8 = lambda _: not as_bytes  # pyright: ignore[reportPrivateUsage, reportUnknownLambdaType]
     for step, heads in itertools.product(("decodes", "chunks", "mixed"), HEADS[:2]):
         compare(step, *heads, torch.float32, FP8)

@@ -1,4 +1,4 @@
-"""Compares the GPU's sampler with the CPU's, of torch. A program, to be started with TRITON_INTERPRET=1."""
+"""Compares the GPU's sampler with torch's on the CPU. A program, to be started with TRITON_INTERPRET=1."""
 
 import math
 import os
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 def sample(sampler: AnySampler, rows: list[SampleRow], logits_RV: torch.Tensor) -> Sampled:
-    """A step's, on the device of the logits."""
+    """Samples one step on the device of the logits."""
     with torch.inference_mode():
         prepared = sampler.prepare(rows)
         return prepared.launch(upload(prepared.arrays, logits_RV.device), logits_RV.clone()).collect()
@@ -53,7 +53,7 @@ def requests(count: int, vocabulary: int, seed: int) -> list[NewSequence]:
 
 
 def logits_of(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
-    """Flat and peaked, with equals and with impossible tokens."""
+    """Flat and peaked rows, some with equal logits and some with impossible tokens."""
     torch.manual_seed(seed)
     logits_RV = torch.randn(rows, vocabulary) * torch.rand(rows, 1) * 6
     logits_RV[::5] = logits_RV[::5].round()
@@ -62,7 +62,7 @@ def logits_of(rows: int, vocabulary: int, seed: int) -> torch.Tensor:
 
 
 def compare(rows: int, vocabulary: int, seed: int, *, steps: int, device: torch.device = CPU) -> int:
-    """How many tokens differ. Log-probabilities do not, but for rounding."""
+    """Number of tokens that differ. Log-probabilities must be equal up to rounding."""
     cpu, gpu = Sampler(vocabulary, [2], CPU), GpuSampler(vocabulary, [2], device)
     added, differing = requests(rows, vocabulary, seed), 0
     for new in added:
@@ -98,12 +98,12 @@ def require_tokens_of_what_is_no_number(device: torch.device = CPU) -> None:
             logits_RV[:, broken] = value
             chosen = sample(gpu, [SampleRow(i, 2) for i in range(6)], logits_RV.to(device)).token_ids
             assert all(0 <= token < vocabulary for token in chosen)
-            if value == math.inf:  # of those, and of no others
+            if value == math.inf:  # only tokens with an infinite logit
                 assert all(token in range(*broken.indices(vocabulary)) for token in chosen)
 
 
 def require_grammars(device: torch.device = CPU) -> None:
-    """One that is followed, one that is none, and none at all; in the same words as on the CPU."""
+    """A grammar that is followed, an invalid one, and none: results and error texts equal those of the CPU."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "tokenizer.json"
         train_tokenizer(300, qwen=False).save(str(file))
@@ -121,7 +121,7 @@ def require_grammars(device: torch.device = CPU) -> None:
 
 
 def require_the_best_put_aside(device: torch.device = CPU) -> None:
-    """Although nearly all others are equal, and as many as they are would not fit."""
+    """The best candidates are put aside, although nearly all other logits are equal and too many to be put aside."""
     gpu, logits_RV = GpuSampler(600, [2], device), torch.zeros(1, 600)
     logits_RV[0, 40:70] = torch.arange(1.0, 31.0)
     gpu.add(NewSequence(0, (1,), (), SamplingParams(seed=1, top_k=5, top_p=0.9)))
@@ -131,7 +131,7 @@ def require_the_best_put_aside(device: torch.device = CPU) -> None:
 
 
 def main() -> None:
-    # Small programs are interpreted soon. With little room many rows take the way through the whole vocabulary.
+    # Small programs are interpreted fast. With little room, many rows need a pass over the whole vocabulary.
     sampler_gpu._ADJUSTED, sampler_gpu._TILE = 512, 256
     assert compare(16, 600, 1, steps=2) == 0
     sampler_gpu._LEAST, sampler_gpu._ROOM = 16, 32

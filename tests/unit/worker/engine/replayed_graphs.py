@@ -1,6 +1,6 @@
 """Generates with recorded steps before, during and after a drop, and compares with an engine that records nothing. A
-program, to be started with TRITON_INTERPRET=1: kernels are interpreted on the CPU, in real memory that is really taken
-away and given back, so that whatever reads what is not mapped ends this process.
+program, to be started with TRITON_INTERPRET=1: kernels are interpreted on the CPU in memory that is really unmapped and
+mapped again, so that a read of unmapped memory ends this process.
 """
 
 import os
@@ -29,12 +29,12 @@ DROPPED = (1,)
 
 
 class Watched(TorchDispatchMode):
-    """Which memory is used that was there before."""
+    """Collects the addresses of tensors that are used and were allocated before."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used: set[int] = set()
-        self._made: list[torch.Tensor] = []  # meanwhile; a graph has memory of its own for it
+        self._made: list[torch.Tensor] = []  # allocated meanwhile, for which a graph has its own memory
 
     def use(self, values: Sequence[Any]) -> None:
         made = {tensor.untyped_storage().data_ptr() for tensor in self._made}
@@ -52,7 +52,7 @@ class Watched(TorchDispatchMode):
 
 
 class Record:
-    """Replays by running again, and sees to it that nothing else is used than what was recorded."""
+    """Replays by running again, and asserts that this uses the memory that was recorded and no other."""
 
     def __init__(self) -> None:
         self.recorded = self.replayed = 0
@@ -76,7 +76,7 @@ class Record:
 
 
 class Seen:
-    """A kernel whose arguments are watched."""
+    """A kernel that reports its arguments to `Watched`."""
 
     def __init__(self, kernel: Any, record: Record) -> None:
         self._kernel = kernel
@@ -100,7 +100,7 @@ class SeenKernels:
 
 
 def as_on_a_gpu(record: Record) -> None:
-    """From now on engines on the CPU have a GPU's kernels, and record with this."""
+    """From now on, engines on the CPU use a GPU's kernels and record with `record`."""
 
     def attention(device: torch.device, config: Any, dtype: torch.dtype, name: str) -> CudaAttention:
         made = CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
@@ -112,8 +112,8 @@ def as_on_a_gpu(record: Record) -> None:
         made._kernels = SeenKernels(made._kernels, record)
         return made
 
-    attention_cuda._LEAST_PART = 16  # so that contexts are split, and few programs are interpreted
-    attention_cuda._LEAST_PROGRAMS = attention_cuda._PROGRAMS_PER_ROW = 1  # so that some have several parts
+    attention_cuda._LEAST_PART = 16  # so that short contexts, which need few programs, are split
+    attention_cuda._LEAST_PROGRAMS = attention_cuda._PROGRAMS_PER_ROW = 1  # so that some rows have several parts
 
     def recorder(device: torch.device) -> Record:
         return record
@@ -145,7 +145,7 @@ def tokens_of(engine: Engine) -> list[list[int]]:
 
 
 def tokens_ahead(engine: Engine) -> list[list[int]]:
-    """The same, each step launched before the tokens of the previous one are known."""
+    """The same tokens, but each step is launched before the previous one's tokens are known."""
     made, pool = jobs(), BlockPool(engine.block_count, engine.block_tokens)
     added = tuple(NewSequence(job.sequence_id, job.prompt, (), GREEDY) for job in made)
     tables = [pool.take(len(job.prompt) + job.count) for job in made]
@@ -170,7 +170,7 @@ def tokens_ahead(engine: Engine) -> list[list[int]]:
 
 
 def decodes(engine: Engine, first_block: int) -> tuple[Batch, list[tuple[int, ...]]]:
-    """Three, in blocks from there on."""
+    """A batch of three decodes, in blocks from `first_block` on."""
     pool = BlockPool(3, engine.block_tokens, first_block=first_block)
     contexts = (1, 1, 1)
     slices = tuple(Slice(i, context - 1, (7 + i,), True) for i, context in enumerate(contexts))
@@ -179,7 +179,7 @@ def decodes(engine: Engine, first_block: int) -> tuple[Batch, list[tuple[int, ..
 
 
 def hidden_of(engine: Engine, first_block: int) -> torch.Tensor:
-    """What the layers that stay make of decodes."""
+    """Hidden states of a batch of decodes after the layers before the dropped one."""
     batch, tables = decodes(engine, first_block)
     out = engine.runner.run_stage(batch, tables, None, first_layer=0, last_layer=DROPPED[0])
     assert isinstance(out, torch.Tensor)
@@ -196,13 +196,13 @@ def main() -> None:
             expected, expected_TD = tokens_of(engine), hidden_of(engine, 0)
         assert (record.recorded, record.replayed) == (0, 0)
         with engine_of(folder, eager=False) as engine:
-            assert record.recorded == 3  # of all layers, for 1, 2 and 3 rows
+            assert record.recorded == 3  # all layers, for 1, 2 and 3 rows
             assert tokens_of(engine) == expected
             replayed, blocks = record.replayed, engine.block_count
             assert replayed > 0
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
-            for _ in range(2):  # recorded, and then replayed, in memory that the parameters had which are gone
+            for _ in range(2):  # recorded, then replayed, with KV in memory that belonged to the dropped parameters
                 assert torch.equal(hidden_of(engine, engine.block_count - 3), expected_TD)
             assert (record.recorded, record.replayed) == (4, replayed + 1)
             engine.memory.make_room_for_layers(DROPPED, block_count=blocks)

@@ -1,7 +1,7 @@
-"""Two ranks, each a process, that record steps and replay them in lockstep, before, during and after a drop: their
-tokens are those of one rank that records nothing. To be imported with TRITON_INTERPRET=1; see `replayed_graphs`.
+"""Two ranks, each a process, record steps and replay them in lockstep before, during and after a drop: their tokens
+equal those of one rank that records nothing. To be imported with TRITON_INTERPRET=1; see `replayed_graphs`.
 
-A rank writes down what it records and replays, and the sum over ranks is watched as all else that a recording launches.
+Each rank logs to a file what it records and replays. The sum over ranks is watched like all launches of a recording.
 """
 
 import functools
@@ -30,7 +30,7 @@ from tests.unit.worker.engine.replayed_graphs import (
 from tools.model.tiny import make_tiny
 
 RANKS, BUCKETS = 2, 3  # for 1, 2 and 3 rows
-SUMS = 2  # of a layer
+SUMS = 2  # per layer
 
 
 class WrittenDown(Record):
@@ -46,10 +46,10 @@ class WrittenDown(Record):
         self._write("records", where, rows)
         before = self.sums
         replay = super().__call__(launch)
-        assert self.sums == before + SUMS * len(layers), "the sum over ranks is no part of what is recorded"
+        assert self.sums == before + SUMS * len(layers), "the recording must contain the sum over ranks"
 
         def replay_in_lockstep() -> None:
-            self._write("replays", where, rows)  # before its sums: who has had them reads what the others have written
+            self._write("replays", where, rows)  # before the sums: after them, every rank has logged it
             replay()
 
         return replay_in_lockstep
@@ -60,7 +60,7 @@ class WrittenDown(Record):
 
 
 class SeenPeers:
-    """Sums are watched."""
+    """Peers whose sums are counted and watched."""
 
     def __init__(self, peers: Peers, record: WrittenDown) -> None:
         self._peers = peers
@@ -78,7 +78,7 @@ class SeenPeers:
 
 
 def share(folder: Path, *, written: Path, device: str, peers: Peers) -> Engine:
-    """In each rank's process."""
+    """Loads a rank's share of the model, in the rank's process."""
     torch.set_num_threads(1)
     record = WrittenDown(written / str(peers.rank))
     as_on_a_gpu(record)
@@ -86,7 +86,7 @@ def share(folder: Path, *, written: Path, device: str, peers: Peers) -> Engine:
 
 
 def last_stage_of(engine: Engine, hidden_TD: torch.Tensor) -> tuple[int, ...]:
-    """What the other layers make of it, which the first rank alone has been given."""
+    """Tokens of the last stage for hidden states that only the first rank was given."""
     batch, tables = decodes(engine, 0)
     out = engine.runner.run_stage(batch, tables, hidden_TD.clone(), first_layer=DROPPED[0], last_layer=LAYERS)
     assert isinstance(out, StepResult)
@@ -106,7 +106,7 @@ def main() -> None:
             expected_ids = last_stage_of(engine, expected_TD)
 
         def lines(word: str) -> list[str]:
-            """What the ranks have done since they were started, all of them the same."""
+            """Lines of the log that start with `word`; all ranks must have the same log."""
             first, *others = [(written / str(rank)).read_text().splitlines() for rank in range(RANKS)]
             assert others == [first] * len(others)
             return [line for line in first if line.startswith(word)]
@@ -121,7 +121,7 @@ def main() -> None:
             assert replayed
             engine.memory.drop_layers(DROPPED)
             assert engine.block_count > blocks + 3
-            # Where the parameters were that are gone.
+            # KV is in memory that belonged to the dropped parameters.
             recording_TD, hidden_TD = (hidden_of(engine, engine.block_count - 3) for _ in range(2))
             for each_TD in (recording_TD, hidden_TD):
                 torch.testing.assert_close(each_TD, expected_TD, atol=1e-5, rtol=1e-5)

@@ -1,4 +1,4 @@
-"""CPU attention against the definition, on caches full of other sequences' KV."""
+"""CPU attention against its definition, on caches that also hold other sequences' KV."""
 
 import random
 
@@ -22,7 +22,7 @@ BLOCKS = 400
 
 
 def attend(q_NH: torch.Tensor, k_CKH: torch.Tensor, v_CKH: torch.Tensor) -> torch.Tensor:
-    """One query over its whole context, head by head."""
+    """Attention of one query over its whole context, head by head."""
     outputs: list[torch.Tensor] = []
     for head in range(HEADS):
         kv_head = head // (HEADS // KV_HEADS)
@@ -40,7 +40,7 @@ def backend_of(kernels: str, dtype: torch.dtype = torch.float64) -> AttentionBac
 
 
 class World:
-    """Sequences with known keys and values, the earlier ones already in the cache."""
+    """Sequences with known keys and values; those of tokens before the step are in the cache."""
 
     def __init__(self, shares: list[tuple[int, int]]) -> None:
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 def test_what_others_left_in_the_cache_changes_nothing(
     kernels: str, shares: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
-    """NaN in every slot that no sequence owns."""
+    """One of two caches has NaN in every slot that no sequence owns."""
     world = World(shares)
     clean = world.kv_B2TKH.to(dtype)
     poisoned = torch.full_like(clean, float("nan"))
@@ -163,7 +163,9 @@ def test_what_others_left_in_the_cache_changes_nothing(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_float8_is_attended_to_as_what_it_holds(kernels: str, dtype: torch.dtype) -> None:
-    """Rounded values in a cache of the model's format give the same bits; those that a step writes are rounded, too."""
+    """A float8 cache gives the same bits as its values in the model's dtype. The step's keys and values are rounded,
+    too.
+    """
     world = World([(7, 1), (0, 12), (2, 1), (9, 6), (40, 1), (3, 1)])
     rows = world.packed.row_count
     q, k, v = (torch.randn(rows, n, HEAD_DIM).to(dtype) * 300 for n in (HEADS, KV_HEADS, KV_HEADS))
@@ -173,7 +175,7 @@ def test_a_cache_in_float8_is_attended_to_as_what_it_holds(kernels: str, dtype: 
     backend_of(kernels, dtype).prepare(world.packed).run(wide, q, rounded(k, FP8), rounded(v, FP8), outs[1])
     assert torch.equal(*outs)
     assert torch.equal(narrow.to(dtype), wide)
-    assert float(wide.abs().max()) == 448.0  # what is larger is stored as that
+    assert float(wide.abs().max()) == 448.0  # larger values are stored as 448
 
 
 @NEEDS_NATIVE

@@ -1,4 +1,4 @@
-"""The CUDA backend: what it says where there is none, and on a device that it gives what the CPU gives."""
+"""The CUDA backend: its errors without a device, and on a device its equality with the CPU."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -106,6 +106,6 @@ def test_greedy_tokens_on_the_device_equal_transformers(tmp_path: Path, arch: st
 
 
 def _rounding(model_dir: Path, token_ids: Sequence[int], dtype: str) -> float:
-    """The most that a logit of `transformers` in this dtype is away from that in float32."""
+    """Largest difference between logits of `transformers` in this dtype and in float32."""
     exact = reference_logits(model_dir, token_ids)
     return (reference_logits(model_dir, token_ids, dtype).float() - exact).abs().max().item()

@@ -1,4 +1,4 @@
-"""Attention by FlashInfer, without a GPU: what its wrappers are told, computed by a double of them."""
+"""Attention by FlashInfer without a GPU: a fake computes attention from the arguments of FlashInfer's wrappers."""
 
 import importlib
 import inspect
@@ -27,7 +27,7 @@ from tests.unit.worker.engine.fake_flashinfer import DECODE, PREFILL, SIGNATURES
 from tools.model.tiny import make_tiny
 
 BLOCKS, CPU = 200, torch.device("cpu")
-Heads = tuple[int, int, int]  # of queries, of keys and values, dimensions
+Heads = tuple[int, int, int]  # query heads, KV heads, head dim
 LOGPROBS = replace(GREEDY, logprobs=1)
 MIXED = [(7, 1), (0, 12), (15, 1), (9, 6), (90, 1), (130, 33), (16, 16)]
 
@@ -41,10 +41,10 @@ def cases(test: Callable[..., None]) -> Callable[..., None]:
 
 
 def packed_of(shares: list[tuple[int, int]], block_tokens: int) -> tuple[PackedStep, torch.Tensor]:
-    """A step, and which slots its sequences own: [B, T]."""
+    """A packed step, and which slots its sequences own: [B, T]."""
     pool = BlockPool(BLOCKS, block_tokens)
     slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(shares)]
-    # Tables reach further than contexts, as a scheduler's may.
+    # Block tables are longer than the contexts need, as a scheduler's may be.
     tables = [pool.take(before + count + 2 * block_tokens) for before, count in shares]
     owned_BT = torch.zeros(BLOCKS, block_tokens, dtype=torch.bool)
     for table, (before, count) in zip(tables, shares, strict=True):
@@ -102,7 +102,7 @@ def test_on_a_gpu_it_gives_what_the_cpu_gives(
 
 
 class Watched:
-    """A `PlanCopy`."""
+    """A `PlanCopy` that records its calls."""
 
     def __init__(self, calls: list[str]) -> None:
         self.wait = lambda: calls.append("wait")
@@ -164,7 +164,7 @@ def test_an_engine_says_the_same_with_flashinfer_and_nothing_is_recorded(
         )
 
     def record(launch: object) -> None:
-        raise AssertionError("a plan of FlashInfer's is of one step")
+        raise AssertionError("a plan of FlashInfer holds for one step only")
 
     for is_flashinfer in (False, True):
         if is_flashinfer:
@@ -179,7 +179,7 @@ def test_an_engine_says_the_same_with_flashinfer_and_nothing_is_recorded(
             asked = zip(prompts, forced, strict=True)
             runs.append([Job(i, prompt, 12, LOGPROBS, forced=old) for i, (prompt, old) in enumerate(asked)])
             generate(engine, runs[-1], at_once=3, chunk_tokens=20)
-    # Tokens of nearly equal probability may change places, and are as probable then: as the GPU's tests have it.
+    # Tokens of nearly equal probability may be swapped, so log-probabilities are compared, as in the GPU's tests.
     greatest = [[each.logprob for job in jobs for each in job.logprobs if each is not None] for jobs in runs]
     assert len(greatest[0]) == 60
     torch.testing.assert_close(*map(torch.tensor, greatest), atol=0.02, rtol=0)
@@ -236,7 +236,7 @@ def test_flashinfer_has_the_parameters_that_are_recorded() -> None:
         real = printed(getattr(getattr(library, wrapper), method))
         if library.__version__ == VERSION:
             assert real == recorded
-        # A later version may add to them.
+        # A later version may add parameters.
         names = set(inspect.signature(getattr(getattr(library, wrapper), method)).parameters)
         assert names >= NEEDED[wrapper, method]
 

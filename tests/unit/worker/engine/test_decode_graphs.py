@@ -1,4 +1,4 @@
-"""Steps that are recorded, and replayed over drops and restores."""
+"""Steps that are recorded as graphs, and replayed before and after drops and restores."""
 
 import functools
 import os
@@ -37,7 +37,7 @@ pytest.importorskip("triton")
 
 @pytest.mark.rotating
 def test_replays_use_what_was_recorded_and_a_drop_records_its_layers_alone() -> None:
-    """In a process of its own: Triton decides when it is imported whether it compiles or interprets."""
+    """Runs in its own process, since Triton decides on import whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.replayed_graphs"]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"TRITON_INTERPRET": "1"})
 
@@ -72,7 +72,7 @@ def test_a_device_that_does_not_record_is_told_with_what_to_set(
 def refusing_share(
     model_dir: Path, *, refusing: int, once_aborted: type[Exception], device: str, peers: Peers
 ) -> Engine:
-    """One rank's device cannot record. The others wait for it in a way that only an abort ends, as in NCCL."""
+    """Loads one rank's engine. Rank `refusing` cannot record; the others wait until they are aborted, as with NCCL."""
     aborted = threading.Event()
 
     def record(launch: Callable[[], None]) -> Callable[[], None]:
@@ -99,7 +99,7 @@ def refusing_share(
 def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
     refusing: int, once_aborted: type[Exception], tmp_path: Path
 ) -> None:
-    """Also where the first rank has been recording a sum when it was aborted, and takes that for the reason."""
+    """The first rank may be aborted while it records a sum, and take the abort for the reason."""
     model_dir = make_tiny(
         "llama", tmp_path / "model", layers=1, heads=6, kv_heads=3, hidden=96, intermediate=192, max_len=64
     )
@@ -108,7 +108,7 @@ def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
     began_s = time.monotonic()
     with pytest.raises(ConfigError, match=r"enforce_eager: has to be set here: all layers .* not permitted .*" + whose):
         load_ranked(share, ["cpu"] * 3, RankLog())
-    assert time.monotonic() - began_s < 120.0  # most of it to start them, on a busy machine
+    assert time.monotonic() - began_s < 120.0  # most of it to start the ranks on a busy machine
     assert not [each for each in psutil.Process().children() if "services.worker.ranks" in each.cmdline()]
 
 
@@ -125,7 +125,7 @@ def test_a_sum_that_cannot_be_recorded_is_no_lost_rank(monkeypatch: pytest.Monke
 
 
 def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
-    """On a GPU such a sum ends as if nothing were wrong, be it launched or replayed."""
+    """On a GPU, an aborted sum ends without an error, whether launched or replayed."""
 
     class Summing:
         sums, lost_in = 0, 0
@@ -137,14 +137,14 @@ def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
             return cast(Any, SimpleNamespace(wait=lambda: None))
 
         def abort(self) -> None:
-            """What waits on the device goes on."""
+            """Lets work that waits on the device complete."""
 
     class Silent:
         def tell(self, message: object) -> None:
-            """Nobody listens."""
+            """There is no other rank."""
 
         def lost(self) -> None:
-            """Not known yet."""
+            """The loss has not been noticed yet."""
 
     summing = Summing()
     group = RankGroup(cast(Any, summing), 0, 2, torch.device("cuda", 0))
@@ -194,5 +194,5 @@ def test_on_the_device_a_drop_and_a_restore_change_no_token_of_graphs(tmp_path: 
                 chosen.append([job.chosen for job in jobs])
     eager, eager_after, recorded, recorded_after = chosen
     assert (eager_after, recorded_after) == (eager, recorded)
-    if dtype == "float32":  # a recording has more rows, with which a product may round otherwise
+    if dtype == "float32":  # a recording has more rows, for which a product may round differently
         assert recorded == eager

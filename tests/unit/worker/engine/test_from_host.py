@@ -1,4 +1,4 @@
-"""Engines of one host share one copy of the parameters."""
+"""Engines on one host share a copy of the parameters."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def test_the_second_engine_starts_from_the_copy_of_the_first(root: Path, model: 
             assert second.memory.parameters.loaded_checksums == known
             second.memory.drop_layers([1, 2])
             second.memory.make_room_for_layers([1, 2], block_count=0)
-            hidden.write_bytes(b"")  # nothing reads the checkpoint any more
+            hidden.write_bytes(b"")  # from now on, nothing may read the checkpoint
             assert second.holds_layer(1)
             assert second.read_layer(1)
             assert second.read_layer(2)

@@ -1,4 +1,4 @@
-"""The kernels between a layer's matrix products, where there is no GPU. `interpreted_kernel` compares them as well."""
+"""The kernels between a layer's matrix products, without a GPU. `interpreted_kernel` compares their results."""
 
 import importlib
 
@@ -28,9 +28,9 @@ def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
         done = compiled(kernel, given, constants, capability)
         which = f"{kernel.fn.__name__}, sm_{capability}, {constants}"
         assert done.spilled_bytes == 0, which
-        assert done.registers <= 128, which  # so that an SM has several programs at a time
+        assert done.registers <= 128, which  # so that several programs fit on an SM
         assert done.shared_bytes <= 16 << 10, which
-        assert "v4" in done.ptx, which  # 16 bytes at a time
+        assert "v4" in done.ptx, which  # access is 16 bytes wide
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""What keeps oneDNN's compiled products from growing with the number of different batch sizes."""
+"""What keeps oneDNN from compiling its products anew for every batch size."""
 
 import random
 from pathlib import Path
@@ -29,13 +29,13 @@ def test_what_the_operator_has_set_stays() -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_no_row_depends_on_what_is_behind_it(model_dir: Path, dtype: str) -> None:
-    """The rows of a padded batch are those of one that needs no padding and ends with tokens of another sequence."""
+    """A padded batch gives the same rows as an unpadded one that ends with tokens of another sequence."""
     with load_engine(model_dir, dtype=dtype, device_memory_bytes=16 << 20) as engine:
         rng = random.Random(2)
         tokens = tuple(rng.randrange(3, 320) for _ in range(101))
         tables = [tuple(range(7)), (9,)]
         assert padded_rows(101) == padded_rows(104) == 104
-        # Larger ones before have left values in the buffers.
+        # Larger batches have left values in the buffers.
         generate(engine, [Job(i, (5 + i,) * 60, 2) for i in range(6)])
         (padded,) = forward(engine, [Slice(1, 0, tokens, True)], tables[:1])
         full, _ = forward(engine, [Slice(1, 0, tokens, True), Slice(2, 0, (7, 8, 9), True)], tables)

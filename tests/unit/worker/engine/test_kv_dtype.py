@@ -1,4 +1,6 @@
-"""KV in float8: as accurate as its 3 bits allow, in half the memory of bfloat16, and never taken for other KV."""
+"""KV in float8: as accurate as its 3 mantissa bits allow, in half the memory of bfloat16, and never mixed with other
+KV.
+"""
 
 import json
 import shutil
@@ -37,7 +39,7 @@ def load(folder: Path, kv_cache_dtype: str = FP8, **options: Any) -> Engine:
 
 
 def logits(engine: Engine, sizes: Sequence[int] = (len(PROMPT),)) -> torch.Tensor:
-    """Of a prompt that is computed in chunks of these sizes."""
+    """Logits of a prompt that is computed in chunks of these sizes."""
     table, done, found = range(-(-len(PROMPT) // engine.block_tokens)), 0, list[torch.Tensor]()
     for size in sizes:
         found += forward(engine, [Slice(0, done, PROMPT[done : done + size], True)], [tuple(table)])
@@ -46,7 +48,7 @@ def logits(engine: Engine, sizes: Sequence[int] = (len(PROMPT),)) -> torch.Tenso
 
 
 def apart(folder: Path, **options: Any) -> float:
-    """Difference that float8 makes, relative to the spread of the logits: its root mean square."""
+    """Root mean square of the change of logits due to float8, relative to their spread."""
     results: list[torch.Tensor] = []
     for name in ("auto", FP8):
         with load(folder, name, **options) as engine:
@@ -62,13 +64,13 @@ def test_logits_are_near_those_of_exact_kv(kernels: str, dtype: str, tiny: Path)
 
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss", "gemma2", "qwen3_moe"])
 def test_models_of_transformers_have_it_too(family: str, tmp_path: Path) -> None:
-    """Latent attention, sinks, soft caps and windows, experts."""
+    """The families have latent attention, attention sinks, soft caps and sliding windows, or experts."""
     assert 1e-4 < apart(write_family(family, tmp_path), dtype="float32") < 0.25
 
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_chunks_of_a_prompt_change_nothing(kernels: str, tiny: Path) -> None:
-    """A token that is computed sees rounded KV of the others of its chunk, as it would if they were computed before."""
+    """A token attends to the rounded KV of its own chunk, as if that had been computed in an earlier one."""
     with load(tiny, kernels=kernels, dtype="float64") as engine:
         whole = logits(engine)
         for sizes in ((1,) * 60, (20, 40), (7, 1, 52)):
@@ -82,7 +84,7 @@ def test_twice_as_many_tokens_fit_as_in_bfloat16(tiny: Path) -> None:
         assert narrow.info.block_bytes * 2 == wide.info.block_bytes
         assert narrow.block_count >= 2 * wide.block_count
         assert narrow.info.layer_parameter_bytes == wide.info.layer_parameter_bytes
-        assert "kv_cache_dtype" in narrow.info.differences(wide.info)  # so that they never serve together
+        assert "kv_cache_dtype" in narrow.info.differences(wide.info)  # so that they never form a group
 
 
 def test_ranks_together_say_what_one_alone_says(tiny: Path) -> None:
@@ -131,7 +133,7 @@ def test_vllms_short_name_means_the_same(tiny: Path) -> None:
 
 
 def with_scales(folder: Path, out: Path, scales: Mapping[str, float | Sequence[float]]) -> Path:
-    """A copy of a checkpoint with these scales in every layer."""
+    """Copies a checkpoint and adds these scales to every layer."""
     shutil.copytree(folder, out)
     layers: int = json.loads((out / "config.json").read_text())["num_hidden_layers"]
     tensors = {f"model.layers.{i}.self_attn.{n}": torch.tensor(s) for i in range(layers) for n, s in scales.items()}
@@ -155,7 +157,7 @@ def test_scales_of_the_checkpoint_are_used_whatever_their_names(kernels: str, tm
 
     exact, plain, small = found(folder, "auto"), found(folder), scaled("vllm", k_scale=2.0**-5, v_scale=2.0**-6)
     ours = found(small)
-    assert not torch.equal(ours, plain)  # other numbers are below those that have 3 bits
+    assert not torch.equal(ours, plain)  # with other scales, other values become subnormal
     assert (ours - exact).std() < 0.25 * exact.std()
     for number, folders in enumerate(
         [

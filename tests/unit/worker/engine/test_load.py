@@ -99,7 +99,7 @@ def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> 
 
 
 def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As for a GPU, but for the pinning."""
+    """Reads as for a GPU, but without pinned memory."""
     slots: list[str] = []
     monkeypatch.setattr(checkpoint, "_BAND_ELEMENTS", 1 << 10)
 
@@ -116,7 +116,7 @@ def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, mon
             tensor.fill_(-1.0)
         opened.fill(layer_parameters(config_of(engine), 1, layout), stored)
         assert all(torch.equal(stored[name], wanted[name]) for name in stored)
-    assert len(set(slots)) == len(slots) > 0, "each reader has one slot"
+    assert len(set(slots)) == len(slots) > 0, "each reader must have one slot of its own"
     assert not any(thread.name.startswith("readers") for thread in threading.enumerate())
 
 
@@ -194,7 +194,7 @@ def test_a_tensor_without_use_is_named(model_dir: Path) -> None:
     index.write_text(json.dumps(content))
     extra = {
         "model.layers.0.self_attn.q_proj.bias": torch.zeros(64),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),  # old exports have it: ignored
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),  # in old exports; ignored
     }
     rewrite(model_dir, SHARD_1, dict(extra))
     assert "q_proj.bias: is not a tensor of LlamaForCausalLM" in refused(model_dir)
@@ -245,7 +245,7 @@ def test_float16_computes_what_float32_does(model_dir: Path) -> None:
 
 
 def test_a_gpu_has_matrices_as_the_checkpoint_has_them(model_dir: Path) -> None:
-    """Padding by a register's width helps a CPU, and breaks the tiles of a GPU's products."""
+    """Padding to the width of a register helps a CPU, but breaks the tiles of a GPU's products."""
     config = read_model_config(model_dir)
     layout = layout_for("cuda:1", None)
     for part in (*end_parameters(config, layout).values(), layer_parameters(config, 0, layout)):

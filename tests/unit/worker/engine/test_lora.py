@@ -1,4 +1,4 @@
-"""Folders of adapters: what is served, and what is refused by its name."""
+"""Adapter folders: which adapters are served, and which are refused by name."""
 
 import json
 from collections.abc import Callable

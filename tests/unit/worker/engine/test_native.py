@@ -1,4 +1,4 @@
-"""The compiled kernels against their definition, on every instruction set that this processor has."""
+"""The compiled kernels against their definition, with every instruction set of this processor."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ pytestmark = [NEEDS_NATIVE]
 KERNELS = native_kernels()
 ISAS = KERNELS.isas if KERNELS else ("none",)
 DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-# Rows, inputs, outputs: with partial tiles, panels and vectors.
+# Rows, inputs, outputs; some tiles, panels and vectors are partial.
 SHAPES = [(1, 64, 64), (3, 48, 100), (17, 176, 352), (200, 700, 70), (64, 2048, 96), (513, 34, 33)]
 
 
@@ -49,7 +49,7 @@ def test_packing_in_bands_is_undone(kernels: Kernels, dtype: torch.dtype) -> Non
     assert torch.equal(kernels.unpack(bands, chosen, 22), matrix[chosen])
     panel, lane = 70 // 32, 70 % 32
     stored = bands[panel, :, lane] if dtype != torch.bfloat16 else bands[panel, :, lane].reshape(-1)
-    assert torch.equal(stored, matrix[70])  # the layout is what workers agree on: plain, and the same everywhere
+    assert torch.equal(stored, matrix[70])  # workers rely on this layout: it is the same everywhere
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -93,7 +93,7 @@ def test_linear_gives_a_row_the_same_bits_in_any_batch(kernels: Kernels, dtype: 
 def test_each_group_of_rows_is_multiplied_with_its_dense_matrix(
     kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype
 ) -> None:
-    """And a row's result has the same bits alone, without the others of its group."""
+    """A row also gives the same bits without the other rows of its group."""
     torch.manual_seed(7)
     rows, inputs, outputs = shape
     ends = torch.tensor([rows // 3, rows // 3, rows - rows // 8, rows])  # the second group is empty
@@ -128,7 +128,7 @@ def test_threads_change_no_bit(kernels: Kernels, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_float8_is_written_as_torch_rounds(kernels: Kernels, dtype: torch.dtype) -> None:
-    """All numbers of the format, those between two of them, larger ones and others."""
+    """All values of the format, values between them, larger ones, and infinities."""
     torch.manual_seed(6)
     exact = torch.arange(256, dtype=torch.uint8).view(FP8).float()
     exact = exact[~exact.isnan()]

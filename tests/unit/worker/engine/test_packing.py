@@ -1,4 +1,4 @@
-"""What a packer keeps of tables changes no step: one that has seen nothing lays each out the same."""
+"""Block tables kept from earlier steps do not change a packed step: a new packer gives the same."""
 
 import random
 from dataclasses import fields
@@ -50,7 +50,7 @@ def test_tables_that_grow_are_replaced_and_are_forgotten(seed: int) -> None:
             if len(tables[i]) < need:
                 tables[i] = tables[i] + tuple(rng.choices(range(500), k=need - len(tables[i])))
             elif rng.random() < 0.1:
-                tables[i] = tuple(rng.choices(range(500), k=len(tables[i])))  # moved elsewhere
+                tables[i] = tuple(rng.choices(range(500), k=len(tables[i])))  # moved to other blocks
             slices.append(Slice(i, contexts[i], (1,) * count, rng.random() < 0.9))
             contexts[i] = end
         if slices:
@@ -64,13 +64,13 @@ def test_a_table_that_ends_too_early_is_a_bug() -> None:
 
 
 def test_a_layout_for_other_ranks_is_little_more_than_its_block_tables() -> None:
-    """In 32 bits, and made a message once for all of them."""
+    """Tables are sent as 32-bit numbers, and encoded once for all ranks."""
     table = tuple(range(256))
     packed = Packer(16).pack([Slice(i, 4095, (1,), True) for i in range(256)], [table] * 256)
     body = body_of(run_of(packed, None, 0, 1))
     assert len(body) < 1.1 * 4 * 256 * 256
     sent: list[int] = []
-    crew = Crew(1)  # which starts no other
+    crew = Crew(1)  # starts no other rank
 
     def send_body(body: bytes, within_s: float) -> None:
         sent.append(id(body))

@@ -1,4 +1,4 @@
-"""The GPU's attention kernel where there is no GPU: compiled ahead of time for two of them, and interpreted."""
+"""The GPU's attention kernel without a GPU: compiled ahead of time for several, and interpreted."""
 
 import importlib
 import itertools
@@ -91,7 +91,7 @@ def test_kv_in_float8_fits_as_well(capability: int, head_dim: int) -> None:
         kernel = compiled(capability, torch.bfloat16, groups, head_dim, chunks=chunks, kv=STORED_FP8[capability])
         which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
         assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
-        assert kernel.spilled_bytes <= 64, which  # none but on an H100 with 8 heads of 128 to a KV head: 40
+        assert kernel.spilled_bytes <= 64, which  # 0, except 40 on an H100 with 8 heads of 128 per KV head
         assert ("e4m3x2" in kernel.ptx) == (capability >= 90), which
     fused = importlib.import_module("services.worker.engine.fused_kernels")
     given = signatures(torch.bfloat16)[1] | {"kv_ptr": STORED_FP8[capability]}
@@ -107,7 +107,7 @@ def test_what_joins_the_parts_of_a_context_fits_as_well(capability: int) -> None
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
 def test_all_that_a_worker_compiles_before_it_is_ready_takes_less_than_20_s(capability: int) -> None:
-    """In processor time, of the assembler too. Of Llama 3 8B in bfloat16; heads normalised or not take the same."""
+    """Processor time, including the assembler's, for Llama 3 8B in bfloat16. Variants with head norms take as long."""
     fused = importlib.import_module("services.worker.engine.fused_kernels")
     norm, rotation, activation = signatures(torch.bfloat16)
     variants = [(fused.add_and_norm, norm, norm_constants(4096, has_added=added)) for added in (False, True)]
@@ -130,14 +130,14 @@ def test_all_that_a_worker_compiles_before_it_is_ready_takes_less_than_20_s(capa
 
 
 def test_a_context_is_split_by_its_own_length() -> None:
-    """Whatever else is in the batch; every token is read once, and one long context is enough for a whole GPU."""
+    """Independent of the rest of the batch. Every token is read once, and one long context can fill a whole GPU."""
     contexts = [1, 3, 512, 513, 1024, 4000, 16_384, 16_385, 131_072]
     attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
     pool = BlockPool(20_000, BLOCK_TOKENS)
     tables = [pool.take(context) for context in contexts]
 
     def tiles(members: list[int]) -> dict[int, list[tuple[int, ...]]]:
-        """What is read for each context, and its part among those of its row."""
+        """Token range and part number of each tile, by context length."""
         slices = [Slice(i, contexts[i] - 1, (1,), True) for i in members]
         step = attention.prepare(Packer(BLOCK_TOKENS).pack(slices, [tables[i] for i in members]))
         joins = {row: (first, count) for row, first, count, _ in step.joins.tolist()}
@@ -164,7 +164,7 @@ def test_a_context_is_split_by_its_own_length() -> None:
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 64, 256])
 def test_any_context_is_recorded(rows: int) -> None:
-    """Of 256 rows and fewer, the longest that there are: in fewer programs than there are parts."""
+    """Batches of up to 256 rows, with contexts up to the longest, are recorded with fewer programs than parts."""
     attention = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu"))
     staged = StagedDecodes(attention, 256, 131_072, BLOCK_TOKENS)
     table = tuple(range(131_072 // BLOCK_TOKENS))
@@ -185,7 +185,7 @@ def test_any_context_is_recorded(rows: int) -> None:
 
 @pytest.mark.rotating
 def test_interpreted_kernel_equals_cpu() -> None:
-    """In a process of its own: Triton decides when it is imported whether it compiles or interprets."""
+    """Runs in its own process, since Triton decides on import whether it compiles or interprets."""
     command = [sys.executable, "-m", "tests.unit.worker.engine.interpreted_kernel"]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"TRITON_INTERPRET": "1"})
 
@@ -194,7 +194,7 @@ def test_interpreted_kernel_equals_cpu() -> None:
 
 
 def test_a_step_compiles_nothing_that_another_one_has_not() -> None:
-    """Tables of any width, and any numbers of rows: two variants, with chunks and without."""
+    """Tables of any width and any number of rows need two variants: with and without chunks."""
     kernel = importlib.import_module("services.worker.engine.paged_kernel").paged_attention
     assert [p.name for p in kernel.params if not p.is_constexpr and not p.do_not_specialize] == [
         "out_ptr", "q_ptr", "kv_ptr", "shape_ptr", "tables_ptr", "tiles_ptr", "parts_ptr", "weights_ptr",
@@ -221,9 +221,9 @@ def test_without_triton_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", STEPS)
 def test_kernels_get_the_address_of_a_block_that_the_step_uses(name: str) -> None:
-    """After a restore nothing is mapped at a layer's own address, and Triton refuses an address that is not mapped."""
+    """After a restore nothing is mapped at a layer's start address, and Triton refuses an unmapped address."""
     pool = BlockPool(BLOCKS, BLOCK_TOKENS)
-    pool.take(BLOCK_TOKENS)  # block 0 is nobody's of this step
+    pool.take(BLOCK_TOKENS)  # no sequence of this step has block 0
     slices = [Slice(i, before, (1,) * count, True) for i, (before, count) in enumerate(STEPS[name])]
     tables = [pool.take(before + count) for before, count in STEPS[name]]
     step = CudaAttention(8, 2, 64, torch.bfloat16, torch.device("cpu")).prepare(

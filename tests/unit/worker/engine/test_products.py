@@ -1,4 +1,4 @@
-"""Products whose results do not depend on the batch, where there is no GPU."""
+"""Matrix products whose results do not depend on the batch, without a GPU."""
 
 import importlib
 import os
@@ -34,7 +34,7 @@ def test_it_fits_into_registers_and_shared_memory(capability: int, dtype: torch.
     done = compiled(kernel, given, product_constants(outputs, size, dtype, has_bias=False), capability)
     assert done.spilled_bytes == 0
     assert done.registers <= 128
-    assert 2 * done.shared_bytes <= SHARED_LIMIT_BYTES[capability]  # two programs at a time
+    assert 2 * done.shared_bytes <= SHARED_LIMIT_BYTES[capability]  # so that two programs fit on an SM
     assert dtype == torch.float32 or "mma" in done.ptx
 
 
@@ -44,7 +44,7 @@ def test_a_row_gives_the_same_bits_whatever_is_beside_it() -> None:
 
 
 def chosen(model_dir: Path, device: str, **given: object) -> BallastModel:
-    # Any combination of settings is checked by `choose_model`.
+    # `choose_model` checks the combination of settings.
     made, _ = choose_model(
         model_dir,
         dtype="float32",

@@ -1,4 +1,4 @@
-"""Quantised checkpoints beside their tokens: memory, what else than float32, and what is refused."""
+"""Quantised checkpoints, apart from their tokens: memory, dtypes other than float32, and refusals."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def test_what_is_quantised_stays_so_in_memory_and_is_counted_as_it_is(fp8: Path,
 
 
 def test_experts_whose_halves_share_blocks_are_made_dense_when_they_are_loaded(tmp_path: Path) -> None:
-    folder = write_family("qwen3_moe:fp8 ragged", tmp_path)  # 48 rows of each half, blocks of 40
+    folder = write_family("qwen3_moe:fp8 ragged", tmp_path)  # each half has 48 rows, and blocks have 40
     with load_engine(folder, device_memory_bytes=MEMORY_BYTES) as engine:
         names = engine.memory.parameters.layer(0)
         assert names["model.layers.0.mlp.experts.gate_up_proj"].dtype == torch.float32
@@ -57,7 +57,7 @@ def test_experts_whose_halves_share_blocks_are_made_dense_when_they_are_loaded(t
 def test_matrices_are_multiplied_in_float8_where_the_device_does_so(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a checkpoint whose activations are float8, too: a row's result does not depend on the others."""
+    """This requires a checkpoint that declares float8 activations. A row's result does not depend on the other rows."""
     if not scaled_products.succeeds(torch.device("cpu")):
         pytest.skip("torch 2.11 multiplies with one scale for all rows on CPUs")
     folder = write_family(f"llama:{form}", tmp_path)
@@ -90,7 +90,7 @@ def test_matrices_are_multiplied_in_float8_where_the_device_does_so(
         assert not products
         patch.setattr(transformers_model, "device_multiplies", yes)
         logits((40,))
-        assert not products  # config.json says nothing of activations
+        assert not products  # config.json does not declare float8 activations
         config = json.loads((folder / "config.json").read_text())["quantization_config"]["config_groups"]
         for group in config.values():
             group["input_activations"] = {"num_bits": 8, "type": "float", "dynamic": True}

@@ -8,7 +8,7 @@ def words(*values: int) -> tuple[np.ndarray, ...]:
 
 
 def test_philox_gives_the_known_answers() -> None:
-    # Of the authors' Random123 library: zeros, ones, digits of pi.
+    # From the authors' Random123 library; counters and keys of zeros, of ones, and of digits of pi.
     cases = [
         ((0, 0, 0, 0), (0, 0), (0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8)),
         ((0xFFFFFFFF,) * 4, (0xFFFFFFFF,) * 2, (0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD)),

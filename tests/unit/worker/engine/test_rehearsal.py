@@ -1,4 +1,4 @@
-"""What a GPU is asked before it serves, on the CPU: which steps are run, and what is made of the memory they took."""
+"""The steps that a GPU runs before it serves, on the CPU: which ones, and how the memory they took is accounted for."""
 
 import weakref
 from pathlib import Path
@@ -34,7 +34,7 @@ class Meter:
 
 
 class Recorded:
-    """An attention backend that keeps what it was asked to prepare."""
+    """An attention backend that records the steps it prepares."""
 
     def __init__(self, inner: Any) -> None:
         self._inner = inner
@@ -73,10 +73,10 @@ def test_the_largest_steps_of_both_kinds_are_run_and_what_they_took_is_told(
     monkeypatch.setattr(implementation, "own_attention", attention)
     told = beside(HostBackend(), Meter(), served_of(model_dir), 16, LONGEST, LARGEST)
     assert told == BESIDE_BYTES
-    chunks, decodes = recorded[0].steps  # one of each variant of the kernel, as large as it gets
+    chunks, decodes = recorded[0].steps  # the largest step of each variant of the kernel
     assert (chunks.row_count, chunks.decode_count, len(chunks.chunks)) == (150, 0, 3)
     assert (decodes.row_count, decodes.decode_count) == (9, 9)
-    assert set(decodes.decode_contexts_S) == {LONGEST}  # where contexts are split, these are
+    assert set(decodes.decode_contexts_S) == {LONGEST}  # the longest contexts, which are split
 
 
 def test_parameters_and_kv_get_what_the_largest_steps_leave_of_the_share() -> None:
@@ -103,7 +103,7 @@ class Held(TorchDispatchMode):
 
 
 def sampling_bytes(sampling: SamplingParams) -> int:
-    """What it takes to sample 32 rows at once."""
+    """Peak bytes while 32 rows are sampled at once."""
     sampler = Sampler(5000, [2], torch.device("cpu"))
     for row in range(32):
         sampler.add(NewSequence(row, (1,) * 50, (), sampling))

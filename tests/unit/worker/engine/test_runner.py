@@ -1,4 +1,4 @@
-"""What a step promises beyond the tokens of greedy decoding, which tests/golden compares with the reference."""
+"""Guarantees of a step beyond its greedy tokens, which tests/golden compares with the reference."""
 
 import random
 from pathlib import Path
@@ -80,7 +80,7 @@ def test_results_are_aligned_with_the_slices_that_sample(model_dir: Path) -> Non
 
 
 def test_a_launched_step_computes_tokens_that_the_host_does_not_know_yet(model_dir: Path) -> None:
-    """A sequence joins the others later, and one is removed while its last row is computed."""
+    """One sequence joins later, and one is removed while its last row is being computed."""
     with engine_of(model_dir) as engine:
         jobs = sampled_jobs(3)
         generate(engine, jobs, at_once=1)
@@ -140,7 +140,7 @@ def test_a_block_that_does_not_exist_is_a_bug_and_no_crash(model_dir: Path) -> N
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_blocks_of_the_other_window_are_as_good(model_dir: Path, kernels: str) -> None:
-    """As a stage of two groups: the old one's KV stays in front while the new one's is computed far behind it."""
+    """As on a stage of two groups: the old group's KV stays in the first window while the new one uses the second."""
     with load_engine(model_dir, dtype="float32", device_memory_bytes=16 << 20, kernels=kernels) as engine:
         memory = engine.memory
         first, second, third = (sampled_jobs(8) for _ in range(3))

@@ -1,4 +1,4 @@
-"""A step that gives way between two slices of layers leaves nothing that a later one would read."""
+"""A step that is preempted between two slices of layers leaves nothing behind that a later step would read."""
 
 import contextlib
 from functools import partial
@@ -24,7 +24,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _answer(engine: Engine, safepoint_layers: int, preempted_at: int) -> list[object]:
-    """Tokens with their log-probabilities; each step gives way `preempted_at` slices behind its begin, once."""
+    """Tokens with their log-probabilities. Each step is preempted once, `preempted_at` slices after its start."""
     table = tuple(range(engine.memory.kv.window.first_block, engine.memory.kv.window.first_block + 8))
     found, first, tokens, left, step_id = list[object](), 0, PROMPT, -1, 0
     added: tuple[NewSequence, ...] = (NewSequence(1, PROMPT, (), SAMPLING),)

@@ -23,7 +23,7 @@ EOS = 2
 
 @pytest.fixture(params=KERNELS, autouse=True)
 def kernels(request: pytest.FixtureRequest) -> str:
-    """What the samplers of each test choose with."""
+    """Sets the kernels that the test's samplers use. Returns their name."""
     global _kernels
     _kernels = native_kernels() if request.param == "native" else None
     return request.param
@@ -53,13 +53,13 @@ def once(
 
 
 def kept(sampling: SamplingParams, row_V: torch.Tensor) -> set[int]:
-    """Tokens that can be drawn: those hit by a fine sweep over the unit interval."""
+    """Tokens that can be drawn: those reached by a fine sweep of the random number over [0, 1)."""
     sweep = np.linspace(0, 1, 4001, endpoint=False)
     return set(drawn_from(row_V.double().expand(len(sweep), -1), [sampling] * len(sweep), sweep))
 
 
 def drawn_from(logits_RV: torch.Tensor, given: list[SamplingParams], numbers: np.ndarray) -> list[int]:
-    """With the kernels of the test; the numbers are what the rows draw."""
+    """Tokens drawn with the test's kernels. `numbers`: the rows' random numbers."""
     if _kernels is None:
         return draw(logits_RV.double().clone(), given, numbers)
     return at_once(_kernels, logits_RV.contiguous(), given, numbers)
@@ -101,14 +101,14 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
 def test_top_p_beyond_the_first_look_sorts_everything() -> None:
     row = torch.zeros(VOCAB)
     row[::2] += 1e-3
-    assert kept(SamplingParams(top_p=0.99), row) == set(range(VOCAB))  # equals at the border stay
+    assert kept(SamplingParams(top_p=0.99), row) == set(range(VOCAB))  # equal logits at the boundary are kept
     assert kept(SamplingParams(top_p=0.3), row) == set(range(0, VOCAB, 2))
 
 
 def test_top_p_counts_what_top_k_left() -> None:
     row = torch.full((VOCAB,), -50.0)
     row[10:14] = torch.tensor([4.0, 3.0, 2.0, 1.0]).exp().log()
-    # Of the two best alone, the first has 73 %.
+    # Of the best two alone, the first has 73 %.
     assert kept(SamplingParams(top_k=2, top_p=0.7), row) == {10}
     assert kept(SamplingParams(top_k=2, top_p=0.74), row) == {10, 11}
 
@@ -117,11 +117,11 @@ def test_min_p_is_relative_to_the_best() -> None:
     row = torch.full((VOCAB,), -math.inf)
     row[:4] = torch.tensor([0.5, 0.3, 0.15, 0.05]).log()
     assert kept(SamplingParams(min_p=0.25), row) == {0, 1, 2}
-    assert kept(SamplingParams(min_p=0.25, temperature=0.5), row) == {0, 1}  # after the temperature
+    assert kept(SamplingParams(min_p=0.25, temperature=0.5), row) == {0, 1}  # applies after the temperature
 
 
 def test_rows_are_narrowed_at_once_to_what_is_left_of_each_by_itself() -> None:
-    """Bit for bit; one by one come those alone whose first look was not enough."""
+    """The results are equal bit for bit. Rows are processed one by one only if the first look does not suffice."""
     choice = random.Random(5)
     for seed in range(60):
         size, rows = choice.choice([5, 200, 300, 1000, 5000]), choice.choice([1, 2, 8, 17])
@@ -192,7 +192,7 @@ def test_repetition_penalty_counts_prompt_and_output() -> None:
     assert once(sampling, row, prompt=(10,), output=(11,)).token_ids == (12,)
     negative = torch.full((VOCAB,), -5.0)
     negative[10] = -4.5
-    assert once(sampling, negative, prompt=(10,)).token_ids != (10,)  # below zero it multiplies
+    assert once(sampling, negative, prompt=(10,)).token_ids != (10,)  # a negative logit is multiplied
 
 
 def test_presence_and_frequency_penalties_count_the_output_only() -> None:
@@ -231,7 +231,7 @@ def test_a_bad_word_is_never_completed() -> None:
     row[[10, 11, 12]] = torch.tensor([9.0, 8.0, 7.0])
     bad = SamplingParams(temperature=0.0, bad_words_token_ids=((10,), (11, 11, 11)))
     assert once(bad, row).token_ids == (11,)
-    assert once(bad, row, prompt=(11, 11)).token_ids == (11,)  # what the prompt says does not count, as in vLLM
+    assert once(bad, row, prompt=(11, 11)).token_ids == (11,)  # the prompt's tokens do not count, as in vLLM
     assert once(bad, row, output=(11,)).token_ids == (11,)
     assert once(bad, row, output=(11, 11)).token_ids == (12,)
     assert once(bad, row, output=(11, 11, 12, 11)).token_ids == (11,)
@@ -298,14 +298,14 @@ def test_a_mistake_of_the_caller_is_named() -> None:
 @pytest.mark.parametrize("vocabulary", [7, 300, 32_001, 128_256])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_compiled_draws_are_those_of_torch(vocabulary: int, dtype: torch.dtype) -> None:
-    """Thousands of draws, flat and peaked, with every filter; on every instruction set."""
+    """Thousands of draws from flat and peaked rows, with every filter and instruction set."""
     native = native_kernels()
     assert native is not None
     rng, best = np.random.default_rng(vocabulary), native.isa
     count = 4000 if vocabulary < 1000 else 300 if vocabulary < 100_000 else 80
     torch.manual_seed(vocabulary)
     logits_RV = torch.randn(count, vocabulary, dtype=dtype) * torch.rand(count, 1, dtype=dtype) * 8
-    logits_RV[::5] = logits_RV[::5].round()  # many equals
+    logits_RV[::5] = logits_RV[::5].round()  # many equal logits
     logits_RV[1::7, ::3] = -math.inf
     given = [
         SamplingParams(
@@ -351,7 +351,7 @@ def test_logits_that_are_no_numbers_give_some_token(value: float, dtype: torch.d
 
 
 def test_a_grammar_that_gives_up_is_an_error_of_its_row_alone(tmp_path: Path) -> None:
-    """Its matcher would allow the end of the answer, as if all were said."""
+    """Otherwise its matcher would allow the answer to end, as if it were complete."""
     file = tmp_path / "tokenizer.json"
     train_tokenizer(VOCAB, qwen=False).save(str(file))
     made = Sampler(VOCAB, [EOS], torch.device("cpu"), Grammars(file, VOCAB, [EOS]), _kernels)

@@ -1,4 +1,4 @@
-"""The GPU's sampler where there is no GPU: interpreted, and compiled ahead of time for two of them."""
+"""The GPU's sampler without a GPU: interpreted, and compiled ahead of time for several."""
 
 import importlib
 import os
@@ -41,7 +41,7 @@ TYPE_OF = {
 
 @pytest.mark.rotating
 def test_interpreted_it_draws_what_the_cpu_draws() -> None:
-    """In a process of its own: Triton decides when it is imported whether it compiles or interprets."""
+    """Runs in its own process, since Triton decides on import whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.interpreted_sampler"]
     subprocess.run(command, check=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"})
 
@@ -57,12 +57,12 @@ def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
         types = TYPE_OF | {"logits_ptr": f"*{TYPES[dtype]}"}
         given = {name: types[name] for name in kernel.arg_names if name in types}
         done = compiled(kernel, given, constants, capability)
-        assert done.spilled_bytes <= (64 if capability == 100 else 0), kernel.fn.__name__  # of rows of 256 KiB and more
+        assert done.spilled_bytes <= (64 if capability == 100 else 0), kernel.fn.__name__  # rows of 256 KiB and more
         assert done.shared_bytes <= 48 << 10, kernel.fn.__name__
 
 
 def test_what_sequences_held_is_given_to_others() -> None:
-    """As many rows of the tables as run at once at most; a history begins anew."""
+    """Tables have as many rows as sequences that ran at once; a history starts empty."""
     sampler = GpuSampler(40, [2], CPU)
     for first in range(0, 3000, 300):
         for new in requests(300, 40, first):

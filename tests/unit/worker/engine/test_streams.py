@@ -1,4 +1,4 @@
-"""On which stream an engine computes, with streams made for the test."""
+"""The stream on which an engine computes, with fake streams."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -29,11 +29,11 @@ class Stream:
         self.priority = priority
 
     def synchronize(self) -> None:
-        """All that was launched is over."""
+        """Returns at once: nothing is ever pending."""
 
 
 class Driver:
-    """What torch knows of each thread."""
+    """The current device and stream of each thread, as torch keeps them."""
 
     def __init__(self) -> None:
         self.made: list[Stream] = []
@@ -47,11 +47,11 @@ class Driver:
         self._of_thread.device = device
 
     def set_stream(self, stream: Stream) -> None:
-        assert self._of_thread.device == stream.device, "Triton launches on another device"
+        assert self._of_thread.device == stream.device, "Triton would launch on another device"
         self._of_thread.stream = stream
 
     def current(self, device: torch.device = GPU) -> Stream | None:
-        """None: the default one."""
+        """The thread's stream; None: the default stream."""
         return getattr(self._of_thread, "stream", None)
 
 
@@ -67,7 +67,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 @pytest.fixture
 def as_on_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
-    """Engines on the CPU have a stream."""
+    """Gives engines on the CPU a stream."""
 
     def own_stream(device: torch.device) -> Callable[[], None]:
         return streams.own_stream(GPU)
@@ -77,7 +77,7 @@ def as_on_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
 
 
 def test_it_is_nobody_elses_and_what_is_computed_goes_first(driver: Driver) -> None:
-    """torch deals out 32 streams of each priority, over and over: all others here are of the ordinary one."""
+    """torch hands out 32 streams of each priority in turn. All other streams here have the default priority."""
     enter = streams.own_stream(GPU)
     [stream] = driver.made
     assert stream.priority < Stream(GPU).priority
@@ -91,7 +91,7 @@ def test_it_is_nobody_elses_and_what_is_computed_goes_first(driver: Driver) -> N
 def test_on_the_host_and_on_a_device_that_is_missing_there_is_none(
     driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The message about one that is missing says more than torch's."""
+    """Our error message for a missing device is clearer than torch's, so torch must not raise first."""
     streams.own_stream(torch.device("cpu"))()
     monkeypatch.setattr(torch.cuda, "device_count", lambda: GPU.index)
     streams.own_stream(GPU)()
@@ -99,7 +99,7 @@ def test_on_the_host_and_on_a_device_that_is_missing_there_is_none(
 
 
 class Launches(TorchDispatchMode):
-    """On which streams a thread launches."""
+    """Records the stream of every operation that a thread launches."""
 
     def __init__(self, driver: Driver) -> None:
         super().__init__()
@@ -185,7 +185,7 @@ class Graph:
         self.capturing = False
 
     def replay(self) -> None:
-        """Goes to the current stream."""
+        """Launches on the current stream."""
 
 
 def test_steps_are_recorded_on_it_and_one_that_cannot_be_leaves_it_usable(

@@ -1,4 +1,4 @@
-"""What the ranks of one instance compute together, each with its share; here they are threads."""
+"""The ranks of one instance compute their shares together; here the ranks are threads."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +18,7 @@ MEMORY_BYTES = 4 << 20
 
 
 def with_all_biases(model_dir: Path) -> Path:
-    """A llama may have a bias behind every projection."""
+    """Adds a bias to every projection, as Llama's configuration allows."""
     config = json.loads((model_dir / "config.json").read_text())
     config |= {"attention_bias": True, "mlp_bias": True}
     (model_dir / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""What is around the tokens of a model that `transformers` computes: choice, self-test, memory, what is refused."""
+"""Models computed by `transformers`, apart from their tokens: which are chosen, self-test, memory, and refusals."""
 
 import json
 from pathlib import Path
@@ -125,7 +125,7 @@ def test_kv_slots_are_as_large_as_the_largest_layer_needs(tmp_path: Path) -> Non
 
 
 def write_whole(model_type: str, folder: Path) -> Path:
-    """A small checkpoint of a model of text and images, with a head of its own unless the class ties it."""
+    """Writes a small checkpoint of a text-and-image model, with untied embeddings unless the class ties them."""
     config, cls = small_configuration(model_type)
     torch.manual_seed(1)
     model = made_random(cls(config))
@@ -137,7 +137,7 @@ def write_whole(model_type: str, folder: Path) -> Path:
 
 
 def under_other_names(folder: Path, out: Path) -> Path:
-    """The checkpoint under the names of `transformers`' classes; it is saved under those of published ones."""
+    """Copies a checkpoint, renaming its tensors from their published names to those of `transformers`' classes."""
     change(folder, out)
     tensors = load_file(out / "model.safetensors")
     assert "language_model.model.norm.weight" in tensors

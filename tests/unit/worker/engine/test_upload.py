@@ -18,7 +18,7 @@ def test_arrays_keep_shapes_types_and_contents() -> None:
 
 
 class Copies(TorchDispatchMode):
-    """Notes of every copy to a device that holds nothing whether somebody waits for it."""
+    """Records, for every copy to the meta device, whether the caller waits for it."""
 
     def __init__(self) -> None:
         super().__init__()

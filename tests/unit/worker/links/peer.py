@@ -40,7 +40,7 @@ class Peer:
             self.links[to].send(TrafficClass.ACTIVATION, 0, meta=text.encode(), timeout_s=60)
 
     def transfer(self, to: str, size_bytes: int, seed: int, wait: bool = True) -> dict[str, Any]:
-        """Starts a transfer of a pattern; its report when it is waited for."""
+        """Starts a transfer of a pattern. Returns its report if `wait`, otherwise an empty dict at once."""
         transfer = self.links[to].transfer(TrafficClass.KV, [pattern(size_bytes, seed)], stream=seed)
         if not wait:
             return {}
@@ -84,7 +84,7 @@ def main() -> None:
         order = json.loads(line)
         try:
             answer = {"result": getattr(peer, order["do"])(**order["with"])}
-        except Exception as error:  # noqa: BLE001 the test wants to see it, whatever it is
+        except Exception as error:  # noqa: BLE001 any error is reported to the test
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), flush=True)
 

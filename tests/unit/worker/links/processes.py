@@ -1,4 +1,4 @@
-"""Starts and drives `peer` processes."""
+"""Starts and drives processes that run `peer`."""
 
 import json
 import select
@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-# A chunk may take long where nobody gets a processor; only silence is waited for.
+# On a busy machine a chunk may take long, so all timeouts are long.
 CONFIG: dict[str, Any] = {
     "keepalive_s": 0.2,
     "silence_timeout_s": 60.0,
@@ -52,7 +52,7 @@ class PeerProcess:
         self.process.send_signal(number)
 
     def freeze(self) -> None:
-        """SIGSTOP, and every thread of it has taken notice."""
+        """Sends SIGSTOP and waits until every thread of the process has stopped."""
         self.signal(signal.SIGSTOP)
         deadline_s = time.monotonic() + 60
         process = psutil.Process(self.process.pid)

@@ -1,4 +1,4 @@
-"""A receiver that keeps what came, and the patterns the tests send."""
+"""A receiver that records what arrives, and the byte patterns that tests send."""
 
 import json
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 ECHO = 7  # topic: send the message back
 REFUSE = 9  # topic: refuse the transfer
-COUNT_URGENT = 11  # topic: urgent messages seen so far go into the record of the transfer's end
+COUNT_URGENT = 11  # topic: the record of the transfer's end counts the urgent messages received before it
 
 
 def pattern(size_bytes: int, seed: int) -> torch.Tensor:
@@ -21,7 +21,7 @@ def pattern(size_bytes: int, seed: int) -> torch.Tensor:
 
 
 def checksum(tensors: Sequence[torch.Tensor]) -> int:
-    """Depends on every byte and its place."""
+    """A sum that depends on every byte and its position."""
     flat = torch.cat([t.reshape(-1).view(torch.uint8) for t in tensors]).to(torch.int64)
     return int((flat * (torch.arange(flat.numel()) % 65_521 + 1)).sum()) if flat.numel() else 0
 
@@ -36,7 +36,9 @@ class Ended:
 
 @dataclass
 class Recorder:
-    """Destinations are cut into the sizes the opening's meta names, else one piece."""
+    """A receiver that records what arrives. A transfer lands in tensors of the sizes in the opening's meta, else in
+    one.
+    """
 
     messages: list[Message] = field(default_factory=list[Message])
     ended: list[Ended] = field(default_factory=list[Ended])
@@ -80,7 +82,7 @@ class Recorder:
             self.changed.notify_all()
 
     def wait(self, what: str, count: int, timeout_s: float = 60.0) -> None:
-        """Waits until so many of `what` have come."""
+        """Waits until the list named `what` has at least `count` items."""
         with self.changed:
             if not self.changed.wait_for(lambda: len(getattr(self, what)) >= count, timeout=timeout_s):
                 raise TimeoutError(f"{len(getattr(self, what))} of {count} {what} after {timeout_s} s")

@@ -1,5 +1,5 @@
-"""Connections go on from epoch to epoch, end when nobody needs them, and belong to one life of each side. Two planes in
-one process, over real sockets.
+"""Connections outlive epochs, close when no epoch needs them, and belong to one incarnation of each side. Two data
+planes in one process, over real sockets.
 """
 
 import time
@@ -47,7 +47,7 @@ class Pair:
             plane.incarnation = life
 
     def connect(self, epoch: int, timeout_s: float = 30.0) -> list[Link]:
-        """That of w1, and that of w2."""
+        """Connects both sides. Returns the link of w1 and the link of w2."""
         return [future.result(60) for future in self.warm(epoch, timeout_s)]
 
     def warm(self, epoch: int, timeout_s: float = 30.0, lives: tuple[int, int] = (0, 0)) -> list[Future[Link]]:
@@ -58,7 +58,7 @@ class Pair:
         ]
 
     def restart(self, worker_id: str) -> DataPlane:
-        """A new life of it, as if the old one had been killed."""
+        """Replaces the worker's data plane with that of a new incarnation, as if the old process had been killed."""
         for connection in self.planes[worker_id]._connections.values():
             connection.give_up("killed")
         self.planes[worker_id].close()
@@ -114,7 +114,7 @@ def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair
     with pytest.raises(DeadlineExceeded, match="epoch 2: w2 did not come"):
         w1.connect("w2", w2.store_address, 2, 0.1)
     link.send(TrafficClass.ACTIVATION, 0)
-    pair.recorders["w2"].wait("messages", 1)  # which comes behind the word that w1 has left
+    pair.recorders["w2"].wait("messages", 1)  # this message arrives after the notice that w1 has left
     with pytest.raises(DeadlineExceeded, match="epoch 2: w1 did not come"):
         w2.connect("w1", w1.store_address, 2, 0.1)
     assert [link.epoch for link in pair.connect(3)] == [3, 3]
@@ -123,9 +123,9 @@ def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair
 
 @pytest.mark.parametrize("leaves", [True, False])
 def test_a_peer_that_comes_and_goes_at_once_has_come(pair: Pair, leaves: bool) -> None:
-    """Whoever waits for it need not be awake at the right moment."""
+    """The side that waits for the peer may wake up only after the peer has left again."""
     [mine, theirs] = pair.connect(1)
-    link = mine.connection._links.setdefault(2, Link(mine.connection, 2))  # this side has said so and sleeps
+    link = mine.connection._links.setdefault(2, Link(mine.connection, 2))  # this side has joined epoch 2 and waits
     theirs.connection.tell(FrameKind.JOIN, 2)
     until(lambda: link.met)
     if leaves:
@@ -157,7 +157,7 @@ def test_a_connection_that_breaks_ends_all_its_links_and_is_made_anew(pair: Pair
 
 @pytest.mark.parametrize("who_retires", [0, 1])
 def test_a_message_that_is_too_late_for_its_epoch_ends_no_other_epoch(pair: Pair, who_retires: int) -> None:
-    """As an answer to a migration of a layout that has been replaced, while the next one is being prepared."""
+    """For example, an answer to a migration of a replaced layout, sent while the next layout is being prepared."""
     old, new = pair.connect(1), pair.connect(2)
     old[who_retires].retire()
     until(lambda: all(link.retired or link.ended is LinkState.CLOSED for link in old))
@@ -172,11 +172,11 @@ def test_a_message_that_is_too_late_for_its_epoch_ends_no_other_epoch(pair: Pair
 
 @pytest.mark.parametrize("who", ["w1", "w2"])
 def test_a_side_that_has_not_noticed_the_end_follows_the_other_to_a_new_connection(pair: Pair, who: str) -> None:
-    """Its end is on its way, or lost: the peer is in the rendezvous, or does not answer."""
+    """The notice of the end is in transit or lost: the peer is back in the rendezvous, or does not answer."""
     old = pair.connect(1)
     plane = pair.planes[who]
-    forgotten = plane._connections.pop("w2" if who == "w1" else "w1")  # this side makes a new one
-    if who == "w1":  # which waits for calls, and the other one believes that it need not call
+    forgotten = plane._connections.pop("w2" if who == "w1" else "w1")  # this side opens a new connection
+    if who == "w1":  # w1 waits to be called, and w2 still believes that it is connected
         forgotten.give_up("gone")
     new = pair.connect(2)
     assert all(link.is_up for link in new)
@@ -202,7 +202,7 @@ def test_a_connection_without_epochs_is_kept_for_a_while(pair: Pair, monkeypatch
     until(lambda: all(link.connection.state is LinkState.CLOSED for link in links))
     assert all(link.is_up for link in pair.connect(2))
     time.sleep(1.0)
-    assert all(plane.facts()[0].epochs == (2,) for plane in pair.planes.values()), "one that is needed is closed"
+    assert all(plane.facts()[0].epochs == (2,) for plane in pair.planes.values()), "no connection in use may be closed"
 
 
 def test_a_peer_that_joins_without_end_takes_a_bounded_number_of_places(pair: Pair) -> None:

@@ -1,4 +1,4 @@
-"""The order in which copies and kernels go to a GPU, with a driver that notes it and does each when its turn comes."""
+"""The order in which copies and kernels are issued to a GPU, with a fake driver whose events the test completes."""
 
 import threading
 import time
@@ -27,12 +27,12 @@ class Stream:
 
 
 class Event:
-    """Comes when the test says so. Who sleeps until then does not ask again and again."""
+    """A fake CUDA event that completes when the test says so. It must be a blocking one."""
 
     made: ClassVar[list["Event"]] = []
 
     def __init__(self, *, blocking: bool) -> None:
-        assert blocking, "a wait for it would spin"
+        assert blocking, "waiting for a non-blocking event would spin"
         self._come = threading.Event()
         self.failed = False
         Event.made.append(self)
@@ -113,7 +113,7 @@ def test_what_is_sent_is_copied_behind_what_computes_it_and_told_when_it_is_ther
 def test_what_goes_from_the_device_itself_is_told_when_it_is_computed(driver: Driver) -> None:
     copies, told = CudaCopies(GPU), Future[torch.Tensor | None]()
     payload = torch.arange(9, dtype=torch.uint8)
-    copies.fetch(payload, HOST, told.set_result)  # it lies there already
+    copies.fetch(payload, HOST, told.set_result)  # the payload is in host memory already
     [computed] = Event.made
     with pytest.raises(TimeoutError):
         told.result(0.05)
@@ -128,7 +128,7 @@ def test_what_cannot_be_computed_is_told_and_the_next_one_is_told_too(driver: Dr
         copies.fetch(torch.zeros(1, dtype=torch.uint8), HOST, future.set_result)
     Event.made[0].come(failed=True)
     Event.made[1].come()
-    copies.close()  # what has been fetched is told first
+    copies.close()  # pending fetches report first
     assert told[0].result(0) is None
     assert told[1].result(0) is not None
     assert not any(thread.name.startswith("links-fetch") for thread in threading.enumerate())
@@ -153,13 +153,13 @@ def test_copies_wait_for_no_kernel_and_are_over_at_the_end_even_if_one_fails(dri
     while len(Event.made) < 2 and time.monotonic() < deadline_s:
         time.sleep(0.002)
     threads[0].join(0.05)
-    assert all(thread.is_alive() for thread in threads), "it has come back while the first copy may write"
+    assert all(thread.is_alive() for thread in threads), "must wait for copies that may still write"
     for event in Event.made:
         event.come()
     for thread in threads:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
-    assert len({id(stream) for stream in streams}) == 2, "one thread's copies wait for another's"
+    assert len({id(stream) for stream in streams}) == 2, "each thread must copy on a stream of its own"
     assert all(event.on is not driver.engine for event in Event.made)
     assert not any(stream.waits_for for stream in streams)
 
@@ -217,7 +217,7 @@ def test_what_a_communicator_moves_is_waited_for_in_the_driver_and_nobody_is_ask
     finished = Future[None]()
 
     class Moving:
-        """Has nothing else to ask for."""
+        """Has only `synchronize`: any other query would fail."""
 
         def synchronize(self) -> None:
             behind_it.append(driver.current_stream(GPU))

@@ -1,5 +1,5 @@
-"""Tensors in memory that the host may not touch travel like others, and what is read on the host lands there. Put a
-receive or a send straight into such memory, and these tests fail.
+"""Tensors in memory that the host must not access are transferred like others, and what the host reads arrives in host
+memory. The tests fail if a receive or a send accesses such memory directly.
 """
 
 import time
@@ -28,11 +28,11 @@ HIDDEN = 12
 
 
 class DeviceCopies(HostCopies):
-    """`fetches` are made, or fail, when the test says so."""
+    """While `held` is a list, fetches complete or fail only when the test says so."""
 
     def __init__(self) -> None:
         self.held: list[Callable[[bool], None]] | None = None
-        self.gathered: list[int] = []  # bytes of the slots
+        self.gathered: list[int] = []  # bytes of each slot that was gathered
 
     def gather(self, pieces: Pieces, offset: int, slot: torch.Tensor) -> None:
         self.gathered.append(slot.numel())
@@ -53,7 +53,7 @@ class DeviceCopies(HostCopies):
 
 
 class DeviceRecorder(Recorder):
-    """Wants hidden states and all bulk on the device."""
+    """Wants hidden states and all bulk transfers on the device."""
 
     def device_of(self, topic: int) -> torch.device:
         return DEVICE if topic == HIDDEN else HOST
@@ -70,7 +70,7 @@ class DeviceRecorder(Recorder):
 
 
 class Ends:
-    """Two planes over sockets of one process."""
+    """Two connected data planes in one process, over real sockets."""
 
     def __init__(self) -> None:
         self.recorders = DeviceRecorder(), DeviceRecorder()
@@ -126,10 +126,10 @@ def test_blocks_that_lie_between_those_of_others_go_by_the_slot(ends: Ends, copi
     arrived = torch.cat([touchable(piece) for piece in ends.recorders[1].there])
     assert torch.equal(arrived, torch.cat([touchable(block) for block in blocks]))
     assert sum(copies.gathered) == arrived.numel()
-    assert len(copies.gathered) / arrived.numel() * 1e9 <= 200, "messages per GB"
+    assert len(copies.gathered) / arrived.numel() * 1e9 <= 200, "at most 200 messages per GB"
 
 
-@pytest.mark.parametrize("rows", [2, 2048])  # within the frame, behind it
+@pytest.mark.parametrize("rows", [2, 2048])  # inside the frame, and after it
 def test_hidden_states_land_on_the_device(ends: Ends, rows: int) -> None:
     hidden = torch.randn(rows, 64)
     ends.links[0].send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(hidden)).result(30)
@@ -141,7 +141,7 @@ def test_hidden_states_land_on_the_device(ends: Ends, rows: int) -> None:
 
 
 def test_what_is_read_by_the_host_lands_on_the_host(ends: Ends) -> None:
-    said = bytes(range(256)) * 400  # beyond what fits a frame
+    said = bytes(range(256)) * 400  # too long for a frame
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=ends.links[0].as_tensor(said)).result(30)
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=on_device(ends.links[0].as_tensor(said))).result(30)
     ends.recorders[1].wait("messages", 2)

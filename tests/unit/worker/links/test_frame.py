@@ -1,4 +1,4 @@
-"""Headers survive the wire, and what is no header is refused."""
+"""Headers are decoded to what was encoded, and anything else is refused."""
 
 import pytest
 import torch
@@ -51,7 +51,7 @@ def test_a_chunk_header_comes_back() -> None:
         (4, 99, "TrafficClass"),
         (6, 99, "dtype code 99"),
         (7, 3, "3 dimensions"),
-        (24, 5, "shape"),  # a first dimension the announced bytes do not have
+        (24, 5, "shape"),  # the first dimension contradicts the announced bytes
     ],
 )
 def test_a_damaged_header_is_named(at: int, byte: int, complaint: str) -> None:

@@ -1,4 +1,4 @@
-"""Links over NCCL, with groups that fail as NCCL's do, between memories that the host may not touch."""
+"""Links over NCCL between memories that the host must not access, with process groups that fail as NCCL's do."""
 
 import os
 import time
@@ -27,10 +27,10 @@ KB = 1024
 
 
 class Ends:
-    """Links of w1 to w2 and w3, in one process, over one pair of groups each."""
+    """Links of w1 to w2 and to w3 in one process, each over its own pair of process groups."""
 
     def __init__(self, fates: dict[str, list[Fate]]) -> None:
-        self.fates = fates  # by the peer
+        self.fates = fates  # fates of the groups, by peer
         self.wires: dict[str, Wires] = {}
         self._lock = Lock()
         self.recorders = {me: DeviceRecorder() for me in ("w1", "w2", "w3")}
@@ -48,7 +48,7 @@ class Ends:
         }
 
     def group(self, me: str, store: Store, rank: int) -> NcclGroup:
-        """As NCCL's, the groups of a pair find each other over the store."""
+        """As with NCCL, the two groups of a pair find each other through the store."""
         store.set(f"from {rank}", me)
         peer = store.get(f"from {1 - rank}").decode()
         name = me if me != "w1" else peer
@@ -104,7 +104,7 @@ def test_what_lies_on_the_device_goes_straight_there_and_the_rest_over_the_host(
     assert words.numpy().tobytes() == said
     assert torch.equal(touchable(received.there[0]), kv)
     moved = sum(sum(turn) for turn in ends.wires["w2"].turns)
-    assert moved == hidden.nbytes + kv.nbytes, "hidden states and KV and nothing else went from device to device"
+    assert moved == hidden.nbytes + kv.nbytes, "only hidden states and KV may go from device to device"
     assert not ends.wires["w2"].mismatched
 
 
@@ -117,7 +117,7 @@ def test_a_pair_has_one_communicator_and_it_is_made_with_the_link(ends: Ends) ->
 
 @fates(w2=[Fate.FINE, Fate.FAILS])
 def test_a_failed_receive_breaks_its_link_and_delivers_nothing(ends: Ends) -> None:
-    """The group says of it that it is completed."""
+    """NCCL reports the failed receive as completed."""
     broken, other = ends.link("w2"), ends.link("w3")
     first = broken.transfer(TrafficClass.KV, [on_device(pattern(2000 * KB, seed=1))])
     assert first.done.result(30).outcome is TransferOutcome.DELIVERED
@@ -164,7 +164,7 @@ def test_a_peer_that_dies_in_the_middle_ends_its_link_only(ends: Ends) -> None:
 
 
 def test_torch_does_not_watch_over_groups_when_the_first_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would end the process when a peer dies."""
+    """Otherwise torch's watchdog would end the process when a peer dies."""
     for name in UNWATCHED:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "3")

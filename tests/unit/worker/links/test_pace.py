@@ -52,7 +52,7 @@ def test_chunks_that_end_in_a_burst_count_together() -> None:
 
 
 def test_a_busy_machine_does_not_make_a_link_slow_for_good() -> None:
-    """A time without anything in between is remembered over times in which threads woke late."""
+    """The rate is the maximum over several measurements, so those in which threads woke late do not count."""
     chunks = sizes()
     for _ in range(16):
         chunks.moved(100_000, 0.001)
@@ -64,7 +64,7 @@ def test_a_busy_machine_does_not_make_a_link_slow_for_good() -> None:
 def test_an_activation_is_expected_when_the_stage_will_be_through() -> None:
     pace = StagePace()
     pace.begins(10.0)
-    assert pace.due_at_s is None, "nothing is known of the stage yet"
+    assert pace.due_at_s is None, "no stage has run yet, so its duration is unknown"
     pace.ran(0.5)
     assert pace.stage_s == 0.5
     pace.begins(11.0)

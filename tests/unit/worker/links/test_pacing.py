@@ -1,4 +1,4 @@
-"""The order of chunks, told as stories."""
+"""The order in which chunks are sent."""
 
 import pytest
 
@@ -61,7 +61,7 @@ def test_bulk_stands_back_but_not_for_ever() -> None:
     assert s.next(1.004, urgent=True) == Hold(1.005)
     assert s.next(1.005, urgent=True) == Grant(1, 0, 10)
     s.sent(1, 10)
-    assert s.next(1.006, urgent=True) == Hold(1.011), "after one chunk it stands back anew"
+    assert s.next(1.006, urgent=True) == Hold(1.011), "after one chunk, bulk yields again"
     assert s.next(1.007, urgent=False) == Grant(1, 10, 10)
 
 
@@ -101,7 +101,7 @@ def bulk(wire: Wire, size_bytes: int, at_s: float, since_s: float | None = None)
 def test_a_wire_lets_the_rate_through_and_remembers_no_idle_time() -> None:
     wire = Wire(100.0)
     assert bulk(wire, 50, 10.0) == 10.5
-    assert bulk(wire, 50, 10.1) is None, "the first one crosses still"
+    assert bulk(wire, 50, 10.1) is None, "the first chunk is still on the wire"
     assert bulk(wire, 50, 10.5) == 11.0
     assert bulk(wire, 100, 20.0) == 21.0
 
@@ -110,7 +110,7 @@ def test_a_wire_with_a_queue_does_not_pause_for_a_late_thread() -> None:
     wire = Wire(100.0)
     assert bulk(wire, 50, 10.0) == 10.5
     assert bulk(wire, 50, 10.52, since_s=10.1) == 11.0
-    assert bulk(wire, 50, 19.0, since_s=10.1) == 19.45, "but no more than CATCH_UP_S is made up for"
+    assert bulk(wire, 50, 19.0, since_s=10.1) == 19.45, "at most CATCH_UP_S of the delay is made up for"
 
 
 def test_bulk_does_not_take_the_wire_before_an_urgent_message_that_waits() -> None:

@@ -1,4 +1,4 @@
-"""Two sides meet, strangers and those who gave up are in nobody's way. Both sides in one process, over real sockets."""
+"""Two sides meet, undisturbed by strangers and by peers that gave up. Both sides in one process, over real sockets."""
 
 import json
 import math
@@ -83,7 +83,7 @@ def test_a_key_that_is_never_set_costs_the_deadline(rendezvous: Rendezvous) -> N
 
 
 def test_after_the_deadline_there_is_nothing_to_be_had(rendezvous: Rendezvous) -> None:
-    """A side that comes too late must not go on: the other one has given it up."""
+    """A side that is too late must not continue, since the other one has given it up."""
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, HIGH, rendezvous.address, soon())
         host = PairStore(rendezvous.meet(LOW, soon()).connection)
@@ -105,17 +105,17 @@ def meet(rendezvous: Rendezvous, within_s: float = 5.0) -> None:
 
 
 def is_hung_up_on(stranger: socket.socket) -> bool:
-    """Waits for it."""
+    """Blocks until the other end closes the connection."""
     try:
-        while stranger.recv(4096):  # it is told why
+        while stranger.recv(4096):  # the reason for the refusal
             pass
         return True
-    except ConnectionResetError:  # it had said more than was read
+    except ConnectionResetError:  # it had sent more than the other end read
         return True
 
 
 def park(connection: socket.socket, line: bytes) -> None:
-    """The connection is that of a caller that is not expected yet."""
+    """Completes the handshake of a caller that nobody expects yet."""
     connection.sendall(line)
     read_line(connection, soon())
     connection.sendall(proof_line(""))
@@ -133,7 +133,7 @@ NOISE = [
     b"x" * 10_000,
     b"\xff\xfe\n",
     b"\n",
-    b"[" * 4000 + b"\n",  # deeper than the parser goes
+    b"[" * 4000 + b"\n",  # nested deeper than the parser allows
     b'{"a":' * 800 + b"\n",
     hello(incarnation=math.inf),
     hello(incarnation=-math.inf),
@@ -190,7 +190,7 @@ def test_who_drips_is_waited_for_by_nobody_and_not_for_long(
             for drip in drips:
                 drip.send(bytes([letter]))
             time.sleep(0.05)
-        meet(rendezvous)  # all of them are in the middle of their hello
+        meet(rendezvous)  # while all of them are in the middle of their hello
         for drip in drips:
             assert is_hung_up_on(drip)
         assert 0.5 < time.monotonic() - began_s < 30
@@ -224,7 +224,7 @@ def test_a_moment_without_file_descriptors_ends_nothing(rendezvous: Rendezvous) 
         resource.setrlimit(resource.RLIMIT_NOFILE, (none_from, hard))
         try:
             stranger.connect((host, int(port)))
-            time.sleep(0.2)  # nobody can accept it
+            time.sleep(0.2)  # no descriptor is left to accept it
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         meet(rendezvous)
@@ -271,7 +271,7 @@ def test_a_host_without_the_secret_gets_no_link(rendezvous: Rendezvous) -> None:
 
 
 def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Rendezvous) -> None:
-    """Whoever has seen all that a caller with the secret has said repeats it."""
+    """A thief that has overheard everything that a caller with the secret sent replays it."""
     with dial(guarded) as caller, dial(guarded) as thief:
         line = hello_line(HIGH)
         caller.sendall(line)

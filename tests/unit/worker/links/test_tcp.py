@@ -1,4 +1,4 @@
-"""What waits for a socket waits in one call of the system, and keeps nobody else from posting."""
+"""Waiting for a socket takes one system call, and does not block other threads from posting."""
 
 import socket
 import time
@@ -30,7 +30,7 @@ def ends() -> Iterator[tuple[TcpChannel, TcpChannel]]:
 
 
 def outcome(pending: Pending, timeout_s: float = 30.0) -> Future[None]:
-    """Of a wait on a thread of its own."""
+    """The outcome of `pending`, waited for on a thread of its own."""
     done: Future[None] = Future()
 
     def wait() -> None:

@@ -1,4 +1,4 @@
-"""What every `MemoryBackend` must do. Subclasses give `backend`; the tests are collected with them."""
+"""What every `MemoryBackend` must do. Subclasses provide the `backend` fixture and inherit the tests."""
 
 from collections.abc import Iterator
 
@@ -32,7 +32,7 @@ class Range:
         self._backend.unmap(self.address + slot * self.extent_bytes, runs)
 
     def value(self, slot: int) -> int:
-        """The byte that fills a slot; fails when the slot is not filled with one value."""
+        """The byte that fills the whole slot; AssertionError if its bytes differ."""
         low, high = self.extents[slot].min().item(), self.extents[slot].max().item()
         assert low == high
         return int(low)

@@ -1,4 +1,4 @@
-"""Small device memories for tests."""
+"""A small device memory for tests."""
 
 import random
 from collections.abc import Callable
@@ -17,7 +17,7 @@ LAYER_SPEC: PartSpec = {
     "up": TensorSpec((96, 64), torch.float32),
     "down": TensorSpec((64, 96), torch.float32),
 }
-EXTENTS_PER_LAYER = 4  # of a layer's parameters: 49,280 bytes
+EXTENTS_PER_LAYER = 4  # a layer's parameters have 49,280 bytes
 OTHERS: dict[str, PartSpec] = {
     "embedding": {"weight": TensorSpec((50, 64), torch.bfloat16)},
     "head": {"norm": TensorSpec((64,), torch.float64), "weight": TensorSpec((50, 64), torch.float16)},
@@ -32,7 +32,9 @@ BUDGET_BYTES = (
 
 
 def open_small(backend: MemoryBackend, budget_bytes: int = BUDGET_BYTES, kv_shape: KvShape = KV_SHAPE) -> DeviceMemory:
-    """Four layers of four extents, two more parts, three KV extents per layer, one extent and a rest free."""
+    """Four layers of four extents each, two other parts, three KV extents per layer; one extent and some bytes are
+    free.
+    """
     return DeviceMemory.open(
         backend,
         budget_bytes=budget_bytes,
@@ -44,14 +46,14 @@ def open_small(backend: MemoryBackend, budget_bytes: int = BUDGET_BYTES, kv_shap
 
 
 def fill_layer(memory: DeviceMemory, layer: int) -> None:
-    """Parameters that depend on the layer alone."""
+    """Writes parameters that depend on the layer alone."""
     generator = torch.Generator().manual_seed(layer)
     for tensor in memory.parameters.layer(layer).values():
         tensor.copy_(torch.randn(tensor.shape, generator=generator).to(tensor.dtype))
 
 
 def possible(memory: DeviceMemory, rng: random.Random) -> Callable[[], object]:
-    """Something that may be done to a memory in its state."""
+    """A random change that is valid in the memory's present state."""
     held, kv_held = memory.parameters.held_layers, memory.kv.held_layers
     missing = [layer for layer in range(LAYERS) if layer not in held]
     choices: list[Callable[[], object]] = []
@@ -73,6 +75,6 @@ def possible(memory: DeviceMemory, rng: random.Random) -> Callable[[], object]:
 
 
 def books(memory: DeviceMemory) -> object:
-    """Everything that a change of a memory may change."""
+    """All bookkeeping that a change of the memory may alter."""
     pool = memory.pool
     return memory._books(), [(each.name, list(each.runs)) for each in pool._ranges], list(pool._free)

@@ -1,4 +1,4 @@
-"""The CUDA driver's memory calls in plain CPU memory, with the real driver's rules enforced and its traps set."""
+"""The CUDA driver's memory calls on plain CPU memory. It enforces the real driver's rules and imitates its traps."""
 
 import ctypes
 import mmap
@@ -19,7 +19,7 @@ _FIXED = 0x10
 
 
 class SimulatedDriver:
-    """A `VmmDriver`. A handle is an offset in a memfd; fresh memory is full of NaN bits, as it may be on a GPU."""
+    """A `VmmDriver`. A handle is an offset in a memfd; new memory is filled with NaN bits, as it may be on a GPU."""
 
     device = torch.device("cpu")
     granularity_bytes = GRANULARITY_BYTES
@@ -29,7 +29,7 @@ class SimulatedDriver:
         self._end_bytes = 0
         self._available_bytes = available_bytes
         self.handles: dict[int, int] = {}  # handle -> size
-        self._taken: list[int] = []  # handles, once more for each time they came in a file
+        self._taken: list[int] = []  # handles, once more for each import from a file
         self.reservations: dict[int, int] = {}  # address -> size
         self.mappings: dict[int, tuple[int, int, bool]] = {}  # address -> (size, handle, accessible)
         self.kernels_run = False
@@ -52,7 +52,7 @@ class SimulatedDriver:
         return handle
 
     def export(self, handle: int) -> int:
-        file = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)  # with a position of its own
+        file = os.open(f"/proc/self/fd/{self._fd}", os.O_RDWR)  # with a file position of its own
         os.lseek(file, handle, os.SEEK_SET)
         return file
 

@@ -1,4 +1,4 @@
-"""The CUDA backend: its logic over a simulated driver everywhere, the whole on a GPU with `-m gpu`."""
+"""The CUDA backend: its logic on a simulated driver, and all of it on a GPU with `-m gpu`."""
 
 import importlib
 import subprocess
@@ -29,7 +29,7 @@ class TestCudaBackendLogic(BackendContract):
 
 
 class CountingDriver(BindingsDriver):
-    """Counts handles, since free memory of the device also shrinks when torch loads kernels."""
+    """Counts handles, since the device's free memory does not show leaks: it also shrinks when torch loads kernels."""
 
     had_count = released_count = 0
 
@@ -144,7 +144,7 @@ def test_a_machine_without_gpu_or_bindings_imports_the_module_and_says_what_is_m
 
 
 class RecordedBindings(ModuleType):
-    """The real structures and enums of the bindings, the calls answered from a table and written down."""
+    """The bindings' real structures and enums; calls are recorded and answered from a table."""
 
     def __init__(self, answers: dict[str, tuple[Any, ...]]) -> None:
         super().__init__("cuda.bindings.driver")
@@ -219,7 +219,7 @@ def test_the_bindings_have_every_call_that_is_made() -> None:
 
 
 def test_bytes_for_checksums_are_read_beside_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nothing has been given to the device to do, but what had been before they were asked for."""
+    """They are read on a stream of their own, which waits only for work launched before the read."""
 
     class Stream:
         def __init__(self, device: torch.device) -> None:
@@ -254,7 +254,7 @@ def test_bytes_for_checksums_are_read_beside_what_is_computed(monkeypatch: pytes
     driver = SimulatedDriver()
     driver.device = engine.device
     for part in CudaBackend(driver).contents(held):
-        assert current == [engine]  # whoever asks is where it was
+        assert current == [engine]  # the caller's stream is unchanged
         parts.append(bytes(part))
     assert b"".join(parts) == held.numpy().tobytes()
     assert len(parts) > 1

@@ -83,7 +83,7 @@ def test_nothing_is_left_behind_by_use_or_by_failure() -> None:
         use()
     gc.collect()
     assert (fds(), shared_lines()) == before == (before[0], 0)
-    assert mapped_bytes() - address_space_before < 4 * BUDGET_BYTES  # one memory reserves more than that
+    assert mapped_bytes() - address_space_before < 4 * BUDGET_BYTES  # one leaked memory would map more than that
 
 
 def test_the_same_story_on_the_gpu_backend() -> None:
@@ -113,7 +113,7 @@ def test_layers_given_up_go_block_by_block() -> None:
         dropped = memory.drop_layers([3])
         assert memory.shrink_retired(before) == dropped
         per_extent = EXTENT_BYTES // KV_SHAPE.block_bytes
-        needed = per_extent + 1  # in the second of three extents
+        needed = per_extent + 1  # ends in the second of three extents
         moves = [(before - 1 - i, i) for i in range(3)]
         grown = memory.shrink_retired(needed, moves)
         memory.check()
@@ -128,7 +128,7 @@ def test_layers_given_up_go_block_by_block() -> None:
 
 
 def restored(memory: DeviceMemory) -> None:
-    """A stage of the first two layers has all parameters again, and of KV as much as it may keep."""
+    """A stage that held the first two layers has all parameters again, and keeps as much KV as a draining group may."""
     memory.drop_layers([2, 3])
     memory.release_retired()
     memory.make_room_for_layers([2, 3], block_count=memory.leaving_block_count)
@@ -181,7 +181,7 @@ def test_a_member_may_give_all_of_its_kv_back() -> None:
 
 
 def test_what_a_stage_may_keep_leaves_every_layer_a_little_room_in_the_other_window() -> None:
-    shape = dataclasses.replace(KV_SHAPE, head_dim=32)  # eight blocks in an extent
+    shape = dataclasses.replace(KV_SHAPE, head_dim=32)  # eight blocks per extent
     with open_small(HostBackend(), BUDGET_BYTES + 13 * LAYERS * EXTENT_BYTES, kv_shape=shape) as memory:
         assert memory.kv.extents_per_layer == 16
         memory.drop_layers([1, 2, 3])
@@ -230,10 +230,10 @@ def test_a_gpu_with_too_little_memory_is_left_clean() -> None:
     ("granularity_bytes", "budget_bytes", "layer_bytes", "layer_count", "expected"),
     [
         (4096, 8 << 20, 50_000, 4, 16 << 10),  # a toy model
-        (4096, 256 << 20, 12 << 20, 4, 512 << 10),  # about a sixteenth of a layer; this leaves most KV
-        (4096, 64 << 20, 12 << 20, 4, 256 << 10),  # of a layer's KV, of which there is little
-        (4096, 64 << 30, 1 << 20, 4, 4 << 20),  # a large budget is not cut into crumbs
-        (2 << 20, 80 << 30, 436 << 20, 32, 20 << 20),  # whole pages of a GPU
+        (4096, 256 << 20, 12 << 20, 4, 512 << 10),  # about a sixteenth of a layer, which leaves most room for KV
+        (4096, 64 << 20, 12 << 20, 4, 256 << 10),  # about a sixteenth of a layer's KV, as there is little of it
+        (4096, 64 << 30, 1 << 20, 4, 4 << 20),  # a large budget is not split into tiny extents
+        (2 << 20, 80 << 30, 436 << 20, 32, 20 << 20),  # a multiple of the GPU's page size
         (2 << 20, 37 << 30, 551 << 20, 48, 8 << 20),  # 14B on 40 GB: a sixteenth of the parameters would be 34 MiB
         (2 << 20, 1 << 30, 100, 1, 2 << 20),
     ],
@@ -287,7 +287,7 @@ def test_a_device_whose_memory_somebody_else_has_taken_stays_parked(monkeypatch:
 
 
 def _file_bytes(backend: HostBackend) -> int:
-    """What of the memory there really is."""
+    """Bytes that the backend's file really occupies."""
     fd = backend._fd  # pyright: ignore[reportPrivateUsage]
     assert fd is not None
     return os.fstat(fd).st_blocks * 512

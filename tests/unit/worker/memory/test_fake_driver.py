@@ -1,6 +1,6 @@
-"""The CUDA backend over the driver's real bindings and a driver that enforces its rules, without a GPU.
+"""The CUDA backend on the driver's real bindings and a fake driver that enforces its rules, without a GPU.
 
-BALLAST_DRIVER_HISTORIES says how many random operations a run makes.
+BALLAST_DRIVER_HISTORIES sets the number of random operations.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class TestCudaBackendOverTheBindings(BackendContract):
 
 
 def test_any_thread_may_call(driver: FakeDriver) -> None:
-    """The driver wants a current context on each: one that has never run anything on the device has none."""
+    """The driver requires a current context on each thread, and a thread that has not used the device has none."""
     memory = open_small(open_fake())
     thread = threading.Thread(target=memory.drop_layers, args=([1, 2],))
     thread.start()
@@ -88,7 +88,7 @@ def test_extents_are_made_to_be_shared_and_do_without_what_is_refused(driver: Fa
 
 
 def test_a_layer_is_dropped_and_restored_in_a_few_calls(driver: FakeDriver) -> None:
-    """One call takes a range away, and one gives access to it, however many extents it has."""
+    """One call unmaps a range and one call makes it accessible, whatever its number of extents."""
     memory = open_small(open_fake())
     driver.fail_at(None, unmaps=True)
     memory.parameters.drop([1])
@@ -101,7 +101,7 @@ def test_a_layer_is_dropped_and_restored_in_a_few_calls(driver: FakeDriver) -> N
 
 
 def test_memory_that_cannot_be_had_is_given_back(driver: FakeDriver) -> None:
-    """Whichever call is refused while a memory is opened."""
+    """Nothing leaks, whichever call is refused while a memory is opened."""
     driver.fail_at(None)
     open_small(open_fake()).close()
     for call in range(driver.calls):
@@ -156,7 +156,7 @@ def _fill(memory: DeviceMemory, layer: int) -> bytes:
 
 
 def _compare_books(memory: DeviceMemory, driver: FakeDriver) -> None:
-    """The driver has mapped what the books say, and given access to all of it."""
+    """The driver has mapped exactly what the books list, and all of it is accessible."""
     extents = memory.parameters.extent_count + sum(window.extent_count for window in memory.kv.windows)
     assert driver.counts.mappings == extents == memory.pool.extent_count - memory.pool.free_count
     assert driver.counts.handles == memory.pool.extent_count
@@ -164,7 +164,7 @@ def _compare_books(memory: DeviceMemory, driver: FakeDriver) -> None:
     for window in memory.kv.windows:
         for layer in (*window.held_layers, *window.retired_layers):
             blocks = window.blocks_of([layer])
-            memory.kv.layer(layer)[window.first_block : window.first_block + blocks].fill_(0.5)  # a fault, were it not
+            memory.kv.layer(layer)[window.first_block : window.first_block + blocks].fill_(0.5)  # must not fault
 
 
 def test_the_bindings_say_which_call_was_refused(driver: FakeDriver) -> None:

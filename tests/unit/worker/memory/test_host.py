@@ -68,14 +68,14 @@ def resident_bytes(address: int) -> int:
 def test_mapped_memory_is_resident_before_it_is_touched(
     backend: HostBackend, monkeypatch: pytest.MonkeyPatch, tables_move: bool
 ) -> None:
-    """Also where the kernel refuses to move page tables, as old ones do."""
+    """This holds even if the kernel refuses to move page tables, as old kernels do."""
     monkeypatch.setattr(backend, "_tables_move", tables_move)
     one, other = Range(backend, backend.granularity_bytes), Range(backend, backend.granularity_bytes)
     one.map(0, ExtentRun(0, 4))
     assert resident_bytes(one.address) == 4 * backend.granularity_bytes
     one.extents[:4].fill_(6)
     one.unmap(2, 2)
-    other.map(0, ExtentRun(2, 4))  # two that were used before, and two fresh ones
+    other.map(0, ExtentRun(2, 4))  # two used before, and two new ones
     assert resident_bytes(other.address) == 4 * backend.granularity_bytes
     assert [other.value(slot) for slot in range(4)] == [6, 6, 0, 0]
     one.close()
@@ -83,7 +83,7 @@ def test_mapped_memory_is_resident_before_it_is_touched(
 
 
 def fastest_move_s(*, tables_move: bool) -> float:
-    """Seconds of the fastest move of 64 MiB that are resident, from one range to another."""
+    """Seconds that the fastest of ten moves of 64 MiB of resident memory takes, from one range to another."""
     backend = HostBackend()
     extent_bytes, everything = 8 << 20, ExtentRun(0, 8)
     backend.create(extent_bytes, everything.count)
@@ -104,7 +104,7 @@ def fastest_move_s(*, tables_move: bool) -> float:
 
 
 def test_page_tables_are_moved_and_not_built_anew() -> None:
-    """About fifty times cheaper where it was measured."""
+    """Moving them was measured to be about fifty times faster."""
     assert fastest_move_s(tables_move=True) < fastest_move_s(tables_move=False) / 5
 
 
@@ -126,7 +126,7 @@ def test_a_move_the_kernel_refuses_loses_nothing(backend: HostBackend, monkeypat
 
 
 def refuse_move(backend: HostBackend, source: int, target: int, count: int) -> bool:
-    """A refusal like the kernel's: the target is gone."""
+    """Refuses a move as the kernel does: the target is unmapped by then."""
     backend.release(target, count * backend.granularity_bytes)
     return False
 

@@ -1,4 +1,4 @@
-"""KV that goes to host memory and comes back."""
+"""KV blocks that are copied to host memory and back."""
 
 import pytest
 import torch

@@ -76,7 +76,7 @@ def test_growth_gives_clean_blocks_and_keeps_the_old_ones(memory: DeviceMemory) 
 
 
 def test_a_block_across_the_seam_of_two_extents_is_whole(memory: DeviceMemory) -> None:
-    """1,536 does not divide 16,384: a block straddles each seam, and belongs to the cache once both sides do."""
+    """1,536 does not divide 16,384: a block straddles each boundary, and is usable only if both extents are mapped."""
     per_extent = EXTENT_BYTES // KV_SHAPE.block_bytes
     kv = memory.kv.layer(0)
     kv[:BLOCKS].fill_(1.0)
@@ -101,7 +101,7 @@ def test_shrinking_below_a_block_in_use_is_refused(memory: DeviceMemory) -> None
 
 def test_growth_beyond_the_free_extents_is_refused_and_changes_nothing(memory: DeviceMemory) -> None:
     assert memory.pool.free_count == 1
-    with pytest.raises(InvariantViolation, match="wants 4 extents, 1 are free"):
+    with pytest.raises(InvariantViolation, match="needs 4 extents, but 1 are free"):
         memory.kv.window.grow(1)
     assert memory.kv.block_count == BLOCKS
     memory.check()

@@ -1,4 +1,4 @@
-"""The checksum that a GPU computes: what it tells apart, and that a processor has the same."""
+"""The checksum that a GPU computes: which changes it detects, and that a CPU computes the same."""
 
 import importlib
 import os
@@ -18,7 +18,7 @@ SIZES = (0, 2, 8, 14, 8192, 65536 + 8, 300_006)
 
 
 def compare(device: str) -> None:
-    """The kernel's sums are those of the host."""
+    """The kernel's sums equal those of the host."""
     for size in SIZES:
         data = torch.randint(0, 256, (size,), dtype=torch.uint8)
         words = data[: size // 8 * 8].view(torch.int64)
@@ -50,7 +50,7 @@ def as_tensor(content: bytes) -> torch.Tensor:
 
 
 def test_it_stays_what_it_is() -> None:
-    """Workers of two versions compare theirs."""
+    """Workers of different versions compare their checksums."""
     assert mixed(torch.arange(1003, dtype=torch.int64).to(torch.uint8)).hex() == "cbdf717b366469d79d5b2c9ed1000ebe"
 
 

@@ -83,7 +83,7 @@ def test_dropped_layers_become_kv_and_come_back_equal(memory: DeviceMemory) -> N
     memory.check()
     grown = memory.kv.window.grow(2)
     memory.check()
-    kv[blocks:grown].fill_(8.0)  # a view from before the move writes to the memory that has moved
+    kv[blocks:grown].fill_(8.0)  # a view made before the change reaches the blocks mapped by it
     assert memory.kv.layer(0) is kv
     assert kv[blocks - 1 : blocks + 1].amax(dim=(1, 2, 3, 4)).tolist() == [0.5, 8.0]
 
@@ -101,7 +101,7 @@ def test_dropped_layers_become_kv_and_come_back_equal(memory: DeviceMemory) -> N
 
 
 def test_what_an_extent_held_before_does_not_enter_the_checksum(memory: DeviceMemory) -> None:
-    """The padding between tensors is not part of them."""
+    """Checksums leave out the padding between tensors."""
     fill_layer(memory, 1)
     before = memory.parameters.layer_checksum(1)
     memory.parameters.drop([1])

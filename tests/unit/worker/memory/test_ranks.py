@@ -1,6 +1,6 @@
-"""The memory of an instance whose ranks are processes, each on a device of a driver made for the test: `fake_driver`.
+"""The memory of an instance whose ranks are processes, each on a device of `tests.support.fake_driver`.
 
-BALLAST_DRIVER_HISTORIES says how many random changes a run makes.
+BALLAST_DRIVER_HISTORIES sets the number of random changes.
 """
 
 import os
@@ -68,12 +68,12 @@ def test_a_layer_of_experts_comes_back_on_all_ranks(driver: FakeDriver, tmp_path
 
 
 def test_random_changes_with_calls_that_are_refused_in_any_rank(driver: FakeDriver, model: Path) -> None:
-    """A change that a driver refuses, whose ever, has changed nothing anywhere: mappings, books and bytes."""
+    """If any rank's driver refuses a change, no rank's mappings, books or bytes have changed."""
     ranked, rng = open_ranks(model), random.Random(11)
     memory = ranked.engine.memory
     assert isinstance(memory, RankedMemory)
     checksums = [memory.parameters.layer_checksum(layer) for layer in range(LAYERS)]
-    assert checksums == list(memory.parameters.loaded_checksums.values())  # what is mapped here is what they loaded
+    assert checksums == list(memory.parameters.loaded_checksums.values())  # the mappings hold what the ranks loaded
     refused = {CudaError: 0, RemapRefused: 0}
     for _ in range(CHANGES):
         before, held = [books(one) for one in (memory, *memory._mirrors)], set(memory.parameters.held_layers)
@@ -102,11 +102,11 @@ def test_random_changes_with_calls_that_are_refused_in_any_rank(driver: FakeDriv
     rank.wait()
     with pytest.raises(RankLost):
         possible(memory, rng)()
-    ranked.engine.close()  # what the driver has then is asked by the fixture
+    ranked.engine.close()  # the fixture checks what the driver still holds
 
 
 def ask(ranked: Ranked, name: str, *arguments: object) -> object:
-    """The other rank, of its driver."""
+    """Calls a method of the other rank's driver and returns the result."""
     ranked.crew.tell(Remap(name, arguments, {}))
     [answer] = ranked.crew.answers().values()
     assert isinstance(answer, Done)
@@ -114,7 +114,7 @@ def ask(ranked: Ranked, name: str, *arguments: object) -> object:
 
 
 def compare(ranked: Ranked, driver: FakeDriver) -> None:
-    """Both have mapped what the books say, and the other one has the same as its mirror here."""
+    """Both ranks have mapped what the books list, and the other rank's driver agrees with its mirror here."""
     memory = ranked.engine.memory
     assert isinstance(memory, RankedMemory)
     mapped = memory.pool.extent_count - memory.pool.free_count

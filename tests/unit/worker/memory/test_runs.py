@@ -1,4 +1,4 @@
-"""What lies in many places, and in a slot: parts for the kernel, and the kernel where there is no GPU."""
+"""Runs of bytes that are gathered into a slot and scattered from it: their split into parts, and the kernel."""
 
 import ctypes
 import importlib
@@ -16,7 +16,7 @@ from services.worker.memory.backend import SLOT_BYTES
 from services.worker.memory.runs import RunKernel, Runs, constants, parts_of
 from tests.unit.worker.engine.compiled_kernel import compiled
 
-SHAPES: tuple[tuple[list[int], int], ...] = (  # bytes of the runs, where the first begins
+SHAPES: tuple[tuple[list[int], int], ...] = (  # bytes of each run, offset of the first run
     ([16], 0),
     ([65536, 16, 40000 * 16, 16384], 0),
     ([5, 4096, 4097, 1], 0),
@@ -25,7 +25,7 @@ SHAPES: tuple[tuple[list[int], int], ...] = (  # bytes of the runs, where the fi
 
 
 def scattered(sizes: Sequence[int], first: int, device: str = "cpu") -> list[torch.Tensor]:
-    """Runs of one memory, with 48 bytes between each and the next."""
+    """Runs within one memory, with 48 bytes after each."""
     memory = torch.randint(0, 256, (first + sum(sizes) + 48 * len(sizes),), dtype=torch.uint8, device=device)
     runs: list[torch.Tensor] = []
     for size in sizes:
@@ -35,7 +35,7 @@ def scattered(sizes: Sequence[int], first: int, device: str = "cpu") -> list[tor
 
 
 def compare(device: str) -> None:
-    """The kernel brings the bytes of the runs, and no others, into a slot and out of it."""
+    """The kernel copies the bytes of the runs, and no others, into a slot and out of it."""
     kernel = RunKernel(torch.device(device))
     for sizes, first in SHAPES:
         runs = scattered(sizes, first, device)
@@ -114,7 +114,7 @@ def test_a_slot_of_blocks_is_gathered_fast() -> None:
 
 
 def gb_per_s(act: Callable[[], None], rounds: int = 20) -> float:
-    """Of a slot, launches included."""
+    """GB/s at which `act` copies a slot, including launches."""
     act()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()

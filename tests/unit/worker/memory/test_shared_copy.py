@@ -1,4 +1,6 @@
-"""One copy of parameters for all workers of a host: made once, never half, removed by the last."""
+"""The copy of the parameters that all workers of a host share: made once, never visible half made, removed by the last
+user.
+"""
 
 import multiprocessing
 import os
@@ -59,13 +61,13 @@ def test_the_second_maps_what_the_first_has_made(tmp_path: Path) -> None:
     assert filled(second, "embedding", [embedding])
     assert filled(second, "layers.0", layer)
     assert not second.fill("layers.1", layer)
-    assert not second.fill("layers.0", layer[:1]), "of another shape"
+    assert not second.fill("layers.0", layer[:1]), "the shape differs"
     first.close()
     assert (tmp_path / "model/parameters.bin").exists()
     assert filled(second, "layers.0", layer)
     second.close()
     second.close()
-    assert list(tmp_path.iterdir()) == [], "the last one has removed it"
+    assert list(tmp_path.iterdir()) == [], "the last user must remove it"
 
 
 def test_a_byte_that_has_changed_is_seen(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Work in the background rests in proportion to what it does, and ends when it is not wanted any more."""
+"""Background work rests in proportion to the time it takes, and stops when it is no longer wanted."""
 
 import time
 from collections.abc import Callable

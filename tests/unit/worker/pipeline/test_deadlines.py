@@ -1,4 +1,4 @@
-"""A member acts on the deadlines that its table has, whatever numbers those are."""
+"""A member acts on the deadlines in its phase tables, whatever their values."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +23,7 @@ EPOCH = Epoch(5)
 
 @pytest.fixture(params=[None, 4.0])
 def limit_s(request: pytest.FixtureRequest) -> float | None:
-    """What the table is changed to have; None: what it has."""
+    """The deadline that the test puts into the table; None: leave the table as it is."""
     return request.param
 
 
@@ -57,7 +57,7 @@ def test_a_plan_is_taken_back_when_no_planner_asks_for_it(
     transitions = Transitions(cast("Any", member), Incarnation(1), posted.append, lambda: now_s, later)
     transitions.take(whole_again(4, 1), ())
     posted.clear()
-    now_s = within_s / 2  # a planner asks
+    now_s = within_s / 2  # a planner asks, which extends the deadline
     assert transitions.said(EPOCH)[0] is phase
     while not posted:
         now_s, act = timers.pop()

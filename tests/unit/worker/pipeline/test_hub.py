@@ -1,4 +1,4 @@
-"""What comes over links and does not fit: whoever waits for it hears that it will not come."""
+"""Link messages and transfers that do not fit: whoever waits for them learns that they will not arrive."""
 
 from collections.abc import Callable
 from typing import cast
@@ -25,7 +25,7 @@ PLACE = torch.zeros(64, dtype=torch.uint8)
 
 
 class FakeLink:
-    """As much as a hub looks at."""
+    """The attributes of a link that a hub reads."""
 
     peer_id = PEER
     epoch = 3
@@ -50,7 +50,7 @@ def test_kv_of_another_size_ends_the_link_and_is_waited_for_no_more(
         comes(hub, link, pieces_to_bytes((PIECE,)))
     assert posted == [KvLanded(PEER, PIECE, delivered=False)]
     assert not hub.receives
-    assert not hub.places.forget(key_of(PIECE, PEER)), "its place has been taken"
+    assert not hub.places.forget(key_of(PIECE, PEER)), "its destination must not be registered any more"
 
 
 def test_a_layer_whose_checksum_cannot_be_computed_here_is_not_taken() -> None:

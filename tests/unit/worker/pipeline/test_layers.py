@@ -1,4 +1,4 @@
-"""What comes from the disk is what this worker has known, or it is not taken."""
+"""A layer that is loaded is compared with the checksum that this worker knows, and refused if it differs."""
 
 import queue
 from concurrent.futures import Future
@@ -46,7 +46,7 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
             Epoch(3),
             {1: ()},
             TransitionProgress(epoch=Epoch(3), began_s=0.0),
-            hub=cast(Any, None),  # of links to peers, whom nobody asks here
+            hub=cast(Any, None),  # no peer is asked
             ask=lambda peer, layer: False,
             server=server,
             hurried=lambda: True,
@@ -69,7 +69,7 @@ def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: boo
 
 @pytest.mark.parametrize("by", Algorithm)
 def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> None:
-    """One may compute on a GPU and the other on a processor."""
+    """One side may compute the checksum on a GPU and the other on a CPU."""
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
     asked: list[WorkerId] = []
     peers = [WorkerId("w2"), WorkerId("w3")]
@@ -107,7 +107,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_copy_in_host_memory_is_preferred_to_peers(is_right: bool) -> None:
-    """Nobody is asked. A copy that turned out damaged was replaced by the checkpoint, which is verified."""
+    """No peer is asked. If the copy is damaged, it has been replaced from the checkpoint, which is verified."""
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
     with open_small(HostBackend()) as memory:
         workers = Threads(lambda _: True, lambda _: is_right, lambda _: None)
@@ -140,7 +140,7 @@ def test_a_copy_in_host_memory_is_preferred_to_peers(is_right: bool) -> None:
 
 
 class _Sent:
-    """A link that keeps what is sent."""
+    """A link that records refusals and transferred layers."""
 
     peer_id = "w2"
 
@@ -161,7 +161,7 @@ class _Sent:
 
 @NEEDS_NATIVE
 def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_path: Path) -> None:
-    """Its bytes would be nonsense there; it reads the checkpoint instead."""
+    """The peer could not use these bytes; it reads the checkpoint instead."""
     model = make_tiny("llama", tmp_path / "model", layers=2)
     with (
         load_engine(model, device_memory_bytes=16 << 20, kernels="native") as packed,
@@ -190,7 +190,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
 
 
 def test_a_drop_never_waits_for_checksums_of_what_was_loaded(tmp_path: Path) -> None:
-    """SHA-256 of gigabytes takes seconds: they are taken while the checkpoint is read."""
+    """SHA-256 of gigabytes takes seconds, so checksums are computed while the checkpoint is read."""
     model_dir = make_tiny("llama", tmp_path / "model", layers=3, vocab=320)
     with load_engine(model_dir, device_memory_bytes=8 << 20) as engine:
         parameters = engine.memory.parameters

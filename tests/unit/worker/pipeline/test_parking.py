@@ -1,4 +1,4 @@
-"""A worker whose parameters cannot be kept in host memory goes on serving."""
+"""A worker whose parameters do not fit into host memory goes on serving."""
 
 from concurrent.futures import Future
 from unittest.mock import Mock

@@ -1,4 +1,4 @@
-"""What a planner may ask of a worker."""
+"""Requests that a worker accepts from a planner, and those that it refuses."""
 
 from dataclasses import replace
 
@@ -16,7 +16,7 @@ ME = WorkerId("w0")
 
 
 def whole_again(layer_count: int, incarnation: int) -> Plan:
-    """As after the loss of a group: this worker, which is in no group, is to serve alone with all layers."""
+    """The plan after the loss of a group: this worker, which is in no group, is to serve alone with all layers."""
     member = Member(ME, Incarnation(incarnation), "w0:1", 0, layer_count)
     empty = Layout(Epoch(4), layer_count, (), "lost")
     return Plan(
@@ -25,7 +25,7 @@ def whole_again(layer_count: int, incarnation: int) -> Plan:
 
 
 def test_a_plan_for_the_process_that_was_here_before_is_refused() -> None:
-    """Else the new process says that it is in a group as the old one, and monitors refuse its reports for ever."""
+    """Otherwise the new process would report the old one's group, and monitors would refuse its reports for ever."""
     world = World(options(), [])
     worker_id, instance = next(iter(world.instances.items()))
     assert (worker_id, instance.incarnation) == (ME, 1)

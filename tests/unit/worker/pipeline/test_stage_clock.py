@@ -37,9 +37,9 @@ def test_when_the_leader_has_no_work_nobody_is_idle() -> None:
 
 def test_the_network_is_waited_for_while_the_stage_is_idle() -> None:
     clock = StageClock()
-    clock.received(batch(1), 4, 3.0, 2.0)  # before the first batch nothing is known
+    clock.received(batch(1), 4, 3.0, 2.0)  # before the first batch, no waiting time is known
     clock.ran(batch(1), 4, 3.0, 5.0)
-    clock.received(batch(2), 4, 4.0, 3.0)  # while it was busy
+    clock.received(batch(2), 4, 4.0, 3.0)  # received while the stage was busy
     clock.ran(batch(2), 4, 5.0, 6.0)
     clock.received(batch(3), 4, 8.0, 3.0)
     clock.ran(batch(3), 4, 8.0, 9.0)

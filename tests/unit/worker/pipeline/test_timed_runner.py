@@ -1,4 +1,4 @@
-"""A runner that times its stages gives what the runner gives, and tells what each kind of stage took."""
+"""A timed runner returns what its inner runner returns, and records how long each kind of stage took."""
 
 import itertools
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 
 class Shapes(OnlineCost):
-    """Keeps the shapes that were entered."""
+    """A cost model that records the shapes that were entered."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Shapes(OnlineCost):
 
 
 def timed(engine: Engine, costs: OnlineCost) -> TimedRunner:
-    """Every step takes 6 ms."""
+    """A runner on whose clock every step takes 6 ms."""
     ticks = itertools.count()
     return TimedRunner(engine.runner, costs, layer_count=2, watch=HostWatch(lambda: next(ticks) * 0.006))
 
@@ -76,14 +76,14 @@ def test_not_every_short_step_is_recorded_and_empty_ones_never(engine: Engine) -
     for _ in range(8):
         runner.run_stage(prefill(), (TABLE,), None, first_layer=0, last_layer=2)
         counts.append(costs.step_count)
-    assert counts == [0, 0, 1, 1, 1, 1, 2, 2]  # with the empty batch's time, 20 ms are over in the third step
+    assert counts == [0, 0, 1, 1, 1, 1, 2, 2]  # with the empty batch, 20 ms have passed in the third step
     for _ in range(8):
         runner.run_stage(Batch(3, (), (), ()), (), None, first_layer=0, last_layer=2)
     assert costs.step_count == 2
 
 
 class Gpu:
-    """A device that does what it was told 100 ms later, or when it has done what came before."""
+    """A device that runs launches in order, each as soon as the previous one has ended."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -115,14 +115,14 @@ def test_a_gpus_stages_are_timed_by_when_it_ran_them_not_by_when_it_was_told() -
         gpu.now_s = launched_at_s
         assert watch.begin() == launched_at_s
         gpu.run(took_s)
-        gpu.now_s += 0.001  # of launching it
+        gpu.now_s += 0.001  # the time to launch it
         watch.end(lambda began_s, ended_s: told.append((began_s, ended_s)))
-    expected = [(1.0, 1.5), (1.5, 1.7), (3.0, 3.4)]  # the last one is not over
+    expected = [(1.0, 1.5), (1.5, 1.7), (3.0, 3.4)]  # the last stage has not ended
     assert [pytest.approx(one) for one in expected] == told
 
 
 def test_a_first_stage_on_a_gpu_tells_the_cost_model_what_it_took(engine: Engine) -> None:
-    """Its `run_stage` returns at once; what was measured before was how long launching takes."""
+    """Its `run_stage` returns at once, so timing the call would measure only the launch."""
     gpu, costs = Gpu(), OnlineCost()
     watch = EventWatch(gpu.record, lambda: gpu.now_s)
 

@@ -1,4 +1,4 @@
-"""What members say to each other arrives as it was said."""
+"""Messages between members are decoded to what was encoded."""
 
 from dataclasses import replace
 

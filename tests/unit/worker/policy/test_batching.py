@@ -42,7 +42,7 @@ def test_laws(decode_count: int, prefills: list[PrefillView], budget_tokens: int
     left_tokens = max(0, budget_tokens - decode_count)
     assert len(chunks) == len(prefills)
     assert all(0 <= chunk <= p.remaining_tokens for chunk, p in zip(chunks, prefills, strict=True))
-    # No token of the budget is wasted, none is given twice, and the first in line always gets on.
+    # No token of the budget is wasted, none is given twice, and the first prompt always makes progress.
     assert sum(chunks) == min(left_tokens, sum(p.remaining_tokens for p in prefills))
     if prefills:
         assert chunks[0] >= min(prefills[0].remaining_tokens, left_tokens // 2)

@@ -1,4 +1,4 @@
-"""The fit finds coefficients that are known, by relative error, and never a negative one."""
+"""The fit recovers known coefficients, minimises the relative error, and never yields a negative coefficient."""
 
 import random
 from dataclasses import astuple, replace
@@ -65,7 +65,7 @@ def test_noise_of_five_percent_leaves_predictions_within_two() -> None:
 
 
 def test_small_batches_count_as_much_as_large_ones() -> None:
-    """A model that cannot be right everywhere is wrong by the same share where the costs are small and large."""
+    """If the model's form cannot fit all costs, relative errors are as small for small batches as for large ones."""
     chunks = [
         ((Chunk(0, n),), 1e-4 * n * (1.2 if n < 20 else 1.0)) for n in (1, 2, 4, 8, 16, 256, 512, 768, 1024, 1280)
     ]
@@ -82,7 +82,7 @@ def test_the_papers_form_has_no_term_for_the_prefix_and_the_token_count_none_for
     assert paper.layer.attention_s > 0
     cost = tokens.of(WHOLE)
     assert (cost.attention_s, cost.prefix_s) == (0, 0)
-    assert cost.chunk_s == cost.shared_s  # a constant for the batch, nothing for a sequence
+    assert cost.chunk_s == cost.shared_s  # a constant per batch, and nothing per sequence
     means = [summarise(errors_of(costs, samples)).mean for costs in (fit_stages(samples), paper, tokens)]
     assert means == sorted(means)
 
@@ -92,7 +92,7 @@ def test_a_stage_is_the_sum_of_its_parts() -> None:
     whole = TRUE.of(WHOLE).batch_cost_s(chunks)
     halves = TRUE.of(StageShape(5, True, False)), TRUE.of(StageShape(3, False, True))
     assert sum(half.batch_cost_s(chunks) for half in halves) == pytest.approx(
-        whole + TRUE.step.batch_cost_s(chunks)  # each stage lays the batch out
+        whole + TRUE.step.batch_cost_s(chunks)  # each stage packs the batch
     )
 
 

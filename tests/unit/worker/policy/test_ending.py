@@ -1,4 +1,4 @@
-"""When a worker that drains may end."""
+"""When a draining worker may exit."""
 
 from services.worker.policy.ending import may_end
 
@@ -7,4 +7,4 @@ def test_a_pipeline_keeps_its_stages_until_it_is_dissolved_or_given_up() -> None
     assert may_end(None, 0.0)
     assert not may_end(0, 1.0)
     assert not may_end(3, 0.0)
-    assert may_end(0, 60.0)  # no planner dissolves it, and nothing runs in it
+    assert may_end(0, 60.0)  # no planner dissolves the group, and nothing runs in it

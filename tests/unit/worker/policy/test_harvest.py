@@ -1,4 +1,4 @@
-"""What fits into a batch, and how long it then takes."""
+"""How many offline tokens fit into a batch within its time limit."""
 
 import math
 
@@ -43,14 +43,14 @@ def test_a_cut_chunk_is_the_longest_within_the_limit(prefix: int, most: int, lim
 
 def test_an_a100_is_efficient_from_256_tokens_on() -> None:
     assert efficient_tokens(A100, 2048) in (256, 512)
-    assert efficient_tokens(CostModel(0.0, 1e-3, 0.0, 0.0), 2048) == 32, "where every token costs the same"
+    assert efficient_tokens(CostModel(0.0, 1e-3, 0.0, 0.0), 2048) == 32, "the case in which every token costs the same"
     assert efficient_tokens(None, 300) == 300
 
 
 def test_a_target_is_shared_by_the_batches_that_circulate() -> None:
     target, online = Harvest(), [OnlineView(0.1), OnlineView(0.3)]
     assert allowance_s(target, 0.02, 4, 2, online, 99, 512) == pytest.approx(0.2)
-    assert allowance_s(target, 0.3, 4, 2, online, 99, 512) == 0.3, "what online work makes longer gets nothing"
+    assert allowance_s(target, 0.3, 4, 2, online, 99, 512) == 0.3, "online work exceeds the target, so none is added"
     assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, [], 99, 512) == pytest.approx(0.025)
 
 
@@ -61,16 +61,16 @@ def test_the_strictest_of_those_that_run_decides() -> None:
         return allowance_s(harvest, 0.02, 1, 1, online, 99, 100)
 
     assert allowed_s(OnlineView(0.05), OnlineView(0.03)) == 0.03
-    assert allowed_s(OnlineView(0.05), free) == pytest.approx(0.025), "who has no target is slowed down by a share"
+    assert allowed_s(OnlineView(0.05), free) == pytest.approx(0.025), "no target: slowed down by a fraction"
     assert allowed_s(OnlineView(0.05, first_token_in_s=0.08, left_tokens=150)) == 0.04, "two batches to the first token"
-    assert allowed_s(OnlineView(0.05, first_token_in_s=-1.0)) == 0.02, "it is late already"
-    assert allowed_s(free, OnlineView(math.inf, left_tokens=150)) == 0.02, "nothing beside a prompt without a target"
+    assert allowed_s(OnlineView(0.05, first_token_in_s=-1.0)) == 0.02, "the first token is late already"
+    assert allowed_s(free, OnlineView(math.inf, left_tokens=150)) == 0.02, "none alongside a prompt without a target"
 
 
 def test_under_a_target_answers_last_longer_only_as_far_as_places_suffice() -> None:
     online = [OnlineView(0.05)] * 10
     assert allowance_s(Harvest(), 0.02, 1, 1, online, 30, 512) == 0.05
-    assert allowance_s(Harvest(), 0.02, 1, 1, online, 15, 512) == pytest.approx(0.03), "half as many again may run"
+    assert allowance_s(Harvest(), 0.02, 1, 1, online, 15, 512) == pytest.approx(0.03), "places for half as many more"
     assert allowance_s(Harvest(), 0.02, 1, 1, online, 9, 512) == 0.02
     free = [OnlineView(math.inf)] * 10
     assert allowance_s(Harvest(slowdown=0.25), 0.02, 1, 1, free, 10, 512) == pytest.approx(0.025), "without a target"
@@ -127,4 +127,4 @@ def test_a_step_is_cut_where_it_takes_more_than_a_quarter_of_a_first_token() -> 
     assert safepoint_layers(harvest, 0.2) == 0
     assert safepoint_layers(harvest, 0.4) == 4, "an eighth of the layers takes a sixteenth of the target"
     assert safepoint_layers(harvest, 90.0) == 1
-    assert safepoint_layers(Harvest(layer_count=32), 90.0) == 0, "without a target none is"
+    assert safepoint_layers(Harvest(layer_count=32), 90.0) == 0, "no safepoints without a target"

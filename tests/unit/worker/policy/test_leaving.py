@@ -8,14 +8,14 @@ from services.worker.policy.leaving import over_at_s, tightened
 @pytest.mark.parametrize(
     ("limit", "reserved", "running", "kept"),
     [
-        (80, 80, 4, 80),  # all of it is held: nothing is given up
-        (80, 48, 4, 80),  # what is held and what it grows into takes the eighth that was about to go
+        (80, 80, 4, 80),  # all blocks are held: none is given up
+        (80, 48, 4, 80),  # the held blocks and their growth need the eighth that would be next
         (80, 47, 4, 70),
-        (80, 30, 25, 80),  # many short ones grow, too
-        (70, 47, 4, 70),  # no other step before something ends
+        (80, 30, 25, 80),  # many short sequences grow, too
+        (70, 47, 4, 70),  # no further step before a sequence ends
         (70, 1, 1, 10),
         (10, 0, 0, 0),
-        (40, 60, 4, 40),  # never more than it had
+        (40, 60, 4, 40),  # never more than the limit
     ],
 )
 def test_a_group_keeps_what_it_holds_and_a_little_to_grow_in_eighths(
@@ -32,11 +32,11 @@ def test_the_smallest_group_gives_up_block_by_block() -> None:
     ("reserved", "stages", "fits"),
     [
         (0, [(0.5, 1000)] * 2, True),
-        (750, [(0.5, 1000)] * 2, True),  # 375 for each of two, beside 375 that it gives; a fourth is for what it runs
+        (750, [(0.5, 1000)] * 2, True),  # each of two holds 375 to send and 375 received; a quarter is for what it runs
         (751, [(0.5, 1000)] * 2, False),
         (2000, [(0.5, 1000)] * 2, False),
         (1500, [(0.25, 1000)] * 4, True),
-        (1200, [(0.25, 500), (0.75, 2500)], False),  # the larger one has to hold more beside its own
+        (1200, [(0.25, 500), (0.75, 2500)], False),  # the smaller would hold 300 to send and 200 received, of 375
         (840, [(0.25, 500), (0.75, 2500)], True),
         (1200, [(0.5, 1000), (0.5, 2000)], False),
         (900, [(0.5, 1000), (0.5, 2000)], True),

@@ -41,7 +41,7 @@ def cost_s(seen: PipelineView, share: Share) -> float:
 def rounds(
     candidates: list[MicrobatchCandidate], stages: int, count: int, tokens: int = 512
 ) -> list[tuple[PipelineView, Share]]:
-    """Microbatches one after the other; each lands when as many as there are stages have departed behind it."""
+    """Consecutive microbatches and their views; each completes once `stages` further ones have been formed."""
     states = [[c.computed_tokens, c.dispatched_tokens, c.token_count, c.step_id] for c in candidates]
     formed: list[tuple[PipelineView, Share]] = []
     for step in range(1, count + 1):
@@ -109,7 +109,7 @@ def test_a_microbatch_with_prefill_has_its_share_of_decodes_beside_it() -> None:
 
 
 def test_prompts_progress_beside_decodes_that_cost_more_than_a_full_batch_of_prompts() -> None:
-    """Memory is free and many prompts wait: a microbatch has nearly as many tokens as a lone batch."""
+    """Memory is free and many prompts wait, so a microbatch has nearly as many tokens as a batch of a single stage."""
     crowd = [decode(20_000) for _ in range(200)]
     share = FORM(view(2, [*crowd, *(prompt(800) for _ in range(20))], tokens=2048))
     assert sum(n for _, n in share) > 0.7 * 2048
@@ -122,14 +122,14 @@ def test_prompts_are_spread_further_while_others_wait_for_room() -> None:
 
 
 def test_a_short_prompt_gets_on_among_decodes_while_others_wait_for_room() -> None:
-    """Its share of each microbatch is less than the smallest piece."""
+    """Its fair share of each microbatch is less than the smallest chunk."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], waiting=3, full=True))
     assert share[-1] == (20, MIN_CHUNK_TOKENS)
 
 
 def test_a_prompt_gets_on_where_batches_have_less_room_than_the_smallest_piece() -> None:
-    """Batches have so little room while a restore is prepared."""
+    """While a restore is being prepared, batches have so little room."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], tokens=10 + 8))
     assert [index for index, _ in share[:-1]] == [*range(10)]
@@ -139,10 +139,10 @@ def test_a_prompt_gets_on_where_batches_have_less_room_than_the_smallest_piece()
 def test_one_more_microbatch_is_in_flight_while_others_wait() -> None:
     candidates = [*(decode(300) for _ in range(60)), *(prompt(900) for _ in range(6))]
     ahead = FORM(view(2, candidates, waiting=3, flying=2))
-    assert sum(i < 60 for i, _ in ahead) == 20  # of three
+    assert sum(i < 60 for i, _ in ahead) == 20  # a third of the decodes
     assert not FORM(view(2, candidates, waiting=3, flying=3))
     assert not FORM(view(2, candidates, flying=2))
-    assert not FORM(view(2, candidates[:60], waiting=3, flying=2))  # no prompt to fill it with
+    assert not FORM(view(2, candidates[:60], waiting=3, flying=2))  # no prompt to fill it
     assert FORM.ahead == 1
 
 
@@ -225,7 +225,7 @@ def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
         computes |= left > 0 and c.token_count - c.computed_tokens > 1
         n = dict(share).get(index, 0)
         assert 0 <= n <= left
-        # Fewer only for want of room, of which rounding leaves less than one step.
+        # A chunk is smaller only if the batch lacks room, of which rounding leaves less than one unit.
         assert n in (0, left) or n >= MIN_CHUNK_TOKENS or tokens - sum(m for _, m in share) < rows
     assert bool(share) == bool(ready)
     prompt_tokens = sum(n for i, n in share if candidates[i].token_count - candidates[i].computed_tokens > 1)

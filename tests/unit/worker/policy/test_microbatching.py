@@ -5,7 +5,7 @@ from services.worker.policy.microbatching import MicrobatchCandidate, PipelineVi
 
 
 def decodes(count: int, in_flight: int = 0) -> list[MicrobatchCandidate]:
-    """Those in flight first."""
+    """Decodes, of which the first `in_flight` are in flight."""
     flying = [MicrobatchCandidate(0, 9, 10, 10, 8, True) for _ in range(in_flight)]
     return flying + [MicrobatchCandidate(0, 9, 9, 10, i % 7, True) for i in range(count - in_flight)]
 

@@ -1,4 +1,6 @@
-"""The model follows what is executed, is never worse than the profile, and forgets neither prefills nor its bound."""
+"""The cost model follows executed batches, is never worse than the profile, and retains prefills within a bounded
+memory.
+"""
 
 import random
 
@@ -79,7 +81,7 @@ def test_it_learns_without_a_profile_once_it_has_seen_batches_of_several_sizes()
     online = entered(None)
     for _ in range(200):
         online.record(DECODES, LOADED.batch_cost_s(DECODES))
-    assert online.current() is None  # a fit on these alone would know nothing of prefills
+    assert online.current() is None  # a fit to these steps alone would know nothing of prefills
     run(online, LOADED, 200, noise=0.02)
     assert off_by(online.current(), LOADED, PREFILL) == pytest.approx(0, abs=0.05)
 
@@ -174,7 +176,7 @@ def test_a_start_by_which_some_batches_cost_nothing_is_mended(
 def test_whatever_is_executed_it_is_never_worse_than_the_profile(
     steps: list[tuple[list[Chunk], float]], has_profile: bool
 ) -> None:
-    """This holds on the steps kept, which are all of them as long as no size has too many, right after a fit."""
+    """Checked right after each fit, on all steps so far, as long as no batch size has more steps than are kept."""
     online = entered(PROFILE if has_profile else None)
     seen: list[tuple[list[Chunk], float]] = []
     sizes: dict[int, int] = {}

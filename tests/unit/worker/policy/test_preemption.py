@@ -15,7 +15,7 @@ MANY = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 9
 
 
 def views_of(many: Many) -> list[VictimView]:
-    """Of rank, caller and blocks."""
+    """Views with this rank, caller and block count, in order of arrival."""
     return [view(rank, arrival, caller, blocks) for arrival, (rank, caller, blocks) in enumerate(many)]
 
 
@@ -32,7 +32,7 @@ def test_with_the_latest_more_is_lost_than_with_all_others() -> None:
     views = [replace(view(1, arrival), computed_tokens=count) for arrival, count in enumerate(tokens)]
     assert choose_victim(views) == 2
     assert choose_victim([*views[:3], replace(views[3], computed_tokens=90)]) == 3
-    assert choose_victim([views[0], views[3]]) == 1, "the oldest never gives way"
+    assert choose_victim([views[0], views[3]]) == 1, "the oldest must never be preempted"
 
 
 @given(st.lists(st.tuples(st.integers(0, 2), st.integers(0, 99)), min_size=2, max_size=9, unique=True))
@@ -43,7 +43,7 @@ def test_the_first_in_order_of_service_is_never_the_victim(orders: list[tuple[in
 def test_a_caller_that_holds_little_keeps_it_while_another_holds_much() -> None:
     flood = [view(1, arrival, caller=1) for arrival in range(5)]
     assert choose_victim([*flood, view(1, 9, caller=2)]) == 4
-    assert choose_victim([view(1, 1, caller=1), view(1, 9, caller=2)]) == 1, "who holds as much is no flood"
+    assert choose_victim([view(1, 1, caller=1), view(1, 9, caller=2)]) == 1, "neither caller holds much more"
 
 
 @given(MANY)
@@ -70,7 +70,7 @@ def test_what_is_claimed_cannot_be_claimed_back(many: Many, caller: int, rank: i
 def test_a_claim_leaves_twice_as_much_as_it_gives() -> None:
     flood = [view(1, arrival, caller=1) for arrival in range(6)]
     assert claimed(flood, 2, rank=1, need_block_count=3) == [5, 4, 3, 2]
-    assert claimed(flood, 2, rank=2, need_block_count=3) == [], "never of a better class"
+    assert claimed(flood, 2, rank=2, need_block_count=3) == [], "no sequence of a better class"
     assert claimed(flood, 1, rank=1, need_block_count=3) == []
     assert not outweighs(5, 3)
     assert outweighs(6, 3)

@@ -1,4 +1,4 @@
-"""A dispatcher without tokens here hears of what routing would see, and not of every step."""
+"""A dispatcher with no tokens to receive gets a load report when routing would notice a change, not with every step."""
 
 from dataclasses import replace
 
@@ -51,7 +51,7 @@ def test_a_step_that_changes_little_is_not_told_until_long_after() -> None:
 def test_what_routing_sees_is_told_once_in_an_interval(change: dict[str, int]) -> None:
     after = replace(BUSY, **change)  # pyright: ignore[reportArgumentType]
     assert is_due(BUSY, after, LATER_S, 4, counts_more=False)
-    assert not is_due(BUSY, after, LATER_S, 5, counts_more=False), "more dispatchers, the same number of messages"
+    assert not is_due(BUSY, after, LATER_S, 5, counts_more=False), "more dispatchers must not raise the message rate"
 
 
 def test_requests_that_are_counted_now_are_told() -> None:

@@ -1,4 +1,4 @@
-"""How many requests run within a target for the time of a token."""
+"""How many requests may run under a TPOT target."""
 
 import math
 
@@ -11,10 +11,10 @@ from ballast.common.errors import ConfigError
 from services.worker.policy.splitting import added_s
 from services.worker.policy.token_target import Decoders, TokenTarget, Turnover, token_s
 
-# 10 ms whatever the batch has, 0.1 ms for each sequence in it and 1 ms for 1,000 tokens that they attend to.
+# A step takes 10 ms, 0.1 ms for each sequence, and 1 ms for every 1,000 tokens of context.
 COST = CostModel(attention_s=1e-6, token_s=1e-4, chunk_s=1e-2, shared_s=1e-2)
 FULL = CostModel(1e-6, 1e-4, 1e-2, 9e-3, prefix_s=1e-7, many_s=2e-3, beyond_s=5e-5)
-TEN = Decoders(10, 10 * 899)  # a step more takes each 1 ms: 0.9 for its context and 0.1 for itself
+TEN = Decoders(10, 10 * 899)  # each further sequence adds 1 ms to a step: 0.9 for its context and 0.1 for itself
 
 
 def target(target_s: float, cost: CostModel | None = COST) -> TokenTarget:
@@ -33,7 +33,9 @@ def test_the_longer_contexts_are_the_fewer_run(context_tokens: int, count: int) 
 
 @pytest.mark.parametrize(("stage_count", "count"), [(1, 50), (2, 100), (4, 200)])
 def test_a_pipeline_computes_a_microbatch_for_each_stage_between_two_tokens(stage_count: int, count: int) -> None:
-    """Each stage has its share of the layers: with as many in each microbatch the trip takes what the step did."""
+    """Each stage has its share of the layers, so with that many sequences in each microbatch, a round takes as long as
+    a step with one stage.
+    """
     assert target(0.0601).place_count(TEN._replace(stage_count=stage_count), 1024) == count
 
 
@@ -46,17 +48,19 @@ def test_a_step_of_decodes_takes_what_the_cost_model_says(count: int, prefix_tok
 
 
 def test_prompts_of_those_that_come_in_between_count() -> None:
-    """Answers of 100 tokens: with 20 running one ends every five steps, and a prompt is computed for who comes."""
+    """With answers of 100 tokens, one of 20 running requests ends every five steps, and its successor's prompt is
+    computed.
+    """
     turnover = Turnover(prompt_tokens=100, answer_tokens=100.0)
     with_prompts_s = token_s(COST, TEN, turnover, 20)
     assert with_prompts_s == pytest.approx(token_s(COST, TEN, Turnover(), 20) + added_s(COST, 0, 100) / 5)
     made = target(0.0605)
     for _ in range(7):
         made.ended(100, 100)
-    assert made.place_count(TEN, 64) == 50  # too few have ended
+    assert made.place_count(TEN, 64) == 50  # too few requests have ended
     made.ended(100, 100)
     assert made.turnover == turnover
-    assert made.place_count(TEN, 64) == 43  # 15 ms for each prompt, a hundredth of it for each that runs
+    assert made.place_count(TEN, 64) == 43  # each adds a hundredth of a 15 ms prompt
 
 
 def test_what_ended_long_ago_does_not_count() -> None:
@@ -67,7 +71,7 @@ def test_what_ended_long_ago_does_not_count() -> None:
 
 
 def test_one_may_always_run_and_any_number_where_no_cost_is_known() -> None:
-    assert target(1e-9).place_count(Decoders(0, 0), 64) == 64  # the first comes in; then it is looked at again
+    assert target(1e-9).place_count(Decoders(0, 0), 64) == 64  # no limit until the first runs
     assert target(1e-9).place_count(Decoders(1, 100), 64) == 1
     assert target(1e-9, None).place_count(TEN, 64) == 64
     assert target(1.0).place_count(Decoders(70, 100), 64) == 70

@@ -1,4 +1,4 @@
-"""The batches that are measured stay within the limits and are of all the kinds that are served."""
+"""The measured batches stay within the limits and cover all kinds of served batches."""
 
 import random
 

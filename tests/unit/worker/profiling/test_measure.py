@@ -1,4 +1,4 @@
-"""A tiny model is measured for real: every kind of stage, a fit, a file, and a worker that starts with it."""
+"""Measures a tiny model: every kind of stage, a fit, a file, and a worker that starts with it."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -128,4 +128,4 @@ def test_a_worker_may_measure_itself_or_start_without_knowing(engine: Engine, mo
     knowing = load_costs(settings_of(model_dir, **small, self_profile_s=0.1), engine)
     knowing.enter(whole)
     assert knowing.current() is not None
-    assert engine.step(Batch(1, (), (), ()), ()).token_ids == ()  # fit to serve
+    assert engine.step(Batch(1, (), (), ()), ()).token_ids == ()  # the engine can still serve

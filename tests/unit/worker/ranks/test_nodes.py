@@ -1,4 +1,4 @@
-"""How ranks of other hosts and the first host find each other. Real sockets, on loopback addresses of their own."""
+"""How the first host and the ranks on other hosts find each other. Real sockets, on a loopback address per host."""
 
 import socket
 import threading
@@ -45,7 +45,7 @@ def test_ranks_of_a_host_are_told_apart(nodes: Nodes) -> None:
 
 
 def test_all_ranks_of_other_hosts_are_found_whoever_comes_first(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
-    calls = [pool.submit(called, nodes, rank, "a") for rank in (3, 2)]  # before anybody listens
+    calls = [pool.submit(called, nodes, rank, "a") for rank in (3, 2)]  # before the first host listens
     time.sleep(0.1)
     far = NodeListener(nodes).gather(WITHIN_S)
     assert {rank: (each.device, each.host, each.from_host, [*each.lanes]) for rank, each in far.items()} == {
@@ -59,14 +59,14 @@ def test_all_ranks_of_other_hosts_are_found_whoever_comes_first(nodes: Nodes, po
             lane.close()
     channel = RankChannel(far[2].lanes[CONTROL], "rank 2")
     deadline_s = time.monotonic() + WITHIN_S
-    while not channel.hung_up():  # its process has ended
+    while not channel.hung_up():  # the rank's process has ended
         assert time.monotonic() < deadline_s
     close(far)
 
 
 def test_a_rank_that_is_started_again_takes_its_own_place(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
-    first = called(nodes, 2, "first", LANES[:2])  # and ends
+    first = called(nodes, 2, "first", LANES[:2])  # and ends before its last lane
     again, other = called(nodes, 2, "again"), called(nodes, 3, "other")
     far = listener.result(WITHIN_S)
     assert far[2].session == "again"
@@ -127,7 +127,9 @@ def test_an_address_of_another_host_is_no_place_to_listen(nodes: Nodes) -> None:
 
 
 def test_the_kernel_notices_a_silent_host(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
-    """By probes, which a process that is only busy answers; that it then hangs up is the kernel's."""
+    """The kernel probes the other host, which answers even if its process is busy; without an answer, it closes the
+    connection.
+    """
     listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
     lanes = [*called(nodes, 2, "a"), *called(nodes, 3, "a")]
     far = listener.result(WITHIN_S)
