@@ -1,7 +1,7 @@
-"""Tests may be coroutines; those for a CUDA device are skipped without one; a busy machine fails no property.
+"""Runs coroutine tests, skips CUDA tests without a device, and disables hypothesis deadlines.
 
-`pytest --device cuda -m any_device` runs the tests of groups on a GPU, and `--device driver` on a CPU with the calls of
-a GPU's driver: see `tests.support.group`.
+`pytest --device cuda -m any_device` runs the tests of groups on a GPU; `--device driver` runs them on a CPU through a
+fake GPU driver, see `tests.support.group`.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from hypothesis import HealthCheck, settings
 
 from tests.support import rotation
 
-# Before anybody imports grpc, and for all child processes: its notes about connections that end are no results.
+# Set before grpc is imported, and for all child processes: gRPC's notices about closed connections are noise.
 os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
 
-# How long an example takes says more about the machine than about the property.
+# How long an example takes depends on the machine more than on the property.
 settings.register_profile("ballast", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ballast")
 
 pytest_plugins = ["tests.support.canaries"]
 
 
-DEVICE = "BALLAST_TEST_DEVICE"  # in the environment, so that nobody imports torch to ask
+DEVICE = "BALLAST_TEST_DEVICE"  # an environment variable, so that reading it needs no import of torch
 
 _TEST_TAKES_AT_MOST_S = 250
 _TIMEOUT_ENDS_IT_WITHIN_S = 120.0
@@ -44,8 +44,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """A test that its timeout cannot end prints where each thread is, and ends its process, so that it has failed: one
-    that hangs within a library's call, or a property, whose timeout hypothesis takes for one more failing example.
+    """If the test's timeout cannot end the test, prints the stack of each thread and ends the process, so that the test
+    fails. This happens if a test hangs in a library call, or if hypothesis takes the timeout for one more failing
+    example.
     """
     mark, given = item.get_closest_marker("timeout"), item.config.getoption("timeout")
     given = item.config.getini("timeout") if given is None else given
@@ -60,9 +61,10 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """A test that is a coroutine has an event loop of its own; one that hangs ends with the line at which it hangs.
+    """Runs a coroutine test in its own event loop, with a time limit; a test that hangs fails with the line at which it
+    hangs.
 
-    A fixture that is an asynchronous context manager is entered there, and the test gets what it gives.
+    A fixture that is an asynchronous context manager is entered in that loop, and the test gets the entered value.
     """
     test = pyfuncitem.obj
     if not inspect.iscoroutinefunction(test):
@@ -89,7 +91,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     marked = [item for item in items if any(map(item.get_closest_marker, marks))]
     if not marked:
         return
-    import torch  # only then: it takes a second
+    import torch  # imported here, since it takes a second
 
     if not torch.cuda.is_available():
         for item in marked:

@@ -1,7 +1,7 @@
-"""`python -m tests.clients [CLIENT ...]`: runs other people's clients, unchanged, against a cluster with a gateway.
+"""`python -m tests.clients [CLIENT ...]`: runs third-party clients, unmodified, against a cluster with a gateway.
 
-Each client gets a virtual environment of its own below --venvs, made with `uv` or pip if it is not there. With --write
-the table in docs/openai.md is written anew for the clients that were run.
+Each client has its own virtual environment below --venvs, created with `uv` or pip if missing. With --write, the rows
+of the tested clients in the table of docs/openai.md are replaced.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from tools.model.tiny import make_tiny
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "openai.md"
 BEGIN, END = "<!-- begin clients: written by `python -m tests.clients --write` -->", "<!-- end clients -->"
-# Client -> what is installed for it; the first is the one whose version counts.
+# Client -> packages to install; the version of the first one is reported.
 PACKAGES: Mapping[str, Sequence[str]] = {
     "openai": ("openai", "pydantic"),
     "anthropic": ("anthropic",),
@@ -46,7 +46,7 @@ _VERSION = "import importlib.metadata as m, sys; print(m.version(sys.argv[1]))"
 
 
 def python_of(client: str, venvs: Path) -> Path:
-    """The interpreter of a client's environment, which is made if it is not there.
+    """The Python interpreter of a client's virtual environment, which is created if missing.
 
     Raises:
         subprocess.CalledProcessError: the packages cannot be installed.
@@ -78,7 +78,7 @@ def version_of(client: str, python: Path) -> str:
 
 
 def results_of(client: str, python: Path, base: str, folder: Path) -> list[dict[str, Any]]:
-    """Of all its checks; those that it did not come to have failed."""
+    """The results of all the client's checks; checks that were not reached count as failed."""
     command = [str(python), "-I", str(Path(__file__).with_name("checks.py")), client, base, str(folder)]
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     said = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=_CHECK_S, check=False)
@@ -96,7 +96,7 @@ def table_rows(client: str, version: str, results: Sequence[Mapping[str, Any]]) 
 
 
 def written(page: str, rows: Mapping[str, Sequence[str]]) -> str:
-    """The page with these rows; those of other clients stay."""
+    """The page with these rows inserted; the rows of other clients are unchanged."""
     before, _, rest = page.partition(BEGIN)
     old, _, after = rest.partition(END)
     kept: dict[str, list[str]] = {}

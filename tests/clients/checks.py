@@ -1,5 +1,5 @@
-"""What other people's clients do with a gateway, unchanged. Runs in a virtual environment of the client's own, with
-nothing of Ballast in it: `python checks.py CLIENT URL MODEL_FOLDER` prints a line of JSON for each check.
+"""How third-party clients, unmodified, work with a gateway. Runs in the client's own virtual environment, without any
+of Ballast's code: `python checks.py CLIENT URL MODEL_FOLDER` prints one line of JSON per check.
 """
 # pyright: basic, reportMissingImports=false, reportAttributeAccessIssue=false, reportOptionalSubscript=false
 
@@ -44,7 +44,7 @@ def shapes() -> Any:
         kind: Literal["brig", "sloop"]
         masts: list[Mast] = Field(min_length=1, max_length=3)
 
-    # References are by name, and the classes are local: these names are what they are found by.
+    # The annotations are strings and the classes are local, so pydantic resolves these names among the globals.
     globals().update(Mast=Mast, Ship=Ship)
     return Ship
 
@@ -316,7 +316,7 @@ def one_turn() -> object:
 
 @check("mini-swe-agent")
 def a_task_in_two_turns() -> object:
-    """Its `mini` command. The answers' form has the model call the tool, and leaves it the name that it writes."""
+    """The `mini` command. A regex constrains each answer to a tool call; the model chooses only the ship's name."""
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat ship.txt"
     command = f"if [ -s ship.txt ]; then {submit}; else echo NAME > ship.txt; fi"
     call = json.dumps({"name": "bash", "arguments": {"command": command}})
@@ -393,7 +393,7 @@ def a_page_of_another_origin_fetches() -> object:
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Standard output has lines of JSON only."""
+            """Logs nothing, since standard output must contain JSON lines only."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page) as server, tempfile.TemporaryDirectory() as folder:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -416,6 +416,6 @@ if __name__ == "__main__":
         passed, what = True, ""
         try:
             what = str(each())
-        except Exception as error:  # noqa: BLE001 - whatever a client makes of it is what we want to see
+        except Exception as error:  # noqa: BLE001 - any exception that a client raises is a result to report
             passed, what = False, f"{type(error).__name__}: {error}"
         print(json.dumps({"check": each.__name__.replace("_", " "), "passed": passed, "what": what[:300]}), flush=True)

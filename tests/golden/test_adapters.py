@@ -1,4 +1,4 @@
-"""LoRA adapters: the tokens of the dense model that each amounts to, several in one batch."""
+"""LoRA adapters: each generates the tokens of its merged dense model, also with several adapters in one batch."""
 
 import random
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.golden]
 
 PROMPTS = [tuple(random.Random(i).randrange(5, 380) for _ in range(5 + 7 * i)) for i in range(6)]
 LOGPROBS = replace(GREEDY, logprobs=2)
-EXACT = 1e-9  # in float64
+EXACT = 1e-9  # tolerance in float64
 
 
 def load(folder: Path, dtype: str, adapters: dict[str, Path] | None = None, model_impl: str = "auto") -> Engine:
@@ -71,7 +71,7 @@ def check(model_dir: Path, tmp_path: Path, dtype: str, model_impl: str = "auto")
                 assert other is not None
                 assert one.logprob == pytest.approx(other.logprob, abs=tolerance)
     own = [job.chosen for job in outputs[""]]
-    assert all([job.chosen for job in outputs[name]] != own for name in adapters), "they make a difference"
+    assert all([job.chosen for job in outputs[name]] != own for name in adapters), "the adapter changes the output"
 
 
 @pytest.mark.parametrize(("arch", "dtype"), [("llama", "float64"), ("qwen2", "float32"), ("qwen3", "float64")])

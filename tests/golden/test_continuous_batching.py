@@ -1,7 +1,7 @@
-"""Greedy tokens equal those of `transformers` in continuous batching: random arrival, cancellation, preemption.
+"""In continuous batching, greedy tokens equal those of `transformers`, with random arrival, cancellation, preemption.
 
-The reference reads each sequence once, prompt and our tokens together, and every one of our tokens must be what it
-would have chosen at that place. That is the same as letting it generate, since a first deviation shows.
+The reference model runs once over each sequence (the prompt and our output), and each of our tokens must be its argmax
+at that position. This is as strict as letting it generate, since the first deviation fails.
 """
 
 import random
@@ -25,7 +25,7 @@ PROMPTS = 200
 VOCAB = 512
 MEMORY_BYTES = 32 << 20
 CANCELLED_FRACTION = 0.15
-MAX_NEAR_TIE_FRACTION = 1e-3  # more would mean that something else is wrong
+MAX_NEAR_TIE_FRACTION = 1e-3  # more would indicate a real error
 REFERENCE_BATCH_TOKENS = 4096
 
 
@@ -37,26 +37,26 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(chunk_tokens=7, running=7, blocks=33),  # KV for one request of the maximum length and a bit
+    Setting(chunk_tokens=7, running=7, blocks=33),  # KV for little more than one request of maximum length
     Setting(chunk_tokens=64, running=32, blocks=36),
     Setting(chunk_tokens=512, running=64, blocks=400),
 )
 
 
 def prompt_lengths(rng: random.Random) -> list[int]:
-    """From one token to all but one of the model's maximum, short ones more often."""
+    """From one token to one less than the model's maximum, skewed towards short prompts."""
     edges = [1, 2, 6, 7, 8, 15, 16, 17, 63, 64, 65, 255, 256, MAX_LEN - 65, MAX_LEN - 2, MAX_LEN - 1]
     return edges + [min(MAX_LEN - 1, int(rng.expovariate(1 / 32)) + 1) for _ in range(PROMPTS - len(edges))]
 
 
 class Traffic:
-    """Submits at random moments, sometimes more than can run, and cancels some while they wait or run."""
+    """Submits requests at random times, sometimes more than can run, and cancels some while they wait or run."""
 
     def __init__(self, loop: EngineLoop, seed: int) -> None:
         self._loop, self._rng = loop, random.Random(seed)
         self._todo = prompt_lengths(self._rng)
         self._rng.shuffle(self._todo)
-        self._to_cancel: list[tuple[Answer, int]] = []  # with the number of its tokens to wait for
+        self._to_cancel: list[tuple[Answer, int]] = []  # each with the output token count at which to cancel
         self.answers: list[Answer] = []
 
     def __call__(self) -> bool:
@@ -81,7 +81,7 @@ class Traffic:
 
 
 def near_ties(model_dir: Path, dtype: str, answers: list[Answer]) -> int:
-    """How many tokens differ where the reference hardly preferred one; any other difference is a failure."""
+    """The number of tokens that differ where the reference's top two logits nearly tie; any other difference fails."""
     count = 0
     rows = sorted((answer for answer in answers if answer.token_ids), key=lambda a: len(a.prompt) + len(a.token_ids))
     while rows:
@@ -93,7 +93,7 @@ def near_ties(model_dir: Path, dtype: str, answers: list[Answer]) -> int:
 
 @torch.inference_mode()
 def _reference_logits(model_dir: Path, dtype: str, answers: list[Answer]) -> list[torch.Tensor]:
-    """Logits of each answer before each of its tokens. Padding on the right is seen by no token of interest."""
+    """The reference's logits at each output position of each answer. Causal attention ignores the right padding."""
     ids = [[*answer.prompt, *answer.token_ids[:-1]] for answer in answers]
     width = max(map(len, ids))
     logits = reference_model(model_dir, dtype)(torch.tensor([row + [0] * (width - len(row)) for row in ids])).logits

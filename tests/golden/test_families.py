@@ -1,5 +1,5 @@
-"""Every family of decoders, and every kind of quantised checkpoint, gives the tokens of `transformers`: alone, in two
-and three stages, through drops, exchanges of KV and parameters, a restore, a replay and a live migration.
+"""Every decoder family and every kind of quantised checkpoint generates the tokens of `transformers`: on one worker, in
+two and three stages, through drops, exchanges of KV and parameters, a restore, a replay and a live migration.
 """
 
 import random
@@ -21,7 +21,7 @@ from tests.support.reference import NEAR_TIE, Reference
 pytestmark = [pytest.mark.golden]
 
 LENGTHS = (5, 23, 40)
-EACH = 3  # tokens in each of five ways to be served
+EACH = 3  # tokens generated in each of the five configurations
 CHUNK = 11
 MEMORY_BYTES = 8 << 20
 
@@ -33,7 +33,9 @@ def load(folder: Path) -> Engine:
 
 
 class Serving:
-    """Sequences on one instance, on two stages, or on one again. Tokens of the reference are fed back."""
+    """Serves sequences on one or several engines (pipeline stages). Outputs are teacher-forced with the reference's
+    tokens.
+    """
 
     def __init__(
         self, engines: Sequence[Engine], prompts: Sequence[tuple[int, ...]], wanted: Sequence[Reference]
@@ -41,8 +43,8 @@ class Serving:
         self._engines = engines
         self._wanted = wanted
         self._tokens = [prompt + one.token_ids for prompt, one in zip(prompts, wanted, strict=True)]
-        self._given = [len(prompt) for prompt in prompts]  # tokens that are known
-        self._done = [0] * len(prompts)  # tokens with KV
+        self._given = [len(prompt) for prompt in prompts]  # known tokens per sequence
+        self._done = [0] * len(prompts)  # tokens with computed KV per sequence
         self._added = False
         self._step = 0
         self.near_ties = 0
@@ -54,7 +56,9 @@ class Serving:
         return [tuple(order.pop() for _ in range(count)) for count in counts]
 
     def run(self, count: int, borders: Sequence[int]) -> None:
-        """So many tokens of each, by as many engines as there are ranges between the borders."""
+        """Generates `count` tokens for each sequence. Engine i computes the layers from `borders[i]` to `borders[i +
+        1]`.
+        """
         ends = [given + count for given in self._given]
         while any(given < end for given, end in zip(self._given, ends, strict=True)):
             slices = list(self._slices(ends))
@@ -63,14 +67,14 @@ class Serving:
                 self._take(part.sequence_id, token)
 
     def again(self, window_start: int) -> None:
-        """All KV is computed anew, in blocks from there on."""
+        """Marks all KV for recomputation, in blocks that start at `window_start`."""
         low = min(block for table in self._tables for block in table)
         self._tables = [tuple(block - low + window_start for block in table) for table in self._tables]
         self._done = [0] * len(self._done)
 
     def migrate(self, target: Engine, meanwhile: Callable[[], None]) -> None:
-        """All sequences to another engine, in blocks of other numbers. Those that are full go over before `meanwhile`,
-        in which the sequences grow, and the others after it.
+        """Migrates all sequences to another engine, into differently numbered blocks. Full blocks are copied before
+        `meanwhile`, which lets the sequences grow; the rest is copied after it.
         """
         source, size = self._engines[0], target.block_tokens
         tables = self._new_tables(6)
@@ -141,17 +145,18 @@ def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Pat
             engine.runner.step(sequences(prompts), [])
         serving.run(EACH, (0, layers))
 
-        # Two stages: the second one takes the last layers with their KV, each gives up what the other one has.
+        # Two stages: the second one takes the last layers with their KV, and each stage drops the layers of the other.
         hand_over(serving, first, second, range(border, layers))
         drop(second, range(border))
         serving.run(EACH, (0, border, layers))
 
-        # Three: an exchange, of layers that have come from nowhere but the file.
+        # Three stages: the exchange involves layers that have only been loaded from the checkpoint.
         hand_over(serving, second, third, range(end, layers))
         drop(third, range(end))
         serving.run(EACH, (0, border, end, layers))
 
-        # A restore: from the file, to the bytes that were there before. All is computed anew, as by a replay.
+        # A restore: dropped layers are reloaded from the checkpoint, byte for byte. All KV is recomputed, as in a
+        # replay.
         memory = first.memory
         memory.make_room_for_layers(range(border, layers), block_count=1)
         for layer in range(border, layers):
@@ -169,7 +174,7 @@ def test_tokens_of_a_family_equal_those_of_transformers(name: str, tmp_path: Pat
 
 
 def hand_over(serving: Serving, giver: Engine, taker: Engine, layers: range) -> None:
-    """The KV of layers, which the giver drops."""
+    """Copies the KV of `layers` from `giver` to `taker`; `giver` then drops the layers."""
     blocks = torch.tensor(serving.blocks)
     for layer in layers:
         taker.memory.kv.layer(layer)[blocks] = giver.memory.kv.layer(layer)[blocks]
@@ -183,7 +188,7 @@ def drop(engine: Engine, layers: range) -> None:
 
 
 def sequences(prompts: Sequence[tuple[int, ...]]) -> Batch:
-    """Tells an engine that has not sampled for them of the sequences."""
+    """A batch that registers the sequences with an engine which has not sampled for them yet."""
     return Batch(0, (), tuple(NewSequence(i, prompt, (), GREEDY) for i, prompt in enumerate(prompts)), ())
 
 

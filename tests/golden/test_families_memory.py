@@ -1,4 +1,4 @@
-"""Host memory while a model of `transformers` is loaded: the model, a layer, and a constant."""
+"""Loading a `transformers` model needs host memory for the model, one more layer, and a constant."""
 
 import threading
 from collections.abc import Generator
@@ -18,12 +18,12 @@ pytestmark = [pytest.mark.golden]
 
 LAYERS, EXPERTS, HIDDEN, INNER = 8, 16, 256, 512
 LAYER_BYTES = 4 * EXPERTS * 3 * HIDDEN * INNER
-SLACK_BYTES = 96 << 20  # copies that joining experts takes, and what allocators keep; the model is twice as large
+SLACK_BYTES = 96 << 20  # copies made when joining experts, and allocator overhead; the model is about twice as large
 _STATUS = Path("/proc/self/status")
 
 
 def held_bytes() -> int:
-    """Of this process, without pages of files."""
+    """Anonymous and shared resident memory of this process, without file-backed pages."""
     told = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
     return sum(int(told[name].split()[0]) << 10 for name in ("RssAnon", "RssShmem"))
 
@@ -47,16 +47,16 @@ def watched(most: list[int]) -> Generator[None]:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("form", ["", "fp8 channels", "int8", "w4a16"])
-@pytest.mark.skipif(not _STATUS.exists(), reason="Linux says what a process holds")
+@pytest.mark.skipif(not _STATUS.exists(), reason="needs /proc/self/status")
 def test_loading_holds_the_model_and_hardly_more_than_its_largest_layer(form: str, tmp_path: Path) -> None:
-    """In a process of its own, whose allocator has kept nothing of earlier tests."""
+    """Measured in a new process, whose allocator has retained no memory from earlier tests."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as process:
         beside = process.submit(bytes_beside_the_model, tmp_path, form).result(timeout=120)
-    assert beside < LAYER_BYTES + SLACK_BYTES, f"{beside >> 20} MiB beside the model, a layer has {LAYER_BYTES >> 20}"
+    assert beside < LAYER_BYTES + SLACK_BYTES, f"{beside >> 20} MiB besides the model, layer: {LAYER_BYTES >> 20}"
 
 
 def bytes_beside_the_model(path: Path, form: str) -> int:
-    """The most that this process holds while it loads a model that is written to `path`, without the model's own."""
+    """Peak memory of this process, in bytes, while it loads a model written to `path`, without the model itself."""
     path = path / DENSE
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
@@ -81,9 +81,9 @@ def bytes_beside_the_model(path: Path, form: str) -> int:
     if form:
         path = quantise(path, path.with_name("quantised"), form)
     budget = LAYERS * LAYER_BYTES * 5 // 4
-    with load_engine(path, device_memory_bytes=budget) as engine:  # what torch keeps from now on is no news
+    with load_engine(path, device_memory_bytes=budget) as engine:  # warms up torch's allocators
         parameter_bytes = engine.memory_report().parameter_bytes
-    budget = parameter_bytes * 5 // 4  # KV beside parameters of another dtype is cleared, and held from then on
+    budget = parameter_bytes * 5 // 4  # for non-fp32 parameters KV memory is zeroed, hence resident
     before, most = held_bytes(), [0]
     with watched(most), load_engine(path, device_memory_bytes=budget) as engine:
         assert engine.implementation.name == "transformers"

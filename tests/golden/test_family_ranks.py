@@ -1,4 +1,4 @@
-"""Families of decoders divided among two ranks by `transformers`' own plans: the tokens of one alone."""
+"""Decoder families split over two ranks according to `transformers`' own plans give the tokens of one rank."""
 
 import random
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.golden]
 LENGTHS = (5, 23, 40)
 TOKENS = 8
 MEMORY_BYTES = 8 << 20
-# Half of 48 rows or columns ends inside of a group of 16 or 40.
+# Half of 48 rows or columns ends within a quantisation group of 16 or 40.
 MADE_DENSE = {"deepseek_v3:fp8", "llama:fp8 ragged", "qwen3_moe:awq", "qwen3_moe:fp8"}
 
 
@@ -58,7 +58,7 @@ def test_two_ranks_say_what_one_alone_says(name: str, tmp_path: Path) -> None:
             if token != right:
                 assert gap < NEAR_TIE
                 near_ties += 1
-                break  # what follows is of another text
+                break  # after a different token the contexts differ
     assert near_ties <= 1
     with load_engine(folder, dtype="float32", device_memory_bytes=MEMORY_BYTES, model_impl="transformers") as whole:
         whole_bytes = sum(whole.info.layer_parameter_bytes)

@@ -1,4 +1,4 @@
-"""Greedy tokens equal those of `transformers`, whatever the chunk size, the batch and the blocks."""
+"""Greedy tokens equal those of `transformers` for every chunk size, batch and block layout."""
 
 import random
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ ARCHITECTURES = ("llama", "llama3", "mistral", "qwen2", "qwen3")
 PROMPTS = 200
 OUTPUT_TOKENS = 10
 MEMORY_BYTES = 96 << 20
-MAX_NEAR_TIE_FRACTION = 1e-3  # more would mean that something else is wrong
+MAX_NEAR_TIE_FRACTION = 1e-3  # more would indicate a real error
 
 
 def prompts_of_all_lengths(count: int, seed: int) -> list[tuple[int, ...]]:
-    """From one token to all but one of the model's maximum, short ones more often."""
+    """From one token to one less than the model's maximum, skewed towards short prompts."""
     rng = random.Random(seed)
     lengths = [1, 2, 3, 7, 8, 15, 16, 17, 63, 64, 65, MAX_LEN - 17, MAX_LEN - 16, MAX_LEN - 2, MAX_LEN - 1]
     lengths += [min(MAX_LEN - 1, int(rng.expovariate(1 / 60)) + 1) for _ in range(count - len(lengths))]
@@ -34,7 +34,7 @@ def expected(model_dir: Path, prompts: Sequence[tuple[int, ...]], dtype: str) ->
 
 
 def near_ties(jobs: Sequence[Job], references: Sequence[Reference]) -> int:
-    """How many tokens differ where the reference hardly preferred one; any other difference is a failure."""
+    """The number of tokens that differ where the reference's top two logits nearly tie; any other difference fails."""
     count = 0
     for job, reference in zip(jobs, references, strict=True):
         for at, (token, wanted) in enumerate(zip(job.chosen, reference.token_ids, strict=True)):

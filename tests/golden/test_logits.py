@@ -1,4 +1,4 @@
-"""Logits: close to those of `transformers`, and the same however the work is cut."""
+"""Logits are close to those of `transformers`, and identical for every way to split the work."""
 
 import random
 

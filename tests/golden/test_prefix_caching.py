@@ -1,4 +1,4 @@
-"""With prefix caching every token and every log probability is the one without: real layers, scarce memory."""
+"""Prefix caching changes no token and no log probability: real layers, scarce memory."""
 
 import random
 
@@ -18,7 +18,7 @@ _VOCAB = 500
 
 
 def _play(loop: EngineLoop) -> list[Answer]:
-    """Prompts that begin alike, some that end within what they share, and questions asked again with their answers."""
+    """Prompts with shared prefixes, some that end within the prefix, and follow-ups that include earlier answers."""
     rng = random.Random(5)
     trunks = [tuple(rng.randrange(5, _VOCAB) for _ in range(rng.randrange(40, 200))) for _ in range(4)]
     answers: list[Answer] = []

@@ -1,4 +1,4 @@
-"""Seeded requests give the same tokens, text and ending whatever happens around them and to them (I2)."""
+"""Seeded requests give the same tokens, text and finish reason under any batching, preemption or cancellation (I2)."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class Request:
 
 @dataclass(frozen=True)
 class World:
-    """An engine, the requests, and what each gives alone."""
+    """An engine, the requests, and the answer that each request gives when it runs alone."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -39,7 +39,7 @@ class World:
     def loop(
         self, *, chunk_tokens: int = 512, running: int = 36, blocks: int | None = None, swap: tuple[int, int] = (0, 0)
     ) -> EngineLoop:
-        """`swap`: blocks in host memory, and how many a step may copy."""
+        """`swap`: the number of host-memory blocks, and how many blocks a step may copy."""
         return EngineLoop(
             self.engine,
             self.tokenizer,
@@ -59,7 +59,7 @@ def run(loop: EngineLoop, requests: Sequence[Request]) -> tuple[Answer, ...]:
 
 
 def make_requests() -> list[Request]:
-    """Every parameter, in many combinations. Temperatures are high, so that a wrong number shows."""
+    """Requests with many combinations of all sampling parameters. High temperatures make wrong random numbers show."""
     rng = random.Random(3)
     requests: list[Request] = []
     for index in range(REQUESTS):
@@ -85,7 +85,7 @@ def make_requests() -> list[Request]:
 
 
 def with_stops(index: int, request: Request, free: Answer) -> Request:
-    """Stop strings and stop tokens that this request will meet, some at once and some late, some across tokens."""
+    """The request with stop strings and stop tokens taken from its own output: early, late, and across tokens."""
     text, tokens, place = free.text, free.token_ids, 2 + index % 15
     include = index % 2 == 0
     match index % 4:
@@ -195,7 +195,7 @@ def test_after_swaps(world: World, blocks: int, swap: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize(("blocks", "host"), [(60, 200), (60, 12), (100, 60), (60, 0)])
 def test_after_yields(world: World, blocks: int, host: int) -> None:
-    """Every third request is online and comes while the others run."""
+    """Every third request is an online one that arrives while the others run."""
     loop, answers = world.loop(blocks=blocks, swap=(host, 0)), dict[int, Answer]()
     order = random.Random(blocks).sample(range(REQUESTS), REQUESTS)
     online, turns = [i for i in order if i % 3 == 0], 0

@@ -1,6 +1,6 @@
-"""Tests of a file stay in one process, whose clusters they share; those that share nothing go where there is time.
+"""The tests of a file run in one process and share its clusters; tests that share nothing run on any free process.
 
-Files that take minutes come first: at the end one of them would keep a process busy, and the others would wait.
+Files that take minutes are scheduled first, since at the end one of them would run alone.
 """
 
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ _WITH_A_GATEWAY = (
     "test_gateway_scores",
     "test_gateway_strangers",
     "test_pages",
-)  # share `with_a_gateway`
+)  # these tests share `with_a_gateway`
 _HERE = Path(__file__).parent
 
 
@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def with_a_gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A worker with the model `tiny` behind a gateway, for tests that leave the cluster as it is."""
+    """A worker with the model `tiny` behind a gateway, for tests that do not change the cluster."""
     model = Path(make_tiny("qwen2", tmp_path_factory.mktemp("with_a_gateway") / "tiny", max_len=1024, vocab=700))
     with running_cluster(model, workers=1, gateways=1) as running:
         yield running

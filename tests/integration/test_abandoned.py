@@ -26,7 +26,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 async def until_free(worker: "worker_pb2_grpc.WorkerServiceAsyncStub", began_s: float) -> float:
-    """Seconds until the worker holds no block any more, as it says itself."""
+    """Seconds until the worker itself reports that it holds no blocks."""
     while True:
         status = await worker.GetStatus(worker_pb2.GetStatusRequest(), timeout=60)
         if status.load.used_block_count == 0:
@@ -35,7 +35,7 @@ async def until_free(worker: "worker_pb2_grpc.WorkerServiceAsyncStub", began_s: 
 
 
 async def word_there_and_back_s(client: AsyncClient) -> float:
-    """What asking takes on this machine now, through the same processes but a worker."""
+    """Median round-trip time on this machine, in seconds, through the same processes except the worker."""
     took_s: list[float] = []
     for _ in range(15):
         began_s = time.monotonic()
@@ -65,13 +65,13 @@ def test_blocks_are_free_within_a_step_and_50_ms(running: RunningCluster, way: s
                 await stream.aclose()
             return statistics.median(took_s), await word_there_and_back_s(client)
 
-    # A step of this model takes a few milliseconds. The median is judged, and of several the best one, and what words
-    # between processes take meanwhile is allowed for: others may keep the machine busy, and a fault of ours would show
-    # every time, by the seconds that such a request takes.
+    # A step of this model takes a few milliseconds. The best of several medians counts, with an allowance for the
+    # current round-trip time, since other processes may keep the machine busy. A real fault would show in every
+    # attempt, by the seconds that such a request takes.
     found: list[tuple[float, float]] = []
     for _ in range(ATTEMPTS):
         found.append(running.run(story()))
         freed_s, word_s = found[-1]
         if freed_s < 0.05 + 0.02 + 4 * word_s:
             return
-    raise AssertionError(f"medians until the blocks were free, and of a word there and back: {found} s")
+    raise AssertionError(f"medians until the blocks were free, and of the round trip: {found} s")

@@ -1,4 +1,6 @@
-"""LoRA adapters over HTTP, on a real cluster: by the name of the model, through a drop, a death, and equal prompts."""
+"""LoRA adapters over HTTP on a real cluster: selected by model name, across a drop and a worker's death, and with equal
+prompts.
+"""
 
 import asyncio
 import json
@@ -52,7 +54,7 @@ def running(model: Path, adapters: dict[str, Path]) -> Iterator[RunningCluster]:
 
 @pytest.fixture(scope="module")
 def expected(model: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Tokens of the dense models, by adapter."""
+    """The merged dense models' tokens, by adapter."""
     found: dict[str, Any] = {}
     for name in NAMES:
         dense = merged(tmp_path_factory.mktemp("dense") / "d", model, adapters[name]) if name else model
@@ -102,7 +104,7 @@ async def ask(sdk: AsyncClient, name: str, i: int) -> tuple[int, ...]:
 
 
 async def ask_all(sdk: AsyncClient) -> dict[str, list[tuple[int, ...]]]:
-    """All at once: three models in one batch."""
+    """All requests at once: three models in one batch."""
     tasks = {name: [asyncio.create_task(ask(sdk, name, i)) for i in range(len(PROMPTS))] for name in NAMES}
     return {name: [await task for task in each] for name, each in tasks.items()}
 

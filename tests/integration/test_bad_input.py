@@ -1,4 +1,4 @@
-"""Bad input gets a clear error that names what was wrong, and harms nobody else."""
+"""Bad input gets a clear error that names the fault, and affects no other request."""
 
 import asyncio
 import math
@@ -39,7 +39,7 @@ def sampled(**sampling: float) -> inference_pb2.GenerateRequest:
     return request
 
 
-# Straight over the wire: the SDK refuses most of these before they are sent.
+# Sent as raw gRPC messages, since the SDK rejects most of these before sending.
 BAD = {
     "no prompt": (inference_pb2.GenerateRequest(), "prompt"),
     "empty token ids": (tokens(), "empty"),
@@ -93,7 +93,7 @@ def test_a_message_over_the_bound_is_refused(running: RunningCluster) -> None:
     request = inference_pb2.GenerateRequest(text="x" * (MAX_MESSAGE_BYTES + 1))
 
     async def story() -> None:
-        # A client without our bounds: it does send it.
+        # A client without our message size limit, so that it does send the message.
         options = [("grpc.max_send_message_length", -1)]
         async with grpc.aio.insecure_channel(running.cluster.address, options=options) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -105,7 +105,7 @@ def test_a_message_over_the_bound_is_refused(running: RunningCluster) -> None:
 
 
 def test_bad_requests_harm_nobody(running: RunningCluster) -> None:
-    """A good request runs through a storm of bad ones with the tokens it has alone."""
+    """A good request that runs during many bad ones gets the same tokens as alone."""
 
     async def story() -> None:
         async with AsyncClient(running.cluster.address) as client:

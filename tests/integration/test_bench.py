@@ -91,12 +91,12 @@ def test_a_comparison_on_emulated_workers_keeps_arrivals_and_lengths(tmp_path: P
     done = run("tools.cli.main", "bench", "overload", *machine, *what)
     if "void" in done.stdout:
         assert done.returncode == 1
-        pytest.skip("this machine does something else, so the run was void")
+        pytest.skip("this machine was busy with something else, so the run was void")
     assert done.returncode == 0, done.stdout + done.stderr
     result = read_result(out / "runs" / "steps" / "recompute.0.json")
     [policy] = result.policies.values()
     assert policy.outcomes["finished"] == 20  # pyright: ignore[reportArgumentType] -- a StrEnum
     assert [(r.input_tokens, r.output_tokens) for r in policy.requests] == [(200 + i, 10 + i % 5) for i in range(20)]
     assert policy.tpot_s.p50 is not None
-    assert policy.tpot_s.p50 > 0.02, "an A100 reads 28 GB of parameters for each token"
+    assert policy.tpot_s.p50 > 0.02, "an A100 reads 28 GB of parameters per token"
     assert result.config.cluster["gpu"] == "1 x A100-40G"

@@ -1,4 +1,4 @@
-"""A minute of `ballast chaos`: all that can break breaks under load, and nothing is lost."""
+"""A minute of `ballast chaos`: every kind of fault is injected under load, and no request is lost."""
 
 import re
 import tempfile
@@ -21,9 +21,9 @@ def test_nothing_is_lost_while_everything_breaks(
     assert "0 lost" in told.out
     assert "0 answers of" in told.out
     kinds = re.findall(r"^(?!fault)(\S.{37})\s+[0-9]+(?: +[0-9.]+ s){4}$", told.out, re.MULTILINE)
-    # On a busy machine each takes its time, and there are fewer of them.
-    assert len(kinds) >= 6, f"few kinds of faults have been had: {kinds}"
-    assert list(tmp_path.iterdir()) == [], "all is well, and nobody asked for its logs"
+    # On a busy machine each fault takes longer, so that fewer are injected.
+    assert len(kinds) >= 6, f"too few kinds of faults were injected: {kinds}"
+    assert list(tmp_path.iterdir()) == [], "a successful run writes no logs unless asked to"
 
 
 def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What docker-compose.yml and deploy/kubernetes say, as processes: the checks pass, and fail when they should."""
+"""Runs docker-compose.yml and deploy/kubernetes as local processes: their checks pass, and fail when they should."""
 
 import subprocess
 import sys

@@ -1,4 +1,4 @@
-"""Monitor and planner as processes, on a real state server: who is there, who leads, what is in the layout."""
+"""Monitor and planner as processes on a real state server: membership, leadership and the layout."""
 
 import asyncio
 import signal
@@ -41,7 +41,7 @@ async def test_workers_come_into_the_layout_and_leave_it(plane: ControlPlane) ->
 
     w1.send_signal(signal.SIGKILL)
     layout = await plane.layout_until(planner, lambda now: names(now) == {"w2", "w3"}, "w1 is dead")
-    assert "connection refused" in layout.reason, "that should beat the lease"
+    assert "connection refused" in layout.reason, "the refused connection should be noticed before the lease expires"
 
     w3.send_signal(signal.SIGSTOP)
     layout = await plane.layout_until(planner, lambda now: names(now) == {"w2"}, "w3 is silent")
@@ -55,7 +55,7 @@ async def test_workers_come_into_the_layout_and_leave_it(plane: ControlPlane) ->
 
 
 async def test_a_new_monitor_that_hears_nobody_takes_nobody_out_of_the_layout(plane: ControlPlane) -> None:
-    """The workers know the first one alone, by an address that the second one does not take over."""
+    """The workers know only the first monitor, at an address that the second one does not take over."""
     m1 = await plane.monitor("m1")
     planner = await plane.planner("p1")
     for name in ("w1", "w2", "w3"):
@@ -83,7 +83,7 @@ async def test_workers_find_the_next_monitor_without_the_state_server(plane: Con
             )
         before = await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "two workers")
         m2 = await plane.monitor("m2")
-        await asyncio.sleep(1.5)  # the first one reads of the second, and tells
+        await asyncio.sleep(1.5)  # the first one learns of the second and notifies the workers
         proxy.to_server.swallows = proxy.to_client.swallows = True
         m1.send_signal(signal.SIGKILL)
         await plane.until(lambda: "warmed up" in m2.log_tail(30), "the second monitor leads")
@@ -108,7 +108,7 @@ async def test_a_standby_monitor_takes_over_and_nobody_is_lost(plane: ControlPla
     assert status.active
     assert {i.instance.worker_id for i in status.instances} == {"w1", "w2"}
     after = await plane.layout_until(planner, lambda now: True, "any")
-    assert after == before, "a change of the monitor is no change of the cluster"
+    assert after == before, "a new leading monitor changes nothing in the layout"
 
     w3 = await plane.worker("w3")
     await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2", "w3"}, "the planner follows m2")
@@ -135,7 +135,7 @@ async def test_a_standby_planner_takes_over_where_the_other_stopped(plane: Contr
 
 
 async def test_a_lease_that_was_given_back_is_taken_at_once(plane: ControlPlane) -> None:
-    p1 = await plane.planner("p1", "--dev", "leadership_ttl_s=90")  # the default lease would expire meanwhile
+    p1 = await plane.planner("p1", "--dev", "leadership_ttl_s=90")  # the default lease would expire during the test
     await plane.until(lambda: "leading=True" in p1.log(), "p1 leads")
     p2 = await plane.planner("p2")
     p1.send_signal(signal.SIGTERM)
@@ -154,7 +154,7 @@ async def test_the_state_server_restarts_empty(plane: ControlPlane) -> None:
     after = await plane.layout_until(planner, lambda now: now.epoch > before.epoch, "written again")
     assert after.groups == before.groups
     unknown = planner.log_path.read_text().count("layout not written")
-    assert after.epoch <= before.epoch + 1 + unknown, "only writes of unknown outcome cost a number"
+    assert after.epoch <= before.epoch + 1 + unknown, "only writes of unknown outcome use up an epoch"
     await plane.worker("w2")
     await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "life goes on")
     assert "instance lost" not in monitor.log()
@@ -173,7 +173,7 @@ async def test_a_state_server_that_is_away_delays_plans_and_loses_none(plane: Co
     plane.state.restart()
     after = await plane.layout_until(planner, lambda now: not names(now), "the pending plan is written")
     unknown = planner.log_path.read_text().count("layout not written")
-    assert before.epoch < after.epoch <= before.epoch + 1 + unknown, "only writes of unknown outcome cost a number"
+    assert before.epoch < after.epoch <= before.epoch + 1 + unknown, "only writes of unknown outcome use up an epoch"
 
 
 async def test_an_old_life_of_a_worker_is_refused(plane: ControlPlane) -> None:
@@ -226,7 +226,7 @@ async def test_draining_a_worker(plane: ControlPlane) -> None:
         stub = planner_pb2_grpc.PlannerServiceStub(channel)
         request = planner_pb2.DrainWorkerRequest(worker_id="w1", request_id="d1")
         answers = [(await stub.DrainWorker(request, timeout=60)).epoch for _ in range(2)]
-    assert answers == [before.epoch + 1] * 2, "a repeated request is answered like the first time"
+    assert answers == [before.epoch + 1] * 2, "a repeated request gets the same answer"
     layout = await plane.layout_until(planner, lambda now: now.epoch >= answers[0], "drained")
     assert {m.worker_id: m.draining for g in layout.groups for m in g.members} == {"w1": True, "w2": False}
     await plane.until(lambda: "worker drains" in planner.log(), "the worker was told")

@@ -1,4 +1,4 @@
-"""The page that `ballast up --dashboard` serves, opened in a real browser, and what it refuses."""
+"""The page that `ballast up --dashboard` serves, in a real browser, and the requests that its server refuses."""
 
 import contextlib
 import json
@@ -18,7 +18,7 @@ import pytest
 from tests.support.browser import Browser, browser_window, find_browser
 
 START_WITHIN_S = 180.0
-SHOTS = os.environ.get("BALLAST_SCREENSHOTS")  # a folder: pictures for the documentation are left there
+SHOTS = os.environ.get("BALLAST_SCREENSHOTS")  # a folder for screenshots that the documentation uses
 
 needs_browser = pytest.mark.skipif(find_browser() is None, reason="Chromium and chromedriver are not installed")
 
@@ -89,7 +89,7 @@ def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
         kv_before = browser.until("document.querySelector('.worker .kv').getBoundingClientRect().width")
         shoot(browser, "dashboard-calm")
         browser.click("#burst")
-        assert browser.until(f"{HELD}.reduce((a, b) => a + b, 0) === 48"), "each layer is on board once"
+        assert browser.until(f"{HELD}.reduce((a, b) => a + b, 0) === 48"), "each layer is held exactly once"
         browser.until("document.querySelectorAll('.stone.sunk').length === 48")
         browser.until(f"document.querySelector('.worker .kv').getBoundingClientRect().width > 1.8 * {kv_before}")
         browser.until("document.querySelector('.lines li.drop')?.innerText.includes('overboard in')")
@@ -97,7 +97,7 @@ def test_a_burst_throws_ballast_overboard_and_it_comes_back(page: str) -> None:
         browser.until(f"{HELD}.every(n => n === 48)", within_s=150)
         browser.until("document.querySelector('.lines li.restore')?.innerText.includes('back on board')")
         browser.until("document.querySelectorAll('.stone.sunk').length === 0")
-        assert browser.until(f"/^(\\d+) of \\1$/.test({ANSWERED})", within_s=150), "all are answered"
+        assert browser.until(f"/^(\\d+) of \\1$/.test({ANSWERED})", within_s=150), "all requests are answered"
         assert browser.run(f"return {LOST}") == "0"
         assert "99 of 100 requests had their first token within" in browser.text("#verdict p")
         assert browser.errors() == []
@@ -120,7 +120,7 @@ def test_a_killed_worker_comes_back_on_the_page_and_nothing_is_lost(page: str) -
             "[...document.querySelectorAll('.lines li.process')].some(l => /is back after/.test(l.innerText))"
         )
         browser.until("document.querySelectorAll('.worker:not(.down)').length === 2")
-        assert browser.until(f"/^(\\d+) of \\1$/.test({ANSWERED})", within_s=200), "all are answered"
+        assert browser.until(f"/^(\\d+) of \\1$/.test({ANSWERED})", within_s=200), "all requests are answered"
         assert browser.run(f"return {LOST}") == "0"
         shoot(browser, "dashboard-killed")
 
@@ -133,7 +133,8 @@ def test_drop_and_restore_by_hand(page: str) -> None:
         browser.click(".orders .drop")
         browser.until("/overboard$/.test(document.querySelector('#notice').textContent)")
         browser.until("document.querySelectorAll('.stone.sunk').length === 48")
-        browser.until("document.querySelector('.lines li')?.innerText.includes('overboard in')")  # else refused
+        # A restore is refused until the drop has ended.
+        browser.until("document.querySelector('.lines li')?.innerText.includes('overboard in')")
         browser.click(".orders .restore")
         browser.until(f"{HELD}.every(n => n === 48)")
 
@@ -159,7 +160,7 @@ RETAINED = "[...document.querySelectorAll('.retained')].map(e => e.getBoundingCl
 
 
 def assert_understood(browser: Browser, width: int) -> None:
-    """What it is, what to press, and what each column does are said at first sight; nothing is cut off."""
+    """At first sight the page says what it shows, what to press and what each column does; nothing is cut off."""
     assert "Press Burst" in browser.text("#lead")
     does = browser.run("return [...document.querySelectorAll('.does')].map(e => e.innerText)")
     assert "overboard" in does[0]
@@ -177,7 +178,7 @@ def assert_understood(browser: Browser, width: int) -> None:
 
 
 def assert_seen_together(browser: Browser) -> None:
-    """On a phone both clusters' figures and memories are on one screen while a burst runs."""
+    """On a phone, the figures and the memory of both clusters are on one screen while a burst runs."""
     browser.resize(390, 844)
     browser.run("document.querySelector('main').scrollIntoView()")
     low = "[...document.querySelectorAll('.cluster')].map(c => c.querySelector('.hull').getBoundingClientRect().bottom)"
@@ -207,7 +208,7 @@ def test_what_another_page_or_name_sends_is_refused(page: str) -> None:
     assert post(f"{page}api/kill?worker=planner-0", ours) == (404, "no worker 'planner-0' runs on this machine")
     with urllib.request.urlopen(page, timeout=30) as answer:
         assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
-        assert "http://" not in answer.read().decode().replace("http://www.w3.org", ""), "nothing from elsewhere"
+        assert "http://" not in answer.read().decode().replace("http://www.w3.org", ""), "no resource of another host"
 
 
 @pytest.mark.rotating
@@ -231,7 +232,7 @@ def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
         shoot(browser, "dashboard-burst")
         assert_seen_together(browser)
         done = "[...document.querySelectorAll('#verdict .answered')].every(e => /^(\\d+) of \\1$/.test(e.textContent))"
-        # Who has answered the first few only looks better than it is.
+        # A cluster that has answered only the first few requests looks better than it is.
         early = "document.querySelector('#verdict .best') && 'called the best too early'"
         assert browser.until(f"{done} ? 'done' : {early}", within_s=240) == "done"
         sent = browser.run("return [...document.querySelectorAll('#verdict .answered')].map(e => e.textContent)")
@@ -240,14 +241,14 @@ def test_a_twin_gets_the_same_burst(tmp_path: Path) -> None:
         assert "with recompute" in browser.text("#verdict p")
         told = browser.text("#verdict p")
         assert re.match(r"First tokens came [\d.]+ times sooner with |It makes no difference here", told), told
-        browser.until(f"{RETAINED}.some(width => width > 0)")  # of prompts that have ended
+        browser.until(f"{RETAINED}.some(width => width > 0)")  # prefixes of finished prompts
         for width, height in WIDTHS:
             browser.resize(width, height)
             assert_understood(browser, width)
             if SHOTS:
                 browser.screenshot(Path(SHOTS) / f"dashboard-verdict-{width}.png")
         browser.resize(1400, 900)
-        # What is retained goes first: the next burst finds the memory free.
+        # The retained prefixes are evicted first, so that the next burst finds the memory free.
         browser.until("!document.querySelector('#burst').disabled")
         before = max(browser.run(f"return {RETAINED}"))
         browser.click("#burst")

@@ -1,4 +1,4 @@
-"""A real dispatcher process, real gRPC, a real state server; the workers' engines are timers with known tokens."""
+"""Real dispatcher processes, real gRPC, a real state server; the workers' engines are timers with known tokens."""
 
 import asyncio
 import contextlib
@@ -93,7 +93,7 @@ async def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
 async def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         delays_s: list[float] = []
-        while not delays_s or min(delays_s) >= 0.05:  # a machine that is busy all the time would be a surprise
+        while not delays_s or min(delays_s) >= 0.05:  # a machine that is busy the whole time would fail here
             assert len(delays_s) < 50, delays_s
             index = len(delays_s)
             call = arena.dispatcher.stub.Generate(request(max_tokens=5000, request_id=f"r{index}"))
@@ -108,7 +108,7 @@ async def test_a_client_that_goes_away_frees_its_kv_at_once() -> None:
         call = arena.dispatcher.stub.Generate(request(max_tokens=5000, request_id="by-id"))
         await call.read()
         assert (await arena.dispatcher.stub.Cancel(pb.CancelRequest(request_id="by-id"))).found
-        with contextlib.suppress(grpc.RpcError):  # the status comes behind the tokens
+        with contextlib.suppress(grpc.RpcError):  # the status follows the last tokens
             while isinstance(await call.read(), pb.GenerateResponse):
                 pass
         assert await call.code() == grpc.StatusCode.CANCELLED
@@ -123,12 +123,12 @@ async def test_a_deadline_ends_the_request_on_both_sides() -> None:
         begin_s = time.monotonic()
         answer = await arena.dispatcher.generate(request(max_tokens=5000), timeout_s=1.0)
         assert isinstance(answer.error, errors.DeadlineExceeded)
-        assert 0.8 < time.monotonic() - begin_s < 40.0, "all tokens would take 50 s"
+        assert 0.8 < time.monotonic() - begin_s < 40.0, "generating all tokens would take 50 s"
         assert answer.token_ids == scripted_tokens([1, 2, 3], 7, len(answer.token_ids))
         await until(lambda: arena.worker.request_count == 0, "the worker to forget it")
 
         async def counted() -> bool:
-            # On a busy machine the client's own clock may call it off a moment earlier.
+            # On a busy machine the client's own deadline may cancel the request a moment earlier.
             return dict((await arena.dispatcher.status()).requests_total) in ({"deadline": 1}, {"cancelled": 1})
 
         await until_async(counted, "the deadline to be counted")
@@ -143,7 +143,7 @@ async def test_a_killed_worker_costs_no_token() -> None:
             for p, one in zip(prompts, heard, strict=True)
         ]
         await until(lambda: all(len(one.token_ids) > 3 for one in heard), "all to run")
-        doomed = arena.workers[0].request_count  # those that have ended already are not replayed
+        doomed = arena.workers[0].request_count  # requests that have already ended are not replayed
         await arena.workers[0].stop()
         answers = await asyncio.gather(*calls)
         for prompt, answer in zip(prompts, answers, strict=True):
@@ -190,7 +190,7 @@ async def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
         assert isinstance(twin.error, errors.AlreadyExists)
         same = await d0.generate(request(request_id="mine"))
         assert isinstance(same.error, errors.AlreadyExists)
-        # That twin was refused; the claim of the one that is served stays.
+        # Refusing the duplicate did not release the claim of the running request.
         await asyncio.sleep(0.3)
         again = await d1.generate(request(request_id="mine"))
         assert isinstance(again.error, errors.AlreadyExists)
@@ -200,7 +200,7 @@ async def test_two_dispatchers_share_the_workers_and_keep_ids_apart() -> None:
             return (await d1.generate(request(request_id="mine"))).error is None
 
         await until_async(is_free, "the id to be free again")
-        # A claim of a dispatcher that is dead does not count: its clients come here.
+        # A dead dispatcher's claim expires, since its clients retry at another dispatcher.
         call = d0.stub.Generate(request(max_tokens=4000, request_id="orphan"))
         await call.read()
         d0.process.send_signal(signal.SIGKILL)
@@ -221,11 +221,11 @@ async def test_serving_goes_on_without_the_state_server() -> None:
             return (await arena.dispatcher.status()).state_server_reachable is reachable
 
         await until_async(lambda: says(False), "the loss to be noticed")
-        arena.state.restart()  # empty: the last known layout stays in force
+        arena.state.restart()  # without data: the last known layout remains in force
         await until_async(lambda: says(True), "the state server to be found again")
         assert (await arena.dispatcher.generate(request())).error is None
         async with TimedWorker(TimedSettings(worker_id="w9")) as newcomer:
-            arena.epoch = 0  # the planner, too, has begun anew
+            arena.epoch = 0  # the planner has also restarted
             arena.publish(newcomer.member())
             await arena.connected(newcomer)
             assert (await arena.dispatcher.generate(request())).error is None
@@ -267,7 +267,8 @@ FAST = TimedSettings(step_s=0.002, tokens_per_step=20, max_model_len=100_000, bl
 
 async def test_a_slow_client_gets_everything() -> None:
     async with Arena(FAST) as arena:
-        # With 20 logprobs each several MB: more than a transport with a fixed window takes without a reader.
+        # With 20 logprobs per token the answer has several MB: more than a fixed flow-control window holds without a
+        # reader.
         count = 12_000
         call = arena.dispatcher.narrow_stub().Generate(request(max_tokens=count, logprobs=20, omit_text=True))
         await until(lambda: arena.worker.submitted and arena.worker.request_count == 0, "the worker to be done")
@@ -276,7 +277,7 @@ async def test_a_slow_client_gets_everything() -> None:
             got.append(response)
         assert [t for r in got for t in r.token_ids] == scripted_tokens([1, 2, 3], 7, count)
         assert sum(len(r.logprobs) for r in got) == count
-        assert max(len(r.token_ids) for r in got) > 20, "what came while nobody read was not merged"
+        assert max(len(r.token_ids) for r in got) > 20, "tokens that arrived while nobody read were not merged"
 
 
 async def to_the_end(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]") -> None:
@@ -322,7 +323,7 @@ async def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_
             ("good", "nonsense://x", "0"): "redis_url",
             ("good", state.url, port): f"cannot listen on 127.0.0.1:{port}",
         }
-        dispatchers = [  # all at once: most of their time they import
+        dispatchers = [  # started all at once, since most of their startup is imports
             Dispatcher(tmp_path / model, tmp_path, url, f"d{number}", ["--port", port])
             for number, (model, url, port) in enumerate(cases)
         ]

@@ -1,4 +1,6 @@
-"""A restore of real workers under load: from the commit on each serves alone, and their pipeline goes on beside."""
+"""A restore of real workers under load: from the commit on, each serves alone while their pipeline finishes its
+requests.
+"""
 
 import asyncio
 import json
@@ -27,7 +29,7 @@ TRIPLE = [[("w0", 0, 1), ("w1", 1, 2), ("w2", 2, 4)]]
 ROOMY = Sizes(memory_bytes=12 << 20, step_s=0.002)
 LONG = SamplingParams(temperature=0.0, max_tokens=300, ignore_eos=True)
 SHORT = replace(LONG, max_tokens=5)
-PROMPTS = [(3 + i, 9, 4 + 2 * i, 7) * 20 for i in range(6)]  # five whole blocks each
+PROMPTS = [(3 + i, 9, 4 + 2 * i, 7) * 20 for i in range(6)]  # five full blocks each
 WISHES = [Wish(prompt, LONG) for prompt in PROMPTS]
 PATIENCE = "services.worker.policy.leaving.LEAVES_WITHIN_S"
 
@@ -75,13 +77,13 @@ def dissolves(cluster: Cluster, name: str) -> bool:
 
 
 def cut(cluster: Cluster, name: str) -> None:
-    """Its links break, one after the other."""
+    """Breaks the worker's links, one after another."""
     for peer, connection in list(cluster.workers[name].membership.plane._connections.items()):
         connection.give_up(f"the test has cut it from {peer}")
 
 
 def is_whole(cluster: Cluster, name: str) -> bool:
-    """Its transition is over, or it has lost more than one member and come to itself."""
+    """Whether its transition is done, its blocks are those of a lone worker, and no group of it dissolves."""
     progress, worker = cluster.workers[name].progress(cluster.in_force.epoch), cluster.workers[name]
     at_home = worker.book.block_count == worker.engine.memory.home_block_count
     return progress is not None and progress.phase is Phase.DONE and at_home and not dissolves(cluster, name)
@@ -100,7 +102,7 @@ async def test_a_pipeline_goes_on_beside_its_members_until_its_last_answer_has_e
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 600.0)
-    monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 640)  # none outgrows what the pipeline keeps
+    monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 640)  # none outgrows the pipeline
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
         home = block_counts(cluster)
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
@@ -128,7 +130,7 @@ async def test_a_pipeline_goes_on_beside_its_members_until_its_last_answer_has_e
 async def test_a_pipeline_gives_its_memory_back_while_its_answers_end(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What lies behind moves on every stage, and no token is another one."""
+    """Blocks beyond the shrunken range are moved on every stage, and no token changes."""
     monkeypatch.setattr(PATIENCE, 600.0)
     monkeypatch.setattr("services.worker.policy.leaving.STEPS", 500)
     monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 320)
@@ -154,7 +156,7 @@ async def test_a_pipeline_gives_its_memory_back_while_its_answers_end(
 
 
 def watch_moves(cluster: Cluster, name: str) -> list[tuple[int, int]]:
-    """The blocks that are moved in the KV of the group that dissolves."""
+    """Records the block moves in the KV of the dissolving group, as (from, to) pairs."""
     memory, found = cluster.workers[name].engine.memory, list[tuple[int, int]]()
     move = memory.move_leaving
 
@@ -170,7 +172,7 @@ def watch_moves(cluster: Cluster, name: str) -> list[tuple[int, int]]:
 async def test_what_outgrows_the_pipeline_goes_on_in_a_member(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gives its memory back while it runs: who needs more of it than is left gives way, and has room elsewhere."""
+    """The pipeline frees memory while it runs: a sequence that needs more than is left moves to a member."""
     monkeypatch.setattr(PATIENCE, 600.0)
     monkeypatch.setattr("services.worker.policy.leaving._AHEAD_TOKENS", 16)
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
@@ -217,7 +219,7 @@ async def test_what_still_runs_after_a_while_goes_to_the_members_with_its_kv(
         assert sum(progress.victims_recomputed for progress in done.values()) == 0
         sent, received = zip(*[(p.kv_bytes_sent, p.kv_bytes_received) for p in done.values()], strict=True)
         assert sum(sent) == sum(received)
-        assert min(sent) > 0, "each stage has layers that others lack"
+        assert min(sent) > 0, "each stage has layers that the others lack"
         assert are_at_home(cluster)
         await are_exact(cluster, answers, expected)
         assert {answer.attempts for answer in answers} == {1, 2}
@@ -230,8 +232,8 @@ async def test_what_still_runs_after_a_while_goes_to_the_members_with_its_kv(
 async def test_a_move_changes_no_draw_and_no_word(
     by_tokens: bool, model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seeds, penalties, logprobs, stop strings and grammars go on where they were: with the KV, or by the tokens, when
-    a member is lost.
+    """Seeds, penalties, logprobs, stop strings and grammars continue after a move of the KV, or after a replay of the
+    tokens if a member is lost.
     """
     monkeypatch.setattr(PATIENCE, 600.0 if by_tokens else 0.0)
     names = ["w0", "w1", "w2"]
@@ -276,7 +278,9 @@ async def test_a_move_changes_no_draw_and_no_word(
 async def test_a_member_lost_while_the_pipeline_dissolves_takes_nobody_with_it(
     lost: str, model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader, the middle and the last one. Its links break: the leader hands everything over by its tokens."""
+    """Loses the leader, the middle or the last member. When its links break, the leader moves every request by
+    replaying its tokens.
+    """
     monkeypatch.setattr(PATIENCE, 600.0)
     names = ["w0", "w1", "w2"]
     async with running_group(model_dir, names, ROOMY) as cluster:
@@ -326,7 +330,7 @@ async def test_a_restore_that_is_given_up_gives_the_pipeline_its_blocks_back(
 
 
 async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
-    """The layers of a restore hurry while they do."""
+    """Parameters of a restore are sent faster while requests wait."""
 
     async with running_group(model_dir, NAMES, replace(ROOMY, max_running_count=2)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
@@ -342,7 +346,7 @@ async def test_all_members_know_whether_requests_wait(model_dir: Path) -> None:
 
 @pytest.mark.rotating
 async def test_the_next_drop_finds_whole_members(model_dir: Path, expected: list[Expected]) -> None:
-    """What has begun in the pipeline, beside it and after it ends as it would have without any of that."""
+    """Requests begun in the pipeline, alongside it and after it end as they would on an undisturbed worker."""
     async with running_group(model_dir, NAMES, ROOMY) as cluster:
         answers = list[Answer]()
         for epoch in (2, 4):
@@ -376,7 +380,7 @@ async def test_a_pipeline_gives_way_when_memory_is_wanted_again(
         for name in members:
             cluster.post(name, Told(target.epoch, AbortRequested(time.monotonic(), target.epoch, "demand is back")))
         await cluster.done(members, target.epoch)
-        assert any("moved to" in answer.story for answer in answers), "they had time to end there"
+        assert any("moved to" in answer.story for answer in answers), "all ended before they could move"
         await are_exact(cluster, answers, expected)
         await cluster.change(TransitionKind.DROP, layout(4, PAIR, LAYERS))
         await cluster.quiet()
@@ -384,7 +388,7 @@ async def test_a_pipeline_gives_way_when_memory_is_wanted_again(
 
 @pytest.mark.host_extents
 async def test_a_member_with_room_for_one_extent_at_home_is_restored(model_dir: Path) -> None:
-    """There is no room for two groups: the pipeline gives all of its own up, and what runs in it is computed anew."""
+    """Without room for two groups, the pipeline gives up all of its memory, and its running requests are recomputed."""
     wishes = [Wish((3 + i, 9, 4, 7), replace(LONG, max_tokens=20)) for i in range(3)]
     expected = await undisturbed(model_dir, wishes)
     async with running_group(model_dir, NAMES, Sizes(memory_bytes=2_115_000, step_s=0.04)) as cluster:

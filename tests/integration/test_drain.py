@@ -1,4 +1,4 @@
-"""What drains gives what runs there to others, and no token changes."""
+"""A draining process moves its running requests elsewhere, and no token changes."""
 
 import asyncio
 import signal
@@ -21,7 +21,7 @@ from tools.model.tiny import make_tiny
 pytestmark = pytest.mark.rotating
 
 PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 5 for i in range(6)]
-ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)  # read until the test has seen enough
+ENDLESS = SamplingParams(temperature=0.0, max_tokens=8000, ignore_eos=True)  # the test reads as many tokens as it needs
 
 
 def test_running_requests_leave_a_worker_that_drains(tmp_path: Path) -> None:

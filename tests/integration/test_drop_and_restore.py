@@ -1,4 +1,4 @@
-"""A drop and a restore by hand under load, on a real cluster: nobody waits for another one's end, no token changes."""
+"""A manual drop and restore under load on a real cluster: no request waits for another one's end, no token changes."""
 
 import asyncio
 import contextlib
@@ -34,25 +34,26 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
         yield cluster
 
 
-LONG = 350  # tokens: that requests run when the drop comes is no matter of luck
+LONG = 350  # tokens, so many that requests certainly run when the drop begins
 
 
 async def answer(client: AsyncClient, i: int, max_tokens: int) -> tuple[int, ...]:
-    """Greedy or seeded."""
+    """The tokens of request `i`: greedy for odd i, seeded sampling for even i."""
     sampling = SamplingParams(temperature=0.0 if i % 2 else 1.0, seed=i, max_tokens=max_tokens + 7 * i, ignore_eos=True)
     return (await client.generate(token_ids=PROMPTS[i], sampling=sampling)).token_ids
 
 
 async def answers(client: AsyncClient, max_tokens: int) -> list[tuple[int, ...]]:
-    """All at once."""
+    """The answers of all requests, sent at once."""
     return list(await asyncio.gather(*(answer(client, i, max_tokens) for i in range(len(PROMPTS)))))
 
 
 @contextlib.asynccontextmanager
 async def load(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGenerator[None]:
-    """Every request again and again for as long as the block lasts, however slow this machine is; at its end they end.
+    """Repeats every request for as long as the block lasts, however slow this machine is; on exit, waits for the last
+    ones.
 
-    Each must be answered as expected every time.
+    Each answer must be as expected.
     """
     over = asyncio.Event()
 
@@ -69,7 +70,7 @@ async def load(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGen
 
 
 def _has_kv(now: ClusterStatus) -> bool:
-    """Whether all requests hold more than the prompts take: one that is only on its way to a worker is no victim."""
+    """Whether all requests hold more KV than their prompts need: one on its way to a worker cannot be a victim."""
     return sum(group.load.used_block_count for group in now.groups if group.load is not None) >= 30
 
 
@@ -86,7 +87,7 @@ class Planner:
             found = next((one for one in listed if one.epoch == epoch), None)
             if found is not None and found.phase in ("done", "aborted"):
                 return found
-            assert loop.time() < give_up_at_s, f"epoch {epoch} does not end: {listed}"
+            assert loop.time() < give_up_at_s, f"epoch {epoch} is still in transition: {listed}"
             await asyncio.sleep(0.02)
 
     async def close(self) -> None:
@@ -104,12 +105,12 @@ def test_drop_and_restore_under_load_change_no_token(running: RunningCluster) ->
                 request = pb.DropRequest(worker_ids=["worker-1", "worker-0"], request_id="drop-1")
                 begun = await planner.stub.Drop(request, timeout=60)
                 again = await planner.stub.Drop(request, timeout=60)
-                assert again.epoch == begun.epoch, "a repeated request is answered like the first time"
+                assert again.epoch == begun.epoch, "a repeated request gets the same answer"
                 dropped = await planner.end(begun.epoch)
             assert dropped.phase == "done", dropped.summary
             assert dropped.victim_count > 0
             assert dropped.kv_bytes_exchanged > 0
-            # The one with more KV leads, which depends on what requests share.
+            # The member with more KV leads, which depends on the prefixes that requests share.
             says = r"group \{(worker-\d),(worker-\d)\}: dropped layers 2-3 of \1, 0-1 of \2"
             assert re.match(says, dropped.summary), dropped.summary
             grouped = await until(client, idle)
@@ -162,7 +163,7 @@ def test_what_cannot_be_is_refused(running: RunningCluster) -> None:
 def test_the_command_line_does_it_too(
     running: RunningCluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It reaches nobody but the dispatcher."""
+    """The command line talks only to the dispatcher."""
 
     reach = Access.open
 

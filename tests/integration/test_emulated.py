@@ -1,4 +1,4 @@
-"""A cluster whose engines are emulated: real processes and transitions, and every token is checked."""
+"""A cluster with emulated engines: real processes and transitions, and every token is checked."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ _MAX_ANONYMOUS_KIB = 80 << 10
 
 
 async def ask(client: AsyncClient, seed: int) -> bool:
-    """Whether the answer is the right one."""
+    """Whether the answer has the expected tokens."""
     draw = random.Random(seed)
     prompt = [draw.randrange(VOCABULARY) for _ in range(draw.randrange(5, 1500))]
     sampling, tokens = SamplingParams(max_tokens=draw.randrange(20, 200), ignore_eos=True), list[int]()
@@ -64,7 +64,9 @@ def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
                 seeds, over = itertools.count(), asyncio.Event()
 
                 async def load() -> None:
-                    """One request behind the other: however long it takes, there is always one to be a victim."""
+                    """One request after another, so that there is always one that can be a victim, however long the
+                    drop takes.
+                    """
                     while not over.is_set():
                         assert await ask(client, next(seeds))
 

@@ -1,4 +1,4 @@
-"""Whatever way requests end, nothing of them stays: memory and counters are back where they were (I3, I6)."""
+"""However requests end, they leave nothing behind: memory and counters return to their initial values (I3, I6)."""
 
 import asyncio
 import random
@@ -30,7 +30,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 def sizes(worker: WorkerStatus) -> tuple[MemoryReport, int] | None:
-    """What must be as it was at first. Checks that the bytes add up."""
+    """The values that must return to their initial state. Checks that the bytes add up."""
     if worker.load is None:
         return None
     worker.load.memory.check()
@@ -49,15 +49,15 @@ async def finish(client: AsyncClient, rng: random.Random) -> str:
 
 
 async def stop(client: AsyncClient, rng: random.Random) -> str:
-    """Stops at the first token of a set so large that it comes soon."""
+    """Stops at the first token of a stop set so large that one is soon generated."""
     sampling = SamplingParams(max_tokens=200, stop_token_ids=tuple(range(3, 131)), ignore_eos=True)
     return (await client.generate(token_ids=prompt(rng), sampling=sampling)).finish_reason
 
 
 async def cancel_at_once(client: AsyncClient, rng: random.Random) -> str:
     task = asyncio.ensure_future(client.generate(token_ids=prompt(rng, 400), sampling=SamplingParams(max_tokens=50)))
-    await asyncio.sleep(rng.random() * 0.02)  # in the backlog, on its way or in prefill
-    if not task.cancel():  # this process has slept so long that the answer is there
+    await asyncio.sleep(rng.random() * 0.02)  # cancelled in the backlog, on its way or during prefill
+    if not task.cancel():  # this process was delayed so long that the answer has arrived
         return "too late to leave"
     with pytest.raises(asyncio.CancelledError):
         await task
@@ -72,13 +72,13 @@ async def leave_while_decoding(client: AsyncClient, rng: random.Random) -> str:
             got += len(chunk.token_ids)
             if got >= left_after:
                 return "left while decoding"
-    raise AssertionError("300 tokens came before the 10th")
+    raise AssertionError("300 tokens arrived before the 10th")
 
 
 async def cancel_by_id(client: AsyncClient, rng: random.Random) -> str:
     stream = client.stream(token_ids=prompt(rng), sampling=SamplingParams(max_tokens=390, ignore_eos=True))
     await anext(stream)
-    if not await client.cancel(stream.request_id):  # this process is so busy that all tokens have come meanwhile
+    if not await client.cancel(stream.request_id):  # this process was delayed so long that all tokens have arrived
         assert [chunk.finish_reason async for chunk in stream][-1] is FinishReason.LENGTH
         return "too late to cancel"
     with pytest.raises(Cancelled):
@@ -124,7 +124,7 @@ def test_a_thousand_requests_end_in_every_way_and_leave_nothing(running: Running
                     tasks.create_task(one(i))
             assert endings.total() == REQUESTS
             assert endings[FinishReason.CANCELLED] > 0
-            # The load may have been heavy enough for parameters to be dropped: then they come back first.
+            # Under this load parameters may have been dropped; they are restored first.
             at_first = [sizes(worker) for worker in before.workers]
             for address in running.cluster.addresses:
                 async with AsyncClient(address) as one_dispatcher:
@@ -138,7 +138,7 @@ def test_a_thousand_requests_end_in_every_way_and_leave_nothing(running: Running
 
 
 def test_a_killed_client_frees_its_blocks(running: RunningCluster, tmp_path: Path) -> None:
-    """A client that is killed in the middle says nothing: the broken connection has to be enough."""
+    """A client that is killed sends no cancellation: the broken connection must suffice."""
 
     async def story() -> None:
         code = (

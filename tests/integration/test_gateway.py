@@ -1,4 +1,4 @@
-"""OpenAI's own SDK against a gateway, dispatchers and workers that are real processes, and the same through our SDK."""
+"""OpenAI's SDK against gateway, dispatchers and workers as real processes, and the same calls through our SDK."""
 
 import asyncio
 import json
@@ -57,7 +57,7 @@ def through_the_sdk(running: RunningCluster, **arguments: Any) -> Generation:
 
 
 def everything_is_at_zero(running: RunningCluster) -> None:
-    """Soon: a gateway hears of a closed connection when its loop comes to it."""
+    """Waits until all counters are zero: the gateway notices a closed connection when its event loop handles it."""
 
     def in_flight() -> list[str]:
         lines = http.get("/metrics").text.splitlines()
@@ -111,7 +111,7 @@ def test_chat_says_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> Non
     assert chunks[-1].usage.total_tokens == answer.usage.total_tokens
     assert all(chunk.usage is None for chunk in chunks[:-1])
     assert len({chunk.id for chunk in chunks}) == 1
-    # How many tokens come in one piece is a matter of time; not so many.
+    # How many tokens arrive in one chunk depends on timing, but 900 never arrive in one.
     long = ai.chat.completions.create(
         model=MODEL, messages=MESSAGES, max_tokens=900, stream=True, extra_body={"ignore_eos": True}
     )
@@ -129,9 +129,9 @@ def test_what_was_computed_for_another_request_is_said_and_a_salt_keeps_it_apart
         assert answer.usage.prompt_tokens_details is not None
         return answer.usage.prompt_tokens_details.cached_tokens or 0
 
-    found = [cached_tokens("one") for _ in range(6)]  # there are two workers
+    found = [cached_tokens("one") for _ in range(6)]  # there are two workers, each with its own cache
     assert found[0] == 0
-    assert max(found) == 48, "whole blocks, but for the last token"
+    assert max(found) == 48, "full blocks, without the last token"
     assert cached_tokens("other") == 0
 
 
@@ -235,7 +235,7 @@ def test_usage_in_each_chunk(ai: Any) -> None:
             assert {usage.prompt_tokens for usage in of_choice} == {last.usage.prompt_tokens}
             counts = [usage.completion_tokens for usage in of_choice]
             assert counts == sorted(counts)
-            assert len(set(counts)) > 1  # a chunk has what was made since the last one
+            assert len(set(counts)) > 1  # a chunk has all tokens since the previous one
         assert last.choices == []
         assert last.usage.completion_tokens == 24
     [*_, last] = ai.chat.completions.create(
@@ -264,7 +264,7 @@ def test_stop_bias_and_everything_else_that_forms_an_answer(running: RunningClus
         extra_body={**TOKEN_IDS, "min_tokens": 6},
     )
     assert 50 not in without.choices[0].token_ids
-    # Nobody has named a limit: the answer goes on to the end of the model's length, or its own.
+    # Without any limit the answer ends at the model's maximum length, or by itself.
     unlimited = ai.chat.completions.create(
         model=MODEL, messages=MESSAGES, temperature=0, extra_body={"ignore_eos": True}, timeout=120
     )
@@ -382,7 +382,7 @@ def test_request_ids_are_echoed_and_may_repeat(running: RunningCluster, ai: Open
     assert all("my-trace-7" in each for each in ids)
 
 
-# ----------------------------------------------------------------------------------------------- leaving
+# ----------------------------------------------------------------------------------------------- disconnects
 
 
 def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
@@ -393,7 +393,7 @@ def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
                 stream = await ai.chat.completions.create(**endless, stream=True, n=n)
                 await anext(aiter(stream))
                 await stream.close()
-            for _ in range(2):  # nobody waits for what is not streamed, either
+            for _ in range(2):  # without streaming, too, no one waits for the answer
                 with pytest.raises(openai.APITimeoutError):
                     await ai.chat.completions.create(**endless, timeout=0.3)
             task = asyncio.create_task(ai.chat.completions.create(**endless))
@@ -417,7 +417,7 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     service = next(p for p in [gateway, *gateway.children()] if "services.gateway" in " ".join(p.cmdline()))
 
     async def leave(index: int, few: asyncio.Semaphore) -> None:
-        """Half a request, before the first token, behind it, or somewhat later; in peace or abruptly."""
+        """Leaves half of a request, or leaves before the first token, after it, or later; cleanly or by a reset."""
         async with few:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(head + (body if index % 8 else body[:-3]))
@@ -439,7 +439,7 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     files_before = service.num_fds()
     running.run(story(), timeout_s=250)
     everything_is_at_zero(running)
-    # Connections to dispatchers and keep-alive ones of the test itself.
+    # Allows for connections to dispatchers and the keep-alive connections of this test.
     running.run(soon(lambda: service.num_fds() <= files_before + 8))
 
 
@@ -464,7 +464,7 @@ def test_overload_says_when_to_come_again_and_a_lost_cluster_ends_streams_with_a
                     return "".join([c.choices[0].delta.content or "" async for c in stream])
 
                 tasks = [asyncio.create_task(endless()) for _ in range(8)]
-                await soon(lambda: sum(task.done() for task in tasks) >= 4)  # two wait in the worker, one at the door
+                await soon(lambda: sum(task.done() for task in tasks) >= 4)  # two queue in the worker, one outside
                 async with AsyncClient(running.cluster.address) as client:
                     await until(client, lambda now: accepted(now) == sum(not task.done() for task in tasks))
                 running_on = [task for task in tasks if not task.done()]

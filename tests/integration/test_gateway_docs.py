@@ -1,4 +1,4 @@
-"""The examples of docs/openai.md run as they stand there, one behind the other."""
+"""The examples of docs/openai.md run as written, one after another."""
 
 import re
 from pathlib import Path

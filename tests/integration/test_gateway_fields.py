@@ -1,6 +1,6 @@
-"""Every field of OpenAI's and vLLM's routes, sent: followed, refused by its name, or known to change no answer.
+"""Sends every field of OpenAI's and vLLM's routes: each is followed, refused by name, or known to change no answer.
 
-The page docs/fields.md is what came of it: BALLAST_WRITE_FIELDS=1 writes it anew.
+docs/fields.md lists the outcomes: BALLAST_WRITE_FIELDS=1 rewrites it.
 """
 
 import os
@@ -32,7 +32,7 @@ this page: `tests/integration/test_gateway_fields.py`. [How they are followed](o
 | field | chat | completions | responses |
 |---|---|---|---|
 """
-# What vLLM takes beyond OpenAI's fields, on both of its older routes, and for chats.
+# Fields that vLLM accepts in addition to OpenAI's: on both completion routes, and on chat completions only.
 VLLM = [
     *("add_special_tokens", "allowed_token_ids", "bad_words", "cache_salt", "guided_choice"),
     *("guided_decoding_backend", "guided_grammar", "guided_json", "guided_regex"),
@@ -51,7 +51,7 @@ VLLM_CHAT = [
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
 SCHEMA = {"type": "object", "properties": {"a": {"enum": [1]}}, "required": ["a"], "additionalProperties": False}
 USER = {"role": "user", "content": "hi"}
-# Values that are right; others get one that is refused or ignored whatever it is.
+# Valid values. Fields not listed here are refused or ignored whatever their value.
 VALUES: Mapping[str, Any] = {
     "add_generation_prompt": True,
     "allowed_token_ids": [5, 6],
@@ -111,12 +111,12 @@ VALUES: Mapping[str, Any] = {
     "top_logprobs": 1,
     "top_p": 0.5,
 }
-TOGETHER: Mapping[str, Mapping[str, Any]] = {  # what a field needs beside it
+TOGETHER: Mapping[str, Mapping[str, Any]] = {  # fields that another field requires
     "top_logprobs": {"logprobs": True},
     "continue_final_message": {"messages": [USER, {"role": "assistant", "content": "well"}]},
     "tool_choice": {"tools": [TOOL]},
 }
-UNLIKE = {  # on these routes the value is another one
+UNLIKE = {  # routes on which a field takes a different value
     ("completions", "logprobs"): 1,
     ("completions", "add_special_tokens"): False,
     ("responses", "tools"): [{"type": "function", "name": "f", "parameters": {"type": "object", "properties": {}}}],
@@ -165,7 +165,7 @@ def outcome(http: httpx.Client, route: str, name: str) -> str:
     answer = http.post(path, json={**body, **together, name: value})
     known = name in shape.model_fields
     if answer.status_code == 200:
-        assert known != (name in ignored), f"{route}: {name} is followed, or listed as ignored: not both, not neither"
+        assert known != (name in ignored), f"{route}: {name} must be either followed or listed as ignored"
         return "followed" if known else "ignored"
     error = answer.json()["error"]
     assert (answer.status_code, known, error["code"]) == (400, True, "unsupported_value"), (route, name, error)

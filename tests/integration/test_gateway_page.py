@@ -1,4 +1,6 @@
-"""The page of a gateway whose clients have tokens: who may give orders through it, and how that is told."""
+"""The dashboard of a gateway that requires tokens: which tokens may change the cluster, and what the page says of
+others.
+"""
 
 import json
 import os
@@ -20,7 +22,7 @@ from tools.cli.tokens import add_token
 from tools.local.certificates import make_certificates
 from tools.model.tiny import make_tiny
 
-SHOTS = os.environ.get("BALLAST_SCREENSHOTS")  # a folder: pictures to look at are left there
+SHOTS = os.environ.get("BALLAST_SCREENSHOTS")  # a folder for screenshots to look at
 OURS = {"X-Ballast-Dashboard": "1"}
 NEEDED = "this needs a token with the role operate: enter one above"
 
@@ -55,7 +57,7 @@ class Guarded:
         return {**OURS, "Authorization": f"Bearer {token}"}
 
     def at_rest(self, last: str) -> None:
-        """Returns when the last transition is over, and has this text; until then another one is refused."""
+        """Waits until the last transition has ended with the text `last`; until then another one is refused."""
         give_up_at_s = time.monotonic() + 60
         while last not in (told := self._last_line()):
             assert time.monotonic() < give_up_at_s, told
@@ -67,7 +69,7 @@ class Guarded:
         return lines[0]["text"] if lines else ""
 
     def status(self, group_count: int) -> ClusterStatus:
-        """The status as soon as there are so many groups."""
+        """The status once there are `group_count` groups."""
 
         async def story() -> ClusterStatus:
             async with AsyncClient(self.running.cluster.address, **self.running.cluster.credentials) as client:
@@ -114,7 +116,7 @@ def test_only_a_token_with_the_role_operate_gives_orders(guarded: Guarded) -> No
         assert guarded.order(action, guarded.bearing(guarded.operate))[0] == 404, action
     after = guarded.status(group_count=2).layout
     assert after is not None
-    assert after.epoch == before.epoch, "nobody of these has changed anything"
+    assert after.epoch == before.epoch, "refused requests changed nothing"
 
     status, words = guarded.order("drop", guarded.bearing(guarded.operate))
     assert (status, words) == (200, "worker-0 and worker-1 throw half of their parameters overboard")
@@ -152,7 +154,7 @@ def test_orders_from_the_page_need_a_token_and_say_so(guarded: Guarded, name: st
         assert browser.run("return document.querySelector('#token').value") == ""
         browser.click(".orders .drop")
         browser.until("/one-who-infers may only infer$/.test(document.querySelector('#notice.bad')?.textContent)")
-        assert browser.run(f"return {KEPT}") == 0, "a token that is refused is not kept"
+        assert browser.run(f"return {KEPT}") == 0, "a refused token is not stored"
         assert browser.run("return document.querySelectorAll('#burst:not([hidden]), .kill:not([hidden])').length") == 0
         assert browser.run(f"return {SUNK}") == 0
 
@@ -161,8 +163,8 @@ def test_orders_from_the_page_need_a_token_and_say_so(guarded: Guarded, name: st
         browser.click(".orders .drop")
         browser.until("/overboard$/.test(document.querySelector('#notice:not(.bad)')?.textContent)")
         browser.until(f"{SUNK} > 0")
-        browser.open(guarded.page)  # again: this tab still has it
-        browser.until(f"{SUNK} === 4")  # two layers of each: what a follower has is known here, too
+        browser.open(guarded.page)  # a reload: this tab has stored the token
+        browser.until(f"{SUNK} === 4")  # two layers of each worker: the gateway also knows a follower's layers
         assert browser.run("return document.querySelector('#token').hidden")
         assert browser.run("return document.documentElement.scrollWidth") <= size[0]
         shoot(browser, f"gateway-{name}-dropped", size)

@@ -1,4 +1,4 @@
-"""Paths that others look for: answered, or refused in OpenAI's form."""
+"""Paths of other servers' APIs: served, or refused with OpenAI's error object."""
 
 import json
 import urllib.error

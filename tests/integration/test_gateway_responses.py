@@ -1,4 +1,4 @@
-"""/v1/responses through OpenAI's SDK, which puts the events together itself."""
+"""/v1/responses through OpenAI's SDK, which assembles the events itself."""
 
 import json
 from collections.abc import Generator
@@ -56,7 +56,7 @@ def test_a_response_says_what_a_chat_says(ai: OpenAI) -> None:
     assert [event.sequence_number for event in events] == list(range(len(events)))
     last: Any = events[-1]
     assert last.response.output_text == text
-    # How many tokens come in one piece is a matter of time; not so many.
+    # How many tokens arrive in one chunk depends on timing, but 900 never arrive in one.
     long: Any = {**options, "max_output_tokens": 900, "extra_body": {"ignore_eos": True}}
     events = list(ai.responses.create(input="a ship", stream=True, **long))
     assert len([event for event in events if event.type == "response.output_text.delta"]) > 1
@@ -69,7 +69,7 @@ def test_functions_are_called_and_their_results_go_back(ai: OpenAI) -> None:
     assert (call.type, call.name, json.loads(call.arguments)) == ("function_call", "clock", {})
     assert response.status == "completed"
     events: Any = list(ai.responses.create(input="what time is it?", stream=True, **options))
-    kinds = list(dict.fromkeys(event.type for event in events))  # arguments come in several deltas
+    kinds = list(dict.fromkeys(event.type for event in events))  # the arguments arrive in several deltas
     assert kinds[2:6] == [
         "response.output_item.added",
         "response.function_call_arguments.delta",

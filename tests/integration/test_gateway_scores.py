@@ -1,4 +1,4 @@
-"""Logprobs of prompts, as lm-evaluation-harness and others ask for them."""
+"""Logprobs of prompts, as lm-evaluation-harness and similar tools request them."""
 
 from collections.abc import Generator
 from typing import Any
@@ -43,7 +43,7 @@ def test_what_was_generated_scores_the_same_as_a_prompt(ai: OpenAI) -> None:
         assert scored == pytest.approx(logprobs.token_logprobs, abs=1e-4)
         assert choice.logprobs.tokens[len(PROMPT) : count] == logprobs.tokens
         best = [max(top, key=top.get) for top in choice.logprobs.top_logprobs[len(PROMPT) : count]]
-        assert best == logprobs.tokens, "greedy tokens are the best"
+        assert best == logprobs.tokens, "greedy tokens have the highest logprob"
         lengths = [len(token) for token in choice.logprobs.tokens]
         assert choice.logprobs.text_offset == [sum(lengths[:at]) for at in range(len(lengths))]
         assert (echoed.usage.prompt_tokens, echoed.usage.completion_tokens) == (count, limit)

@@ -1,4 +1,4 @@
-"""Calls as programs of other people write them: agents' histories, tools of MCP servers, odd fields, doors of HTTP."""
+"""Requests as third-party programs write them: agents' histories, tools of MCP servers, odd fields, unusual HTTP."""
 
 import json
 import socket
@@ -20,7 +20,7 @@ BODY = json.dumps({"messages": HI, "max_tokens": 2}).encode()
 
 
 class Door:
-    """Calls of one gateway."""
+    """A client of one gateway."""
 
     def __init__(self, http: httpx.Client) -> None:
         self._http = http
@@ -31,7 +31,7 @@ class Door:
         return answer.json()
 
     def chat(self, **fields: Any) -> Any:
-        """The choice of an answer."""
+        """The single choice of a chat completion."""
         return self.post("/chat/completions", **{"messages": HI, "max_tokens": 3, **fields})["choices"][0]
 
     def refused(self, **fields: Any) -> Any:
@@ -40,7 +40,7 @@ class Door:
         return answer.json()["error"]
 
     def deltas(self, **fields: Any) -> list[Any]:
-        """Choices of a stream's events."""
+        """The choices of all events of a streamed chat completion."""
         answer = self._http.post("/chat/completions", json={"messages": HI, "stream": True, **fields})
         events = [json.loads(part[6:]) for part in answer.text.split("\n\n") if part.startswith("data: {")]
         return [choice for event in events for choice in event["choices"]]
@@ -74,7 +74,7 @@ RESULT = {"role": "tool", "content": "sun"}
     "history",
     [
         *([called(arguments), RESULT] for arguments in ("", None, "not json", '{"city": "Ul', "[1]", "null", {"a": 1})),
-        [called("{}", content=""), HI[0]],  # a call without its result
+        [called("{}", content=""), HI[0]],  # a tool call without its result
         [called("{}", refusal=None, annotations=[], audio=None, function_call=None, reasoning_details=[{}]), RESULT],
         [{"role": "tool", "content": None, "tool_call_id": None, "name": "weather"}],
         [called("{}"), {"role": "tool", "content": [{"type": "text", "text": "sun"}]}],
@@ -134,7 +134,7 @@ def test_values_that_say_nothing_change_nothing(door: Door, fields: dict[str, An
     [
         {},
         {"type": "object"},
-        {"type": "object", "properties": None, "required": None},  # as Go writes what is empty
+        {"type": "object", "properties": None, "required": None},  # as Go serialises empty fields
         {"type": "object", "properties": {}, "required": None, "description": None},
         {
             "$schema": "http://json-schema.org/draft-07/schema#",

@@ -1,4 +1,4 @@
-"""Answers that have to have a form: JSON schemas, grammars, tools; also while the cluster drops and loses a worker."""
+"""Structured answers (JSON schemas, grammars, tool calls), also while the cluster drops, restores or loses a worker."""
 
 import asyncio
 import json
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.rotating
 MODEL = "tiny"
 MESSAGES: Any = [{"role": "user", "content": "a ship"}]
 COUNT = int(os.environ.get("BALLAST_SCHEMAS", "40"))  # random schemas
-PUBLIC_COUNT = int(os.environ.get("BALLAST_PUBLIC_SCHEMAS", "24"))  # of the Kubernetes API, drawn at random
+PUBLIC_COUNT = int(os.environ.get("BALLAST_PUBLIC_SCHEMAS", "24"))  # schemas of the Kubernetes API, drawn at random
 WEATHER: Any = {
     "type": "function",
     "function": {
@@ -64,7 +64,7 @@ def as_format(schema: object) -> Any:
 
 
 async def ask(ai: AsyncOpenAI, seed: int) -> str:
-    """One answer to one of the random schemas, streamed or not."""
+    """An answer to one of the random schemas, streamed for some seeds."""
     options: Any = {
         "model": MODEL,
         "messages": MESSAGES,
@@ -111,7 +111,7 @@ def test_every_answer_validates_through_drops_restores_and_the_loss_of_a_worker(
 
 
 class Public:
-    """Answers to schemas of the public set, in an order that is drawn once."""
+    """Answers to the public set of schemas, in a fixed random order."""
 
     def __init__(self, ai: AsyncOpenAI, closing: dict[str, int]) -> None:
         self._ai = ai
@@ -121,7 +121,9 @@ class Public:
         self.refused: list[int] = []
 
     async def draw(self, count: int) -> list[int]:
-        """Numbers of the first schemas that the cluster takes. What it does not support it refuses at once, by name."""
+        """Indices of the first `count` schemas that the cluster accepts; those it does not support must be refused at
+        once.
+        """
         taken: list[int] = []
         for number in range(len(self.schemas)):
             try:
@@ -134,15 +136,17 @@ class Public:
                 taken.append(number)
             if len(taken) == count:
                 return taken
-        raise AssertionError(f"only {len(taken)} schemas of {len(self.schemas)} can be followed")
+        raise AssertionError(f"only {len(taken)} schemas of {len(self.schemas)} are supported")
 
     async def answer(self, number: int) -> str:
-        """A random model ends no string by itself; first it is pushed a little to close what is open, then strongly."""
+        """Since a random model ends no string by itself, a logit bias makes it close what is open: a small one, then a
+        large one.
+        """
         for push in (6, 100):
             choice = await self._ask(number, dict.fromkeys(self._closing, push), max_tokens=900)
             if choice.finish_reason == "stop":
                 return choice.message.content or ""
-        raise AssertionError(f"the answer to schema {number} does not end")
+        raise AssertionError(f"the answer to schema {number} did not end")
 
     async def _ask(self, number: int, bias: dict[str, int], max_tokens: int) -> Any:
         schema = self.schemas[number]
@@ -181,7 +185,7 @@ def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(r
                 jsonschema.validate(json.loads(text), public.schemas[number])
             said = sum(map(len, calm)) / len(calm)
             print(f"{len(calm)} answers of {said:.0f} characters validate; {len(public.refused)} schemas were refused")
-            assert said > 5, "the answers are hardly more than nothing"
+            assert said > 5, "the answers are almost empty"
             again = asyncio.create_task(all_of_them())
             for change in ("Drop", "Restore"):
                 await order(running, change)
@@ -196,16 +200,16 @@ def test_answers_to_a_public_set_of_schemas_validate_through_drops_and_replays(r
 
 
 async def under_way(running: RunningCluster, asked: asyncio.Task[list[str]]) -> None:
-    """Waits until workers have something to do; or all is over, where this process is that late."""
+    """Waits until requests run, or until all have ended if this process is too late."""
     async with AsyncClient(running.cluster.address) as client:
         await until(client, lambda now: now.running_request_count > 0 or asked.done())
 
 
 async def order(running: RunningCluster, change: str) -> None:
-    """A drop or a restore, and its end."""
+    """Requests a drop or a restore, and waits until it has ended."""
     async with open_channel(running.cluster.address) as channel:
         planner = planner_pb2_grpc.PlannerServiceStub(channel)
-        request_id = uuid.uuid4().hex  # the same one again would be answered with what it has done already
+        request_id = uuid.uuid4().hex  # with the same id, the planner would return the earlier result
         if change == "Drop":
             names = [worker.id for worker in running.cluster.processes["worker"]]
             request = planner_pb2.DropRequest(worker_ids=names, request_id=request_id)
@@ -257,7 +261,7 @@ def test_openais_own_parsing_and_the_other_forms(ai: OpenAI) -> None:
 
 
 def closing(ai: OpenAI, *texts: str) -> dict[str, int]:
-    """Makes a random model end its JSON: an object without a bound would go on for ever."""
+    """A logit bias that makes a random model end its JSON: it would extend an unbounded object forever."""
     url = f"{str(ai.base_url).removesuffix('/v1/')}/tokenize"
     tokens = [httpx.post(url, json={"prompt": text}).json()["tokens"] for text in texts or ("}",)]
     return {str(token): 100 for some in tokens for token in some}
@@ -288,7 +292,8 @@ def test_tools_are_called_as_asked(ai: OpenAI) -> None:
     assert calls[0].function.name in ("weather", "clock")
     assert required.choices[0].message.content is None
 
-    # What the model is free to write is read in the dialect of its template; a grammar makes this one write a call.
+    # A tool call that the model writes freely is parsed according to its chat template; a grammar forces the model to
+    # write one.
     written = '<tool_call>\n{"name": "clock", "arguments": {}}\n</tool_call>'
     free: Any = {"structured_outputs": {"choice": [f"Let me see. {written}"]}}
     auto = ai.chat.completions.create(model=MODEL, messages=MESSAGES, tools=[CLOCK], extra_body=free)
@@ -322,7 +327,7 @@ def test_tools_are_called_as_asked(ai: OpenAI) -> None:
 
 
 def said(text: str, **fields: Any) -> Any:
-    """The model is bound to say this."""
+    """Fields of a request whose structured output is exactly `text`."""
     return {"model": MODEL, "messages": MESSAGES, "extra_body": {"structured_outputs": {"choice": [text]}}, **fields}
 
 

@@ -1,4 +1,4 @@
-"""A model that thinks, through the gateway: forms that begin behind a thought, and what thoughts cost."""
+"""A reasoning model through the gateway: structured output that begins after the reasoning, and its token counts."""
 
 import json
 from collections.abc import Generator
@@ -23,7 +23,7 @@ class Thinking:
     def __init__(self, running: RunningCluster, end_id: int) -> None:
         self.base = running.cluster.http_urls[0]
         self.end_id = end_id
-        # The model is random: it comes to the end of its thought after some thirty tokens.
+        # The model is random: with this bias its reasoning ends after some thirty tokens.
         self.options: Any = {"model": MODEL, "messages": MESSAGES, "seed": 5, "logit_bias": {str(end_id): 3.5}}
 
 
@@ -43,7 +43,7 @@ def ai(thinking: Thinking) -> Generator[OpenAI]:
 
 
 def thought_of(answer: Any, end_id: int) -> int:
-    """Checks the thought of an answer, and returns its tokens."""
+    """Checks the reasoning of an answer, and returns its length in tokens."""
     [choice] = answer.choices
     count = choice.token_ids.index(end_id) + 1
     assert 0 < count < len(choice.token_ids)
@@ -80,7 +80,7 @@ def test_streams_and_responses_count_the_same_tokens(thinking: Thinking, ai: Ope
     chunks = list(ai.chat.completions.create(**options, stream=True, stream_options=usage))
     said, wanted = chunks[-1].usage, answer.usage
     assert said is not None
-    assert wanted is not None  # that of the prompt may differ: the second one finds it cached
+    assert wanted is not None  # prompt details may differ, since the second request finds the prompt cached
     assert said.completion_tokens_details == wanted.completion_tokens_details
     assert (said.prompt_tokens, said.completion_tokens) == (wanted.prompt_tokens, wanted.completion_tokens)
     thought = "".join(getattr(c.choices[0].delta, "reasoning", None) or "" for c in chunks if c.choices)
@@ -102,7 +102,7 @@ def test_anthropics_form_has_the_same_answer(thinking: Thinking, ai: OpenAI) -> 
         wrong = http.post("/messages", json={**body, "temperature": -1})
         far = http.post("/messages", json={**body, "max_tokens": 1 << 20, "stop_sequences": [answer_start(chat)]})
     [block] = answer["content"]
-    assert block["thinking"] == getattr(chat.choices[0].message, "reasoning", None), "it has no end"
+    assert block["thinking"] == getattr(chat.choices[0].message, "reasoning", None), "cut off by max_tokens"
     assert (answer["stop_reason"], answer["usage"]["output_tokens"]) == ("max_tokens", 100)
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] == 100
     assert count["input_tokens"] == answer["usage"]["input_tokens"]

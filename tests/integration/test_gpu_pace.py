@@ -1,4 +1,4 @@
-"""The page of a GPU's pace is made on a machine without one, with a tiny model."""
+"""The page on GPU pace can be generated without a GPU, with a tiny model."""
 
 import subprocess
 import sys

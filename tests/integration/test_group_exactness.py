@@ -1,7 +1,7 @@
-"""Whatever happens to the layout, every token is the one that an undisturbed worker would have said (I2).
+"""Whatever happens to the layout, every token is the one that an undisturbed worker generates (I2).
 
-`make test-exactness` runs many more histories: BALLAST_EXACTNESS_HISTORIES says how many, and
-BALLAST_EXACTNESS_KV_CACHE_DTYPE=fp8_e4m3 runs them with such KV.
+`make test-exactness` runs many more histories: BALLAST_EXACTNESS_HISTORIES sets how many, and
+BALLAST_EXACTNESS_KV_CACHE_DTYPE=fp8_e4m3 runs them with float8 KV.
 """
 
 import asyncio
@@ -26,23 +26,23 @@ HISTORIES = int(os.environ.get("BALLAST_EXACTNESS_HISTORIES", "42"))
 FIRST_SEED = int(os.environ.get("BALLAST_EXACTNESS_FIRST_SEED", "0"))
 PLACE = replace(HERE, kv_cache_dtype=os.environ.get("BALLAST_EXACTNESS_KV_CACHE_DTYPE", HERE.kv_cache_dtype))
 REQUESTS = 50
-BLOCK = 14  # histories in a test: enough of them to have seen everything
+BLOCK = 14  # histories per test: enough that together they cover every kind of event
 LAYERS = (4, 7, 5)
-CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layers: more KV than half of the parameters
-CROWDED = 5  # one history of so many is crowded
-WAVES_FIRST_SEED = 100_002  # crowded ones, far from all others: in half of them a drop has no room for all KV at once
+CROWDED_BYTES = {4: 10 << 19, 5: 12 << 19, 7: 16 << 19}  # by layer count: more KV than half the parameters
+CROWDED = 5  # every fifth history is crowded
+WAVES_FIRST_SEED = 100_002  # crowded, with seeds of their own: in half of them a drop lacks room for all KV at once
 WAVES_HISTORIES = 20
 
 OVER_A_DRIVER = (3, 4)
-WITH_ADAPTERS = range(0, 12, 3)  # of so many layers; one swaps
-ON_A_GPU = range(8)  # two of them swap
+WITH_ADAPTERS = range(0, 12, 3)  # these seeds use models of the same depth; one swaps
+ON_A_GPU = range(8)  # seeds; two of them swap
 
 Known = tuple[Path, list[Wish], list[Expected]]
 
 
 @pytest.fixture(scope="module")
 def known(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Known]:
-    """What is known by number of layers: a checkpoint, requests, and what an undisturbed worker answers."""
+    """Per layer count: a checkpoint, requests, and the answers of an undisturbed worker."""
 
     @functools.cache
     def get(layers: int) -> Known:
@@ -73,13 +73,13 @@ def test_no_token_changes_whatever_happens_to_the_layout(first: int, known: Call
 
 @pytest.mark.timeout(60 + 60 * WAVES_HISTORIES)
 def test_no_token_changes_where_victims_wait_for_room(known: Callable[[int], Known]) -> None:
-    """Which history has such a drop depends on the machine's speed, too: so until there is one."""
+    """Runs histories until one has victims that wait for room, which depends on the machine's speed, too."""
     seeds = range(WAVES_FIRST_SEED, WAVES_FIRST_SEED + CROWDED * WAVES_HISTORIES, CROWDED)
     assert any(_run(seed, known).later_waves for seed in seeds)
 
 
 def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int], Known]) -> None:
-    """Whole drops, aborts and restores over `memory.cuda`, the real bindings and a driver whose memory is the CPU's."""
+    """Drops, aborts and restores through `memory.cuda` and its real bindings, on a fake driver in host memory."""
     driver = fake_driver.load()
     driver.set_granularity(16 << 10)
     driver.fail_at(None)
@@ -94,7 +94,7 @@ def test_no_token_changes_over_the_calls_of_the_cuda_driver(known: Callable[[int
 @pytest.mark.rotating
 @pytest.mark.timeout(600)
 def test_no_token_changes_with_adapters(tmp_path: Path) -> None:
-    """Expected are the tokens of dense models that the adapters were merged into; a third of the requests has none."""
+    """The tokens must be those of dense models with merged adapters; a third of the requests uses no adapter."""
     model_dir = make_tiny("llama", tmp_path / "tiny", layers=LAYERS[0], max_len=256)
     adapters = {
         "attention": write_adapter(tmp_path / "attention", model_dir, rank=2, targets=("q_proj", "v_proj")),
@@ -117,7 +117,7 @@ def test_no_token_changes_with_adapters(tmp_path: Path) -> None:
 
 @pytest.mark.timeout(600)
 def test_no_token_changes_with_kv_in_float8(tmp_path: Path) -> None:
-    """Expected are the tokens of a worker alone with such KV, of which many are others than with KV in float64."""
+    """The tokens must be those of a single worker with float8 KV, many of which differ from those with float64 KV."""
     model_dir = make_tiny("llama", tmp_path / "tiny", layers=LAYERS[0], max_len=256)
     wishes, place, tally = make_wishes(150, 1), Place(kv_cache_dtype="fp8_e4m3"), Tally()
     expected, exact = (asyncio.run(undisturbed(model_dir, wishes, each)) for each in (place, HERE))
@@ -135,8 +135,8 @@ def test_no_token_changes_with_kv_in_float8(tmp_path: Path) -> None:
 def test_no_token_changes_on_a_gpu(tmp_path: Path) -> None:
     """Drops, exchanges, aborts, restores, migrations and swaps of two to four workers that share a GPU, in float32.
 
-    What is expected was computed there by a worker alone. A product of matrices may round otherwise in another batch:
-    a token that differs where two were equally probable is no error of Ballast's, and its story says where it was.
+    The expected tokens are computed by a single worker on the same GPU. A matmul may round differently in another
+    batch, so a token that differs at a near-tie is not an error; the answer's story says where it was.
     """
     tally = Tally()
     for layers in LAYERS[:2]:
@@ -152,14 +152,14 @@ def test_no_token_changes_on_a_gpu(tmp_path: Path) -> None:
 def _run(seed: int, known: Callable[[int], Known], place: Place = PLACE) -> Tally:
     model_dir, wishes, expected = known(LAYERS[seed % len(LAYERS)])
     gc.collect()
-    gc.disable()  # what was opened is to be closed, and not left to the collector
+    gc.disable()  # descriptors must be closed explicitly, not by the collector
     try:
         threads, descriptors = set(threading.enumerate()), _descriptors()
         crowded_bytes = CROWDED_BYTES[LAYERS[seed % len(LAYERS)]] if seed % CROWDED == 2 else 0
         history = History(seed, model_dir, wishes, expected, REQUESTS, crowded_bytes=crowded_bytes, place=place)
         asyncio.run(history.run())
         assert set(threading.enumerate()) <= threads
-        assert _descriptors() <= descriptors  # fewer: what a test before has left is closed by now
+        assert _descriptors() <= descriptors  # fewer, if an earlier test's are closed only now
     finally:
         gc.enable()
     assert history.tally.requests == REQUESTS
@@ -171,7 +171,7 @@ def _check_that_it_has_seen_what_it_is_about(tally: Tally) -> None:
     assert tally.unprepared <= 1 + (tally.drops + tally.restores) // 20
     assert min(tally.drops, tally.restores, tally.aborts, tally.victims, tally.moved, tally.exchanged_bytes) > 0
     assert min(tally.by_tokens, tally.sharing) > 0
-    assert tally.steps_ahead > tally.requests // 20  # the slower the machine, the fewer between two changes
+    assert tally.steps_ahead > tally.requests // 20  # the slower the machine, the fewer steps between two changes
 
 
 def _descriptors() -> int:

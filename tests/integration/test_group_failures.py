@@ -1,4 +1,4 @@
-"""What goes wrong around a transition, and that no token changes by it."""
+"""Failures around a transition change no token."""
 
 import asyncio
 import threading
@@ -78,7 +78,7 @@ PAIR = [[("w0", 0, 2), ("w1", 2, 6)]]
 
 
 def hold_exchange(cluster: Cluster) -> Callable[[], None]:
-    """KV that is asked for after a commit travels only when what this returns is called."""
+    """Holds back the KV requested after a commit until the returned function is called."""
     held, lock, over = list[tuple[str, KvAsked]](), threading.Lock(), threading.Event()
 
     def hold(name: str, worker: GroupWorker) -> None:
@@ -105,7 +105,7 @@ def hold_exchange(cluster: Cluster) -> Callable[[], None]:
 
 
 def kill(cluster: Cluster, name: str, peers: list[str]) -> None:
-    """Its links break, as seen by the others; it hears nothing any more itself."""
+    """Breaks the member's links to `peers`; other links, and the process itself, remain."""
     plane = cluster.workers[name].membership.plane
     for peer, connection in list(plane._connections.items()):
         if peer in peers:
@@ -128,7 +128,7 @@ def test_exactly_the_kv_of_lost_layers_travels(
             said = await cluster.done(members, target.epoch)
             kv = cluster.workers["w0"].engine.memory.kv
             wanted = {
-                "w0": sum(kv_bytes(kv, tokens, 4) for _, tokens in commits["w0"]),  # its layers 2 to 5 go to w1
+                "w0": sum(kv_bytes(kv, tokens, 4) for _, tokens in commits["w0"]),  # its layers 2 to 5 move to w1
                 "w1": sum(kv_bytes(kv, tokens, 2) for _, tokens in commits["w1"]),
             }
             assert {n: p.kv_bytes_sent for n, p in said.items()} == wanted
@@ -141,7 +141,7 @@ def test_exactly_the_kv_of_lost_layers_travels(
 
 
 def _spy_on_commit(cluster: Cluster, name: str, found: dict[str, list[tuple[int, int]]]) -> None:
-    """Reads the core's own table at the moment the member takes its new role up."""
+    """Records (sequence, KV tokens) from the core's own table when the member starts its new role."""
     driver, core = cluster.workers[name].member._driver, cluster.workers[name].core
     take_up = driver._take_up
 
@@ -179,7 +179,7 @@ def test_first_tokens_come_while_kv_is_exchanged(
 
 @pytest.mark.host_extents
 def test_victims_without_room_are_recomputed(model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]) -> None:
-    """A small worker takes most of the layers from a large one, so the group has less room than that had alone."""
+    """A small worker takes most of the layers of a large one, so the group has less room than the large one alone."""
     small, large = Sizes(memory_bytes=13 << 18), Sizes(memory_bytes=5 << 20)
 
     async def run() -> tuple[int, list[tuple[int, ...]]]:
@@ -201,7 +201,7 @@ def test_victims_without_room_are_recomputed(model_dir: Path, expected: Callable
 def test_a_survivor_becomes_whole_again(
     survivor: str, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """After the drop is done, one member's links break: the other takes its layers from its checkpoint."""
+    """After the drop, one member's links break: the other reloads the missing layers from its checkpoint."""
 
     async def run() -> list[tuple[int, ...]]:
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
@@ -232,8 +232,8 @@ def test_a_survivor_becomes_whole_again(
 def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
     committed: bool, model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """The planner has lost w1, whose links are whole: w0 leaves the pair, or the exchange, becomes whole and takes part
-    in what comes; w1 hears of it by its links. Nothing names a transition any more that they have left.
+    """The planner has lost w1, although its links work. w0 leaves the pair or the exchange, becomes whole and takes
+    part in later plans; w1 learns this through its links. Neither reports the abandoned transition as running any more.
     """
 
     async def run() -> list[tuple[int, ...]]:
@@ -251,7 +251,7 @@ def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
             cluster.in_force = Layout(Epoch(3), LAYERS, (), "without those who are lost")
             await until(lambda: _are_whole(cluster, alone(4, ["w0", "w1"], LAYERS)))
             if let_go is not None:
-                let_go()  # what is asked of an epoch that is over is nobody's
+                let_go()  # requests of an abandoned epoch are ignored
             cluster.in_force = alone(4, ["w0", "w1"], LAYERS)
             tokens = await whole(cluster, answers)
             for worker in cluster.workers.values():
@@ -264,7 +264,7 @@ def test_a_plan_that_counts_a_member_in_no_group_makes_it_leave_its_own(
 
 
 def _are_whole(cluster: Cluster, target: Layout) -> bool:
-    """Asks again, as a planner does."""
+    """Whether all workers are whole. Repeats the prepare request, as a planner does."""
     cluster.ask_to_prepare(TransitionKind.RESTORE, target)
     said = [worker.progress(target.epoch) for worker in cluster.workers.values()]
     return all(progress is not None and progress.phase is Phase.DONE for progress in said)
@@ -273,7 +273,7 @@ def _are_whole(cluster: Cluster, target: Layout) -> bool:
 def test_kv_waits_for_room_among_the_transfers_of_a_link(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """More sequences than a link carries at once: none is forgotten."""
+    """With more sequences than a link transfers at once, none is forgotten."""
     narrow = replace(SLOW, transport=replace(SLOW.transport, max_transfers=1, rate_bytes_per_s=3e6))
 
     async def run() -> list[tuple[int, ...]]:
@@ -326,7 +326,7 @@ def test_a_member_lost_before_the_commit(model_dir: Path, expected: Callable[[in
 def test_a_flipped_byte_is_found_and_the_layer_had_from_elsewhere(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]]
 ) -> None:
-    """w1's memory has gone bad; w0 knows what the layer was before it gave it up."""
+    """A parameter in w1's memory is corrupted; w0 has kept the checksum of the layer that it gave up."""
 
     async def run() -> list[tuple[int, ...]]:
         async with running_group(model_dir, ["w0", "w1"], ROOMY) as cluster:
@@ -390,7 +390,7 @@ def test_layers_come_from_the_checkpoint_when_no_peer_has_them(
 def test_a_stage_that_cannot_run_a_batch_ends_the_requests_in_it_and_nothing_else(
     model_dir: Path, expected: Callable[[int], list[tuple[int, ...]]], stage: str
 ) -> None:
-    """Batches that went before it land before it, and those behind hear what it adds and removes."""
+    """Earlier batches complete before the failed one, and later batches still apply its additions and removals."""
     failed: list[Batch] = []
 
     async def run() -> list[tuple[int, ...]]:

@@ -1,4 +1,4 @@
-"""What the members of a group tell each other may come late, in another order, at any length, or not at all."""
+"""Messages between members of a group may arrive late, out of order, at any length, or not at all."""
 
 import asyncio
 import json
@@ -61,12 +61,12 @@ async def alone_says(
 
 
 def blocks_of(worker: GroupWorker) -> int:
-    """That are counted on by this leader."""
+    """The number of KV blocks that this leader counts on."""
     return worker.shell.load().block_count
 
 
 async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
-    """The leader hears late what a stage had; it gives the restore up, and the stage has not heard of that yet."""
+    """A stage's old capacity reaches the leader late; the leader aborts the restore before the stage learns of it."""
 
     sizes = Sizes(memory_bytes=10 << 19)
     async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:
@@ -83,7 +83,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
         most = home
         while w1.book.block_count == home or blocks_of(w0) != before:
             counted_on = blocks_of(w0)
-            most = max(most, counted_on if w1.book.block_count == home else 0)  # and so it was before
+            most = max(most, counted_on if w1.book.block_count == home else 0)  # unchanged during the reading
             await asyncio.sleep(0.001)
         assert most == home
         assert (p := w1.progress(3)) is not None
@@ -92,7 +92,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
 
 
 async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -> None:
-    """The roster comes from the leader, batches from the stage before. What it recomputes, a batch may hold again."""
+    """The roster comes from the leader, batches from the previous stage. They may contain sequences that it resets."""
     lengths = [150, 130, 110, 90, 70, 50, 30, 10]
     sizes = Sizes(memory_bytes=9 << 19, max_batch_tokens=256)
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20, max_batch_tokens=256), lengths, greedy(60))
@@ -106,7 +106,7 @@ async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -
         members = await cluster.prepare(TransitionKind.DROP, target)
         cluster.commit(members, target)
         await cluster.until(members, target.epoch, Phase.EXCHANGING)
-        groups.append(await ask(cluster, "w0", lengths, greedy(60)))  # they run while KV travels
+        groups.append(await ask(cluster, "w0", lengths, greedy(60)))  # these run while KV is transferred
         said = await cluster.done(members, target.epoch)
         assert said["w0"].victim_count
         assert overtaken == [True]
@@ -115,7 +115,9 @@ async def test_a_batch_that_overtakes_the_roster_waits_for_it(model_dir: Path) -
 
 
 def _hold_back(worker: GroupWorker, topic: Topic, until_: Callable[[], bool], within_s: float) -> list[bool]:
-    """Messages that come over links made from now on. Of each, whether what it is held back for has come."""
+    """Delays messages of `topic`, on links made from now on, until `until_` or for `within_s` seconds. Returns a list
+    with the value of `until_()` for each delivered message.
+    """
     hub, came = worker.member._hub, list[bool]()
     deliver: Callable[[Link, Message], None] = hub.on_message
 
@@ -132,7 +134,7 @@ def _hold_back(worker: GroupWorker, topic: Topic, until_: Callable[[], bool], wi
 
 
 async def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path) -> None:
-    """Neither the head of a batch nor a result fits beside what it travels with."""
+    """The header of a batch, and also a result, is too large to be inlined in one message."""
     sizes = Sizes(memory_bytes=24 << 20, max_batch_tokens=1 << 14)
     lengths, sampling = [1900 + i for i in range(12)], greedy(4, logprobs=20)
     expected = await alone_says(model_dir, sizes, lengths, sampling)
@@ -147,7 +149,7 @@ async def test_long_prompts_and_many_logprobs_reach_every_stage(model_dir: Path)
 async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The leader tells of it when a request with it comes, before it takes the request in. It may be long."""
+    """The leader announces a grammar when its request arrives, before admitting it, since compiling may take long."""
     values = [f"{i:04} " + "x" * 30 for i in range(2000)]
     grammar = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"enum": values}))
     sampling = SamplingParams(temperature=1.0, seed=1, max_tokens=60, grammar=grammar)
@@ -175,7 +177,7 @@ async def test_a_grammar_is_compiled_beside_the_engine_that_follows_it(
 
 
 async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(model_dir: Path) -> None:
-    """A member does so whose engine has failed, or that is told to end. The others must not wait for it for ever."""
+    """A member closes its links when its engine fails or it has to stop. The others must not wait for it forever."""
 
     async with running_group(model_dir, ["w0", "w1", "w2"], Sizes(memory_bytes=10 << 19)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, [[("w0", 0, 2), ("w1", 2, 4), ("w2", 4, 6)]], LAYERS))
@@ -191,7 +193,7 @@ async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(mode
 
 @pytest.mark.parametrize("forgotten", [TransitionKind.DROP, TransitionKind.RESTORE])
 async def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: TransitionKind) -> None:
-    """A planner that has lost its journal plans anew, and no Abort comes for what was prepared."""
+    """A planner that has lost its journal plans anew, and never aborts what was prepared."""
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(120))
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
@@ -211,7 +213,7 @@ async def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Pa
 
 
 async def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_dir: Path) -> None:
-    """A planner that has lost the layout takes every worker for one that serves alone."""
+    """A planner that has lost the layout assumes that every worker serves alone."""
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
         await cluster.change(TransitionKind.DROP, layout(2, PAIR, LAYERS))
@@ -225,7 +227,7 @@ async def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_di
 
 @pytest.mark.host_extents
 async def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path) -> None:
-    """It fits when the restore begins, and not any more before the commit: it must not end with an error."""
+    """The request fits a member when the restore begins, but no longer at the commit: it must not end with an error."""
     sizes, sampling = Sizes(memory_bytes=9 << 19, step_s=0.006), greedy(150)
 
     async with running_group(model_dir, ["w0", "w1"], sizes) as cluster:
@@ -245,7 +247,7 @@ async def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path)
 
 
 async def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All planners and the state server have been lost, and the new planner plans nothing."""
+    """All planners and the state server are lost, and the new planner starts no transition."""
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(60))
 
     async with running_group(model_dir, ["w0", "w1"], Sizes(memory_bytes=10 << 19)) as cluster:
@@ -259,9 +261,9 @@ async def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monke
             return {one.status(5).phase for one in told}
 
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
-        assert await phases_after(4) == {pb.TRANSITION_PHASE_PREPARED}, "it may be decided yet"
+        assert await phases_after(4) == {pb.TRANSITION_PHASE_PREPARED}, "the epoch may still be decided"
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 60.0)
-        assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner was heard just now"
+        assert await phases_after(9) == {pb.TRANSITION_PHASE_PREPARED}, "its planner was heard from recently"
         monkeypatch.setattr("services.worker.pipeline.planner_side._SILENCE_S", 0.0)
         for one in told:
             one.name_partners(pb.NamePartnersRequest(settled_epoch=5))

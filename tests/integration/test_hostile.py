@@ -1,4 +1,4 @@
-"""Whatever comes over a port, no process ends, and whoever wants its tokens gets them."""
+"""Nothing sent to a port ends a process or withholds tokens from other clients."""
 
 import asyncio
 import contextlib
@@ -62,10 +62,10 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 async def serves(cluster: LocalCluster) -> list[int]:
-    """The tokens of a plain request; nobody has ended meanwhile."""
+    """The tokens of a plain request. Checks that no process has ended."""
     async with AsyncClient(cluster.address) as client:
         answer = await client.generate(token_ids=(5, 6, 7), sampling=GREEDY, deadline_s=60.0)
-    await asyncio.sleep(0.5)  # whoever stops does so by now
+    await asyncio.sleep(0.5)  # a process that crashes does so by now
     assert cluster.crash() is None
     return list(answer.token_ids)
 
@@ -99,7 +99,7 @@ def test_a_client_that_reads_nothing_and_leaves_ends_its_own_stream(running: Run
         request.sampling.MergeFrom(cluster_pb2.SamplingParams(max_tokens=3000, ignore_eos=True, logprobs=20))
         call = inference_pb2_grpc.InferenceServiceStub(channel).Generate(request)
         await call.read()
-        await asyncio.sleep(4.0)  # until flow control holds the dispatcher's writes back
+        await asyncio.sleep(4.0)  # until flow control blocks the dispatcher's writes
         await channel.close()
         assert await serves(running.cluster)
 
@@ -107,7 +107,7 @@ def test_a_client_that_reads_nothing_and_leaves_ends_its_own_stream(running: Run
 
 
 async def known_model(cluster: LocalCluster) -> cluster_pb2.ModelInfo:
-    """From the monitor that is active, once a worker has announced itself there."""
+    """The model as the active monitor knows it, once a worker has announced itself."""
     async with asyncio.timeout(60):
         while True:
             for process in cluster.processes["monitor"]:
@@ -159,7 +159,7 @@ def test_what_is_small_on_the_wire_and_large_behind_it_is_refused(running: Runni
 
 
 def test_a_drip_at_a_workers_door_holds_no_drop_up(running: RunningCluster) -> None:
-    """With a worker that has no link to anybody yet."""
+    """Slow connections to all link ports must not delay a drop, nor to those of a worker without any links yet."""
     cluster = running.cluster
 
     async def drip(address: str) -> None:
@@ -227,13 +227,13 @@ def test_a_crowd_leaves_nothing_behind_and_others_are_served(running: RunningClu
         outcome = await clients.run(case)
         assert outcome.there
         assert (outcome.ended, outcome.left, outcome.during.failures) == ("", "", [])
-        # A machine with nothing else to do needs less than 0.1 s (benchmarks/results: hostile).
+        # An idle machine needs less than 0.1 s (benchmarks/results: hostile).
         assert outcome.during.ms(0.5) < outcome.before.ms(1.0) + 1000
-        assert outcome.during.tokens_s, "tokens come meanwhile"
+        assert outcome.during.tokens_s, "no tokens were generated during the attack"
         if case.kind in (HUGE, LARGE, EMPTY):
             bounds = {HUGE: "larger than max", LARGE: "at most", EMPTY: "more than"}
             assert outcome.answers
-            assert all(bounds[case.kind] in answer for answer in outcome.answers), "they name the bound"
+            assert all(bounds[case.kind] in answer for answer in outcome.answers), "an answer does not name the bound"
 
     running.run(story())
 
@@ -244,7 +244,7 @@ def test_ten_thousand_mutated_messages_end_nobody(running: RunningCluster) -> No
         report = await Fuzz(running.cluster, seed=7, ports=await link_addresses(running.cluster)).run(10_000)
         assert report.ended == []
         assert report.same_tokens
-        assert report.waits_s, "the real client went on meanwhile"
+        assert report.waits_s, "the real client made no progress"
         grown = {name: after - before for name, (before, after) in report.memory_mib.items() if after - before > 200}
         assert grown == {}
         assert await serves(running.cluster)
@@ -268,7 +268,7 @@ def test_a_dispatcher_that_is_killed_under_load_ends_no_worker(running: RunningC
             await asyncio.sleep(1.0)
         assert outcome.there == 120
         cluster.respawn(victim.id)
-        assert await serves(cluster), "and nobody else has ended"
+        assert await serves(cluster), "the cluster does not serve"
         async with AsyncClient(cluster.address) as client:
             await until(client, idle)
 

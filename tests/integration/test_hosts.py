@@ -1,4 +1,4 @@
-"""Instances whose ranks are on two hosts: loopback addresses, with a folder of the model each, and nothing shared."""
+"""Instances with ranks on two hosts: loopback addresses, a model folder per host, and nothing shared."""
 
 import asyncio
 import contextlib
@@ -27,9 +27,9 @@ from tools.model.tiny import make_tiny
 pytestmark = pytest.mark.rotating
 
 SAMPLING = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
-ALONE = ["--overload-policy", "recompute"]  # no drop makes one of two
+ALONE = ["--overload-policy", "recompute"]  # workers must not merge
 FIRST, OTHERS = "127.0.0.2", ("127.0.0.3", "127.0.0.4")
-LOST_WITHIN_S = 15.0  # nnodes.SILENT_S, and some time for the rest
+LOST_WITHIN_S = 15.0  # nnodes.SILENT_S and some slack
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +42,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def other_host(
     model: Path, flags: list[str], host: str, secret: Path | None, folder: Path
 ) -> Generator[psutil.Process]:
-    """What runs on a host beside the first one: `services.worker --node-rank 1`."""
+    """The processes of a second host: `services.worker --node-rank 1`."""
     copy = folder / host
     shutil.copytree(model, copy, dirs_exist_ok=True)
     command = [sys.executable, "-m", "services.worker", *flags, "--node-rank", "1", "--host", host]
@@ -89,9 +89,9 @@ def test_memory_of_the_other_host_is_read_and_written_through_its_image(model: P
         pieces = parameters.pieces(2)
         kept = [piece.clone() for piece in pieces]
         assert all(bool(piece.any()) for piece in kept)
-        pieces[-1].zero_()  # of the last rank, which is far away
+        pieces[-1].zero_()  # held by the last rank, on the other host
         assert parameters.stored_checksum(2, None, None) != right
-        engine.read_layer(2)  # each host its own part
+        engine.read_layer(2)  # each host reads its own part
         assert parameters.layer_checksum(2) == right
         pieces[-1].copy_(kept[-1])
         assert parameters.stored_checksum(2, None, None) == right
@@ -107,7 +107,7 @@ def test_memory_of_the_other_host_is_read_and_written_through_its_image(model: P
 
 
 async def test_a_lost_host_ends_its_instances_only(model: Path, tmp_path: Path) -> None:
-    """Killed with all that runs there, under load. Its instance comes back when it does."""
+    """A host's processes are killed under load. Its instance comes back when the host does."""
     common = ["--dtype", "float64", *ALONE]
     each = [flags_at(port) for port in free_ports(2, FIRST)]
     async with LocalCluster(
@@ -134,7 +134,7 @@ async def test_a_lost_host_ends_its_instances_only(model: Path, tmp_path: Path) 
                 for process in (lost, *lost.children(recursive=True)):
                     process.send_signal(signal.SIGKILL)
                 assert await workers[0].child.wait(LOST_WITHIN_S)
-                print(f"\nended {time.monotonic() - at_s:.2f} s after its host")
+                print(f"\nworker ended {time.monotonic() - at_s:.2f} s after its host")
                 killed.set()
                 await asyncio.gather(*asking)
                 await until(client, lambda status: {w.worker_id for w in status.workers} == {workers[1].id})

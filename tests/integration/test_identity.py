@@ -1,4 +1,4 @@
-"""A cluster with TLS, certificates and tokens, as real processes: what works, and who is refused with which reason."""
+"""A cluster with TLS, certificates and tokens, as real processes: which calls work, and which are refused and why."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ from tools.local.ports import free_ports
 from tools.model.tiny import make_tiny
 
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
-LONG = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)  # until it is cancelled
+LONG = SamplingParams(max_tokens=8000, temperature=0.0, ignore_eos=True)  # long enough to be cancelled
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Secured:
         return AsyncClient(self.address, token=token, ca_file=self.ca)
 
     def peer(self, service: Service, *, as_role: str, folder: Path | None = None) -> grpc.aio.Channel:
-        """To a service itself, with the certificate of `as_role`."""
+        """A channel directly to `service`, with the certificate of `as_role`."""
         credentials = TlsFolder((folder or self.folder) / as_role).channel_credentials()
         return open_channel(self.running.cluster.processes[service][0].address, credentials, service)
 
@@ -85,7 +85,7 @@ def secured(tmp_path_factory: pytest.TempPathFactory) -> Generator[Secured]:
     infer, operate = (add_token(tokens, f"one-who-{role}s", role) for role in TokenRole)
     names: tuple[Service, ...] = ("dispatcher", "monitor", "worker", "planner")
     ports: dict[Service, int] = dict(zip(names, free_ports(len(names)), strict=True))
-    # Who starts a cluster may have exported a token of their own, which no service may use for others.
+    # The user who starts a cluster may have exported a token; no service may use it for other clients.
     environ = {"BALLAST_DISPATCHER__LOG_LEVEL": "debug", "BALLAST_TOKEN": operate}
     flags: dict[Service, list[str]] = {name: ["--metrics-port", str(port)] for name, port in ports.items()}
     model = make_tiny("llama", base / "tiny", max_len=8192)
@@ -124,7 +124,7 @@ def test_with_a_token_and_the_ca_all_works(secured: Secured, capsys: pytest.Capt
 
     secured.running.run(story())
     access = ["--address", secured.address, "--ca-file", str(secured.ca), "--token", secured.operate]
-    with pytest.MonkeyPatch.context() as environment:  # the flags are for this process; take them back
+    with pytest.MonkeyPatch.context() as environment:  # main() sets these variables; restore them
         for variable in ("BALLAST_TOKEN", "BALLAST_CA_FILE", "BALLAST_TLS_DIR"):
             environment.setenv(variable, "")
         assert main(["generate", *access, "--max-tokens", "4", "--ignore-eos", "A ship"]) == 0
@@ -159,7 +159,7 @@ def test_a_token_is_good_for_its_classes_only(secured: Secured) -> None:
         async with secured.client(token) as client:
             async with asyncio.timeout(60):
                 while True:
-                    with contextlib.suppress(Unauthenticated):  # the file is read again in a moment
+                    with contextlib.suppress(Unauthenticated):  # the server rereads the file periodically
                         assert len((await client.generate("A ship", GREEDY)).token_ids) == 8
                         break
                     await asyncio.sleep(0.2)
@@ -179,7 +179,7 @@ def test_a_token_for_inference_does_not_operate(secured: Secured) -> None:
         metadata = (("authorization", f"Bearer {secured.infer}"),)
         async with open_channel(
             secured.address, TlsFolder(secured.folder / "operator").channel_credentials()
-        ) as channel:  # whoever has a certificate needs a token all the same
+        ) as channel:  # a certificate does not replace a token
             stub = planner_pb2_grpc.PlannerServiceStub(channel)
             for ask in (
                 stub.Drop(planner_pb2.DropRequest(request_id="x"), metadata=metadata),
@@ -190,7 +190,7 @@ def test_a_token_for_inference_does_not_operate(secured: Secured) -> None:
                     await ask
             async with refusal(PermissionDenied, "role operate"):
                 async for _ in stub.WatchLayout(planner_pb2.WatchLayoutRequest(), metadata=metadata):
-                    raise AssertionError("a layout is not for everybody")
+                    raise AssertionError("the layout was sent to a client without the role")
             async with refusal(Unauthenticated, "token is needed"):
                 await stub.Restore(planner_pb2.RestoreRequest(request_id="x"))
         async with secured.client(secured.operate) as client:
@@ -209,7 +209,7 @@ def test_only_its_own_token_or_an_operator_cancels_a_request(secured: Secured) -
             secured.client(secured.operate) as operator,
         ):
             async with asyncio.timeout(60):
-                while True:  # until the file has been read again
+                while True:  # until the server has reread the file
                     with contextlib.suppress(Unauthenticated):
                         await stranger.tokenize("A")
                         break
@@ -228,7 +228,7 @@ def test_only_its_own_token_or_an_operator_cancels_a_request(secured: Secured) -
 
 def test_a_certificate_of_another_ca_reaches_nobody(secured: Secured, tmp_path: Path) -> None:
     make_certificates(tmp_path, days=1, hosts=[], workers=[])
-    for name in ("monitor", "planner", "worker", "dispatcher", "operator"):  # our CA, so that only theirs decides
+    for name in ("monitor", "planner", "worker", "dispatcher", "operator"):  # trusts our CA
         (tmp_path / name / "ca.crt").write_bytes(secured.ca.read_bytes())
 
     async def story() -> None:
@@ -259,7 +259,7 @@ def test_a_role_does_what_is_its_own(secured: Secured) -> None:
         async with secured.peer("worker", as_role="worker") as channel:
             attach = worker_pb2_grpc.WorkerServiceStub(channel).Attach()
             async with refusal(PermissionDenied, "a worker may not call Attach"):
-                await attach.read()  # a refusal may overtake a write, which then fails without a reason
+                await attach.read()  # if a refusal overtakes the write, the write fails without a reason
         async with (
             secured.peer("planner", as_role="worker") as channel,
             refusal(PermissionDenied, "a worker may not call Restore"),
@@ -276,7 +276,7 @@ def test_a_role_does_what_is_its_own(secured: Secured) -> None:
 
 
 def test_a_server_of_another_role_is_not_taken_for_the_one_that_is_wanted(secured: Secured) -> None:
-    """Somebody with a worker's certificate cannot play the monitor: who calls finds out before anything is said."""
+    """A worker's certificate cannot impersonate the monitor: the caller rejects it before sending anything."""
 
     async def story() -> None:
         address = secured.running.cluster.processes["worker"][0].address
@@ -332,7 +332,7 @@ def test_a_withdrawn_token_is_refused_and_renewed_certificates_are_taken_without
         await asyncio.sleep(1.5)
         async with secured.client(secured.infer) as client:
             assert len((await client.generate("A ship", GREEDY, deadline_s=60)).token_ids) == 8
-        secured.running.cluster.kill("worker", 0, signal.SIGKILL)  # its streams and reports need new handshakes
+        secured.running.cluster.kill("worker", 0, signal.SIGKILL)  # its streams and reports require new handshakes
         await secured.running.cluster.start_worker()
         async with secured.client(secured.infer) as client:
             assert len((await client.generate("A ship", GREEDY, deadline_s=60)).token_ids) == 8
@@ -341,7 +341,7 @@ def test_a_withdrawn_token_is_refused_and_renewed_certificates_are_taken_without
 
 
 def test_openai_clients_bring_their_token_to_the_gateway(secured: Secured) -> None:
-    """Over TLS; the gateway passes it on to a dispatcher, which decides."""
+    """Over TLS; the gateway passes the token on to a dispatcher, which checks it."""
     context = ssl.create_default_context(cafile=str(secured.ca))
     (url,) = secured.running.cluster.http_urls
 
@@ -392,7 +392,7 @@ def test_no_token_and_no_secret_is_in_a_log(secured: Secured) -> None:
 
 
 def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
-    """Within the time that a connection has for its first call."""
+    """They are counted within the time that a connection has for its first call."""
     services: tuple[Service, ...] = ("worker", "planner", "monitor")
 
     def count(service: Service) -> float:
@@ -405,7 +405,7 @@ def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
         before = {service: count(service) for service in services}
         for service in services:
             address = secured.running.cluster.processes[service][-1].address
-            credentials = grpc.ssl_channel_credentials(secured.ca.read_bytes())  # and no certificate of its own
+            credentials = grpc.ssl_channel_credentials(secured.ca.read_bytes())  # no client certificate
             async with open_channel(address, credentials, service) as channel, refusal(Unavailable, ""):
                 await channel.unary_unary("/grpc.health.v1.Health/Check")(b"", timeout=60)
         for service in services:

@@ -1,4 +1,6 @@
-"""Batches on a real cluster: OpenAI's client and files, and every line one result through deaths and restarts."""
+"""Batches on a real cluster: OpenAI's client and file format, and exactly one result per line despite kills and
+restarts.
+"""
 
 import asyncio
 import contextlib
@@ -29,7 +31,7 @@ URL = "/v1/chat/completions"
 ROOT = Path(__file__).resolve().parents[2]
 LINES = int(os.environ.get("BALLAST_JOB_LINES", "400"))
 
-# The fields of the example files in OpenAI's guide and in vLLM's repository: the model, and the name of the bound.
+# The model and the token limit's field name in the example files of OpenAI's guide and vLLM's repository.
 EXAMPLES = {
     "openai": ("gpt-3.5-turbo-0125", "max_tokens"),
     "vllm": ("meta-llama/Meta-Llama-3-8B-Instruct", "max_completion_tokens"),
@@ -43,7 +45,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def kept(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Generator[RunningCluster]:
-    """A worker behind a dispatcher and a gateway, and two replicas that keep jobs."""
+    """A worker behind a dispatcher and a gateway, and two replicas of the jobs service."""
     folder = tmp_path_factory.mktemp("jobs") / "folder"
     with running_cluster(model, workers=1, gateways=1, jobs=2, jobs_folder=folder, flags=FLAGS) as running:
         yield running
@@ -85,7 +87,7 @@ def awaited(ai: OpenAI, batch: Batch, within_s: float = 60.0) -> Batch:
 
 
 def results(ai: OpenAI, batch: Batch) -> dict[str, Any]:
-    """By custom id; every line has exactly one."""
+    """The results by custom id. Checks that no line has two."""
     found: dict[str, Any] = {}
     for file_id in (batch.output_file_id, batch.error_file_id):
         for text in ai.files.content(file_id).text.splitlines() if file_id else ():
@@ -211,10 +213,10 @@ def test_the_example_finds_its_batch_again(kept: RunningCluster, tmp_path: Path)
 
 @pytest.mark.rotating
 def test_every_line_has_one_result_whatever_happens(model: Path, tmp_path: Path) -> None:
-    """BALLAST_JOB_LINES says how many lines: `BALLAST_JOB_LINES=10000` is the size that was promised."""
+    """BALLAST_JOB_LINES sets the number of lines; use 10000 for the full size."""
     folder, file, began_s = tmp_path / "jobs", tmp_path / "in.jsonl", time.monotonic()
     folder.mkdir()
-    tokens = max(3, 50_000 // LINES)  # so that there is time for all of it
+    tokens = max(3, 50_000 // LINES)  # so that the batch outlasts all disturbances
     file.write_text("\n".join(line(i, temperature=0.0, max_tokens=tokens) for i in range(LINES)))
     sizes = {"workers": 2, "dispatchers": 2, "gateways": 1, "jobs": 2, "jobs_folder": folder, "flags": FLAGS}
     limit_s = 200.0 + LINES / 5
@@ -225,8 +227,8 @@ def test_every_line_has_one_result_whatever_happens(model: Path, tmp_path: Path)
                 assert submitter.stdout is not None
                 batch_id = submitter.stdout.readline().split()[0]
                 running.run(story.run(batch_id, submitter), limit_s)
-        assert 0.8 * LINES <= _done(folder, batch_id) < LINES, "the cluster ended in the middle"
-        later_s = time.time() + 5000.0  # as if the clock had been set back by that much meanwhile
+        assert 0.8 * LINES <= _done(folder, batch_id) < LINES, "the cluster must end in the middle of the batch"
+        later_s = time.time() + 5000.0  # as if the clock had been set back by that much in the meantime
         store = Store(folder, Store.last_epoch(folder))
         store.save_results([], later_s)
         store.close()
@@ -247,7 +249,7 @@ def test_every_line_has_one_result_whatever_happens(model: Path, tmp_path: Path)
 
 
 class _Disturbed:
-    """What happens to a cluster while it answers a batch."""
+    """Disturbs a cluster while it answers a batch."""
 
     def __init__(self, running: RunningCluster, folder: Path, *, disk: bool) -> None:
         self.told: list[str] = []
@@ -257,7 +259,7 @@ class _Disturbed:
         self._disk = disk
 
     async def run(self, batch_id: str, submitter: subprocess.Popen[str]) -> None:
-        """Until four fifths of its lines have a result."""
+        """Disturbs the cluster until four fifths of the batch's lines have a result."""
         keeper = asyncio.create_task(Keeper(self._cluster, self.told.append).run())
         services: tuple[Service, ...] = ("gateway", "dispatcher", "worker", "planner", "monitor")
         acts: list[Callable[[], Coroutine[Any, Any, None]]] = [
@@ -274,11 +276,11 @@ class _Disturbed:
             await self._until_done(batch_id, 0.8 * number / (len(acts) + 1))
             await act()
         await self._until_done(batch_id, 0.8)
-        assert Store.last_epoch(self._folder) > 2, "the other has taken over from the one that was stopped, too"
+        assert Store.last_epoch(self._folder) > 2, "no replica has taken over from the stopped one"
         keeper.cancel()
         await asyncio.wait([keeper])
         for process in [one for each in self._cluster.processes.values() for one in each]:
-            process.may_end = True  # some may be just about to come back
+            process.may_end = True  # some may be about to be restarted
         await self._kill("jobs")
         self._cluster.keep_logs = False
 
@@ -290,7 +292,9 @@ class _Disturbed:
         self.told.append("the client that waits was killed")
 
     async def _pause_jobs(self, index: int) -> None:
-        """Until the other has taken over, if this one had the lease; then there are two that think so."""
+        """Stops a replica so long that the other one takes over if this one had the lease; when resumed, both believe
+        they lead.
+        """
         self._cluster.kill("jobs", index, signal.SIGSTOP)
         await asyncio.sleep(2.5)
         self._cluster.kill("jobs", index, signal.SIGCONT)
@@ -317,7 +321,9 @@ class _Disturbed:
         ai.close()
 
     async def _fill_disk(self) -> None:
-        """Results still fit into what the store's log holds already, for a while; files do not."""
+        """Fills the disk: for a while, results still fit into the existing file of the store's log; uploaded files do
+        not.
+        """
         filler, epoch = self._folder / "filler", Store.last_epoch(self._folder)
         with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
             while file.write(b"x" * 4096):
@@ -329,13 +335,13 @@ class _Disturbed:
         await asyncio.sleep(3.0)
         filler.unlink()
         assert refused.value.status_code == 507
-        assert Store.last_epoch(self._folder) == epoch, "nobody ended, full as the disk was"
+        assert Store.last_epoch(self._folder) == epoch, "a jobs replica ended on the full disk"
         self.told.append("the disk was full for 3 s")
 
 
 @contextlib.contextmanager
 def _small_disk(folder: Path) -> Generator[bool]:
-    """A file system of its own at a folder, to be filled. False: this process may not mount one."""
+    """Mounts a small tmpfs at `folder`, to be filled. Yields False if this process may not mount one."""
     command = ["mount", "-t", "tmpfs", "-o", "size=64m", "none", str(folder)]
     may = subprocess.run(command, capture_output=True, check=False).returncode == 0
     try:
@@ -347,7 +353,7 @@ def _small_disk(folder: Path) -> Generator[bool]:
 
 @contextlib.contextmanager
 def _submitter(file: Path, url: str) -> Generator[subprocess.Popen[str]]:
-    """`ballast batch submit --wait`: its first line is the id of the batch."""
+    """`ballast batch submit --wait`: the first output line is the batch id."""
     command = [sys.executable, "-m", "tools.cli.main", "batch", "submit", str(file), "--wait", "--url", url]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as process:
         try:
@@ -357,7 +363,7 @@ def _submitter(file: Path, url: str) -> Generator[subprocess.Popen[str]]:
 
 
 def _done(folder: Path, batch_id: str) -> int:
-    """Lines with a result, by what is on the disk."""
+    """The number of lines with a result, as stored on disk."""
     with contextlib.closing(sqlite3.connect(folder / "jobs.sqlite")) as db:
         row = db.execute("SELECT completed + failed FROM batches WHERE id = ?", (batch_id,)).fetchone()
     return int(row[0])

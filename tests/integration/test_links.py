@@ -1,4 +1,4 @@
-"""Links between real processes: this one, and `peer` processes driven over pipes."""
+"""Links between real processes: this one, and `peer` processes controlled over pipes."""
 
 import gc
 import itertools
@@ -33,7 +33,7 @@ MB = 1 << 20
 
 
 class Bench:
-    """This process's plane and those of the peers linked to it."""
+    """This process's data plane, and those of the peers linked to it."""
 
     def __init__(self) -> None:
         self.recorder = Recorder()
@@ -49,7 +49,7 @@ class Bench:
         return self.plane
 
     def link(self, peer: PeerProcess, peer_id: str, epoch: int = 1, **settings: Any) -> Link:
-        """A link to a peer process, whose plane is opened if need be."""
+        """A link to a peer process; opens the peer's plane if necessary."""
         assert self.plane is not None
         if peer_id not in self.addresses:
             self.peers.append(peer)
@@ -110,9 +110,9 @@ def test_messages_go_both_ways_in_order(bench: Bench, shared_peer: PeerProcess) 
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
-@pytest.mark.parametrize("rows", [0, 3, 2048])  # nothing, inside the frame, behind it
+@pytest.mark.parametrize("rows", [0, 3, 2048])  # nothing, inline in the frame, after the frame
 def test_a_tensor_comes_back_bit_for_bit(bench: Bench, shared_peer: PeerProcess, dtype: torch.dtype, rows: int) -> None:
-    bench.open("w3")  # the peer has the lower id, so its store is used
+    bench.open("w3")  # the peer has the lower id, so its rendezvous store is used
     link = bench.link(shared_peer, "w2")
     tensor = torch.randn(rows, 64, dtype=torch.float64).to(dtype)
     link.send(TrafficClass.ACTIVATION, ECHO, meta=b"microbatch 4", tensor=tensor, stream=1 << 40).result(60)
@@ -123,7 +123,7 @@ def test_a_tensor_comes_back_bit_for_bit(bench: Bench, shared_peer: PeerProcess,
     assert torch.equal(back.tensor, tensor)
 
 
-@pytest.mark.parametrize("bulk_inline_bytes", [4096, 600_000])  # chunks behind their frames, chunks inside them
+@pytest.mark.parametrize("bulk_inline_bytes", [4096, 600_000])  # chunks after their frames, chunks inline
 def test_a_transfer_lands_where_the_receiver_wants_it(
     bench: Bench, shared_peer: PeerProcess, bulk_inline_bytes: int
 ) -> None:
@@ -158,14 +158,14 @@ def test_an_empty_transfer_is_delivered(bench: Bench, shared_peer: PeerProcess) 
 
 
 def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> None:
-    bench.open(rate_bytes_per_s=MB, chunk_bytes=16 * 1024)  # 64 MiB take a minute, a chunk before a message 16 ms
+    bench.open(rate_bytes_per_s=MB, chunk_bytes=16 * 1024)  # 64 MiB take a minute, one chunk 16 ms
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)
     shared_peer.call("wait", what="openings", count=1)
     for trips in range(1, 11):
         link.send(TrafficClass.ACTIVATION, ECHO, tensor=torch.zeros(4, 256)).result(60)
         bench.recorder.wait("messages", trips)
-    assert transfer.cancel(), "ten round trips took longer than 64 MiB of bulk: nothing was overtaken"
+    assert transfer.cancel(), "ten round trips took longer than 64 MiB of bulk data: nothing was overtaken"
     assert transfer.done.result(60).outcome is TransferOutcome.CANCELLED
     shared_peer.call("wait", what="ended", count=1)
     assert shared_peer.call("received")["ended"][0]["urgent_before"] == 10
@@ -175,7 +175,7 @@ def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) 
     bench.open(hold_s=60.0)
     link = bench.link(shared_peer, "w2")
     source = pattern(8 * MB, seed=1)
-    with link.urgent():  # nothing leaves while the three are handed over
+    with link.urgent():  # nothing is sent while the three are submitted
         parameters = link.transfer(TrafficClass.PARAMETERS, [source], stream=1)
         checkpoint = link.transfer(TrafficClass.CHECKPOINT, [source], stream=2)
         kv = link.transfer(TrafficClass.KV, [source], stream=3)
@@ -185,13 +185,13 @@ def test_a_more_urgent_class_ends_first(bench: Bench, shared_peer: PeerProcess) 
 
 
 def test_parameters_leave_time_to_others_and_are_not_waited_for(bench: Bench, shared_peer: PeerProcess) -> None:
-    plane = bench.open(background_share=0.001, chunk_bytes=8 * 1024)  # it rests a thousand times as long as it sends
+    plane = bench.open(background_share=0.001, chunk_bytes=8 * 1024)  # pauses for a thousand times its sending time
     link = bench.link(shared_peer, "w2")
     parameters = link.transfer(TrafficClass.PARAMETERS, [pattern(8 * MB, seed=1)], stream=1)
     shared_peer.call("wait", what="openings", count=1)
     kv = link.transfer(TrafficClass.KV, [pattern(MB, seed=2)], stream=2)
     assert kv.done.result(60).outcome is TransferOutcome.DELIVERED
-    assert not parameters.done.done(), "8 MiB came through without a rest"
+    assert not parameters.done.done(), "8 MiB arrived without a pause"
     assert parameters.cancel()
     assert parameters.done.result(60).outcome is TransferOutcome.CANCELLED
     plane.pace.memory_is_awaited = True
@@ -214,12 +214,12 @@ def test_a_transfer_can_be_moved_to_another_class(bench: Bench, shared_peer: Pee
 
 
 def test_a_cancelled_transfer_ends_at_both_sides_and_the_link_goes_on(bench: Bench, shared_peer: PeerProcess) -> None:
-    bench.open(rate_bytes_per_s=MB, chunk_bytes=64 * 1024, patience_chunks=1 << 20)  # a minute, and none for the others
+    bench.open(rate_bytes_per_s=MB, chunk_bytes=64 * 1024, patience_chunks=1 << 20)  # 64 MiB take a minute, never yield
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)
     waiting = link.transfer(TrafficClass.PARAMETERS, [pattern(MB, seed=2)], stream=2)
     shared_peer.call("wait", what="openings", count=1)
-    assert waiting.cancel()  # before its first chunk: the peer never hears of it
+    assert waiting.cancel()  # before its first chunk: the peer never sees it
     assert waiting.done.result(60).outcome is TransferOutcome.CANCELLED
     assert transfer.cancel()
     report = transfer.done.result(60)
@@ -246,7 +246,7 @@ def test_a_refused_transfer_stops(bench: Bench, shared_peer: PeerProcess) -> Non
 
 def test_over_a_bound_is_refused_before_anything_is_sent(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open(max_transfer_bytes=MB)
-    link = bench.link(shared_peer, "w2", max_message_bytes=1000)  # the smaller bound of both sides counts
+    link = bench.link(shared_peer, "w2", max_message_bytes=1000)  # the smaller limit of both sides applies
     with pytest.raises(InvalidRequest, match="at most 1000"):
         link.send(TrafficClass.ACTIVATION, 0, tensor=torch.zeros(1001, dtype=torch.uint8))
     with pytest.raises(InvalidRequest, match="at most 1048576"):
@@ -270,7 +270,7 @@ def test_a_full_queue_refuses(bench: Bench, doomed_peer: PeerProcess) -> None:
     tensor = torch.zeros(256, 1024)
 
     def fill() -> None:
-        for _ in range(60):  # some are taken by the socket
+        for _ in range(60):  # the socket buffers some of them
             link.send(TrafficClass.ACTIVATION, 0, tensor=tensor, timeout_s=0.05)
 
     with pytest.raises(Overloaded, match="messages"):
@@ -283,7 +283,7 @@ def test_a_full_queue_refuses(bench: Bench, doomed_peer: PeerProcess) -> None:
 
 
 def test_a_killed_peer_breaks_its_link_only(bench: Bench, shared_peer: PeerProcess, doomed_peer: PeerProcess) -> None:
-    bench.open(rate_bytes_per_s=16 * MB)  # what the peer is killed under takes many seconds
+    bench.open(rate_bytes_per_s=16 * MB)  # the transfer that the kill interrupts takes many seconds
     healthy = bench.link(shared_peer, "w2")
     doomed = bench.link(doomed_peer, "w3")
     transfer = doomed.transfer(TrafficClass.KV, [torch.zeros(256 * MB, dtype=torch.uint8)])
@@ -318,7 +318,7 @@ def test_a_stopped_peer_shows_by_its_silence(bench: Bench, doomed_peer: PeerProc
     bench.plane = open_plane("w1", bench.recorder, config, "127.0.0.1", secret=b"of this cluster")
     link = bench.link(doomed_peer, "w2")
     time.sleep(5.0)
-    assert link.state is LinkState.UP, "keepalives must keep an idle link up"
+    assert link.state is LinkState.UP, "keepalives must keep an idle link alive"
     doomed_peer.freeze()
     bench.recorder.wait("endings", 1)
     assert bench.recorder.endings["w2"].state is LinkState.BROKEN
@@ -359,7 +359,7 @@ def test_the_next_epoch_gets_a_link_of_its_own_over_the_same_connection(bench: B
 def test_a_retired_link_refuses_what_still_comes(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(shared_peer, "w2")
-    link.connection._links.clear()  # as if this side had left, and the word of it were on its way
+    link.connection._links.clear()  # as if this side had left and its notice were still on the way
     shared_peer.call("send", to="w1", texts=["late", "later"])
     answer = shared_peer.call("transfer", to="w1", size_bytes=MB, seed=1)
     assert answer["outcome"] == "refused"
@@ -400,16 +400,16 @@ def test_a_peer_that_does_not_come_costs_the_deadline_only(bench: Bench, shared_
     plane = bench.open()
     began_s = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="w2 did not come"):
-        plane.connect("w2", "127.0.0.1:1", 1, timeout_s=0.3)  # ours is the store, so w2's address is not used
+        plane.connect("w2", "127.0.0.1:1", 1, timeout_s=0.3)  # our store is used, not w2's address
     with pytest.raises(Unavailable, match="w0"):
         plane.connect("w0", "127.0.0.1:1", 1, timeout_s=0.3)
-    assert time.monotonic() - began_s < 30, "a peer may take a minute by its own deadline"
-    link = bench.link(shared_peer, "w2")  # the abandoned attempt is in nobody's way
+    assert time.monotonic() - began_s < 30, "the deadline given must apply, not the default of a minute"
+    link = bench.link(shared_peer, "w2")  # the abandoned attempt does not interfere
     assert link.state is LinkState.UP
 
 
 def test_over_a_slow_link_an_activation_waits_for_one_chunk_at_most(bench: Bench, shared_peer: PeerProcess) -> None:
-    """24 chunks of half a second are behind each other; five round trips wait for one each."""
+    """24 chunks of half a second each are queued; each of five round trips waits for at most one of them."""
     bench.open(rate_bytes_per_s=MB, chunk_bytes=MB // 2)
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(12 * MB, dtype=torch.uint8)])
@@ -446,7 +446,7 @@ def test_a_link_that_is_given_up_breaks_at_both_sides(bench: Bench, shared_peer:
 def test_a_receiver_that_raises_breaks_the_link(bench: Bench, shared_peer: PeerProcess) -> None:
     bench.open()
     link = bench.link(shared_peer, "w2")
-    transfer = link.transfer(TrafficClass.KV, [pattern(MB, seed=1)], meta=b"[1]")  # one byte for a megabyte
+    transfer = link.transfer(TrafficClass.KV, [pattern(MB, seed=1)], meta=b"[1]")  # the peer expects one byte
     with pytest.raises(Unavailable):
         transfer.done.result(60)
     bench.recorder.wait("endings", 1)
@@ -455,9 +455,9 @@ def test_a_receiver_that_raises_breaks_the_link(bench: Bench, shared_peer: PeerP
 
 @pytest.mark.parametrize("retired", [False, True])
 def test_nothing_is_left_behind(shared_peer: PeerProcess, retired: bool) -> None:
-    _one_life(shared_peer, retired)  # what the process makes once and keeps
+    _one_life(shared_peer, retired)  # whatever the process creates once and retains
     gc.collect()
-    gc.disable()  # nothing is left to the collector either
+    gc.disable()  # nothing may be left to the collector
     try:
         before = _holdings()
         for _ in range(3):
@@ -473,12 +473,12 @@ def _one_life(peer: PeerProcess, retired: bool) -> None:
     link = bench.link(peer, "w2")
     link.transfer(TrafficClass.KV, [pattern(MB, seed=1)]).done.result(60)
     if retired:
-        plane.retire(2)  # it is closed in the background, and may end after all the others
+        plane.retire(2)  # closed in the background, perhaps later than the other links
     bench.close()
 
 
 def _await_no_more_than(before: tuple[int, int, int]) -> None:
-    """What ends in the background may take long on a busy machine."""
+    """Waits, since closing in the background may take long on a busy machine."""
     deadline_s = time.monotonic() + 60
     while any(now > then for now, then in zip(_holdings(), before, strict=True)):
         assert time.monotonic() < deadline_s, f"before {before}, now {_holdings()}"
@@ -486,7 +486,7 @@ def _await_no_more_than(before: tuple[int, int, int]) -> None:
 
 
 def _holdings() -> tuple[int, int, int]:
-    """Descriptors, operating system threads, Python threads."""
+    """Counts of file descriptors, OS threads and Python threads."""
     deadline_s = time.monotonic() + 5
     held = (0, 0, 0)
     while time.monotonic() < deadline_s:  # the store's thread ends a moment after its last reference

@@ -41,7 +41,7 @@ async def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(m
             assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
         await until(client, lambda status: [w.worker_id for w in status.workers] == [late.id])
         assert cluster.crash() is None
-        # A stopped process does not hold up the end.
+        # A stopped process must not delay the shutdown of the cluster.
         cluster.kill("worker", 1, signal.SIGSTOP)
 
 
@@ -55,13 +55,13 @@ async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model:
         drained = asyncio.Event()
 
         async def load(i: int) -> None:
-            """One request behind the other, so that both workers have some whenever one looks."""
+            """Sends one request after another, so that both workers always have some."""
             while not drained.is_set():
                 assert len((await client.generate(f"A ship {i}", long, deadline_s=60)).token_ids) == 400
 
         running = [asyncio.create_task(load(i)) for i in range(8)]
         await until(client, lambda status: all(w.load and w.load.running_count for w in status.workers))
-        # Nothing but a dispatcher is asked; twice, as one would who is not sure.
+        # Only dispatchers are asked; the second request repeats the first.
         for address in cluster.addresses:
             assert "worker-0 takes nothing new; " in await ballast("drain", "worker-0", "--address", address)
         assert "no worker is called worker-7" in await ballast("drain", "worker-7", "--address", cluster.address)
@@ -69,7 +69,7 @@ async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model:
         await asyncio.gather(*running)
 
         for address in cluster.addresses:
-            async with AsyncClient(address) as one:  # each dispatcher reads the layout by itself
+            async with AsyncClient(address) as one:  # each dispatcher follows the layout independently
                 await until(one, lambda status: draining(status) == {"worker-0"})
         await until(client, idle)
         before = await prompt_tokens(cluster)
@@ -100,7 +100,7 @@ def test_a_drained_dispatcher_is_taken_back(model: Path) -> None:
 
 
 async def ballast(*arguments: str) -> str:
-    """What the command says."""
+    """The output of the command."""
     command = [sys.executable, "-m", "tools.cli.main", *arguments]
     process = await asyncio.create_subprocess_exec(*command, stdout=PIPE, stderr=STDOUT)
     output, _ = await asyncio.wait_for(process.communicate(), 120)
@@ -113,7 +113,7 @@ def draining(status: ClusterStatus) -> set[str]:
 
 
 async def prompt_tokens(cluster: LocalCluster) -> dict[str, int]:
-    """Prompt tokens as the workers tell them: what a dispatcher knows of them may be of a moment ago."""
+    """Prompt tokens according to the workers themselves, since a dispatcher's figures may be slightly old."""
     found: dict[str, int] = {}
     for worker in cluster.processes["worker"]:
         async with open_channel(worker.address) as channel:
@@ -141,9 +141,9 @@ def test_a_process_that_is_started_again_is_never_there_twice(model: Path, tmp_p
         async with LocalCluster(model, workers=0, dispatchers=0, log_dir=tmp_path) as cluster:
             [old] = cluster.processes["planner"]
             [fresh] = cluster.respawn(old.id)
-            assert old.child.returncode == -signal.SIGKILL, "it ran still"
+            assert old.child.returncode == -signal.SIGKILL, "the old process was still running"
             async with asyncio.timeout(60):
-                while not fresh.read_ready():  # noqa: ASYNC110 -- a process sets no asyncio.Event
+                while not fresh.read_ready():  # noqa: ASYNC110 -- another process cannot set an asyncio.Event
                     await asyncio.sleep(0.05)
             assert cluster.processes["planner"] == [fresh]
 

@@ -1,6 +1,6 @@
-"""Requests that no worker holds alone, on a real cluster of three: a group is formed for each, and no token changes.
+"""Requests too long for any single worker, on a cluster of three: a group is formed for each, and no token changes.
 
-`BALLAST_LONG_ANSWER=8` lets the answer grow to eight times of what a worker holds (two minutes).
+`BALLAST_LONG_ANSWER=8` lets the answer grow to eight times what a worker holds (two minutes).
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from tools.model.tiny import make_tiny
 
 pytestmark = pytest.mark.rotating
 
-ALONE = 512  # tokens that a worker holds
+ALONE = 512  # tokens of KV that one worker holds
 GROWS_TO = int(os.environ.get("BALLAST_LONG_ANSWER", "2")) * ALONE
 ORDINARY = [[3 + i, 9, 4 + 2 * i, 7] * (3 + i % 4) for i in range(6)]
 LONG = [3 + (7 * i) % 900 for i in range(4 * ALONE)]
@@ -48,7 +48,7 @@ async def answer(client: AsyncClient, ids: list[int], count: int) -> tuple[int, 
 
 @contextlib.asynccontextmanager
 async def ordinary(client: AsyncClient, expected: list[tuple[int, ...]]) -> AsyncGenerator[None]:
-    """Short requests, again and again for as long as the block lasts: each is answered as expected."""
+    """Repeats short requests for as long as the block lasts; each must be answered as expected."""
     over = asyncio.Event()
 
     async def again(i: int) -> None:
@@ -64,14 +64,14 @@ async def ordinary(client: AsyncClient, expected: list[tuple[int, ...]]) -> Asyn
 
 
 async def context(client: AsyncClient, tokens: int) -> None:
-    """Waits until the dispatcher knows that a group holds so many."""
+    """Waits until the dispatcher reports a `max_model_len` of at least `tokens`."""
     async with asyncio.timeout(60.0):
-        while (await client.model_info()).max_model_len < tokens:  # noqa: ASYNC110 - another process's word
+        while (await client.model_info()).max_model_len < tokens:  # noqa: ASYNC110 - polls another process
             await asyncio.sleep(0.1)
 
 
 def check(model: Path, prompt: list[int], tokens: tuple[int, ...]) -> None:
-    """They are those of the reference, as far as that does not depend on a near-tie."""
+    """Checks the tokens against the reference, up to the first near-tie."""
     reference = reference_greedy(model, prompt, len(tokens))
     for ours, theirs, gap in zip(tokens, reference.token_ids, reference.gaps, strict=True):
         if gap < NEAR_TIE:

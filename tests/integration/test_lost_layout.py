@@ -1,4 +1,6 @@
-"""The state server loses everything and no planner is left: what runs goes on, and the groups are known again."""
+"""The state server loses all data and no planner is left: running requests continue, and a new planner rediscovers the
+groups.
+"""
 
 import asyncio
 import signal
@@ -68,7 +70,7 @@ def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
 
 
 def test_layers_come_from_those_who_have_them_when_a_member_is_lost(tmp_path: Path) -> None:
-    """The checkpoint is gone: survivors hold two thirds of the layers, and the worker outside of the group has all."""
+    """Without the checkpoint: survivors hold two thirds of the layers, and the worker outside the group holds all."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=256, layers=6)
     with running_cluster(model, workers=4, device_memory_bytes=8 << 20) as running:
         cluster = running.cluster
@@ -113,7 +115,7 @@ def test_nothing_is_made_up_about_workers_that_are_alone(tmp_path: Path) -> None
 
 @pytest.mark.rotating
 def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path: Path) -> None:
-    """This is like a fail-over to a replica that lags, with a planner that knows only what it finds there."""
+    """This resembles a failover to a lagging replica, with a planner that knows only what the replica has."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=256)
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
     with running_cluster(model, workers=3, device_memory_bytes=8 << 20, flags=flags) as running:
@@ -128,7 +130,7 @@ def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path:
                 async with open_channel(cluster.processes["planner"][0].address) as channel:
                     stub = planner_pb2_grpc.PlannerServiceStub(channel)
                     names = [worker.id for worker in cluster.processes["worker"][:2]]
-                    cluster.kill("worker", 1, signal.SIGSTOP)  # else all might be prepared before anybody looks
+                    cluster.kill("worker", 1, signal.SIGSTOP)  # else the preparation might end unobserved
                     asked = stub.Drop(pb.DropRequest(worker_ids=names, request_id="drop"), timeout=60)
                     before = await _while_preparing(state)
                     cluster.kill("worker", 1, signal.SIGCONT)
@@ -141,7 +143,7 @@ def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path:
                 planner = await cluster.start_planner()
                 async with open_channel(planner.address) as channel:
                     stub = planner_pb2_grpc.PlannerServiceStub(channel)
-                    for number in range(300):  # until it has found out what there is
+                    for number in range(300):  # until the planner has rediscovered the groups
                         try:
                             await stub.Restore(pb.RestoreRequest(request_id=f"restore {number}"), timeout=60)
                         except grpc.aio.AioRpcError:
@@ -157,7 +159,7 @@ def test_a_state_server_that_goes_back_before_a_commit_freezes_nothing(tmp_path:
 
 
 async def _while_preparing(state: redis.asyncio.Redis) -> dict[str, tuple[bytes, int]]:
-    """What the state server knows of layout and transition before the commit."""
+    """The keys of layout and transition as dumped before the commit: name -> (value, TTL in ms)."""
     keys = ("ballast:transition", "ballast:layout", "ballast:layout:meta")
     while True:
         found: dict[str, tuple[bytes, int]] = {}

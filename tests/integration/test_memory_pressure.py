@@ -1,4 +1,4 @@
-"""The monitor of a real cluster sees a burst coming, in bytes, and sees it go."""
+"""The monitor of a real cluster detects a burst from its KV bytes, and detects its end."""
 
 import asyncio
 import urllib.request
@@ -61,7 +61,7 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
                 return [value for name, value in now.items() if name.startswith("ballast_kv_capacity_bytes{")]
 
             await metrics_until(metrics_port, lambda now: now["ballast_cluster_kv_capacity_bytes"] == kv_bytes)
-            # The sum is shown every tick, the groups once a second.
+            # The sum is updated every tick, the groups' values once a second.
             await metrics_until(metrics_port, lambda now: sum(groups_bytes(now)) == kv_bytes)
 
             for _ in range(20):
@@ -92,20 +92,20 @@ def test_a_burst_is_an_overload_and_a_moderate_load_is_none(running: RunningClus
             await metrics_until(metrics_port, lambda now: now["ballast_overloads_total"] > 0)
             await burst
             await metrics_until(metrics_port, lambda now: now["ballast_cluster_kv_demand_bytes"] == 0)
-            assert metrics(metrics_port)["ballast_reliefs_total"] == 0, "nothing is dropped"
+            assert metrics(metrics_port)["ballast_reliefs_total"] == 0, "no relief may be started"
 
     running.run(story())
 
 
 async def first_overload(running: RunningCluster, listening: asyncio.Event) -> monitor_pb2.Overload:
-    """The first overload as the planner hears it. Sets `listening` once one would be heard."""
+    """The first overload event that the planner would see. Sets `listening` once the subscription is active."""
     async with open_channel(running.cluster.processes["monitor"][0].address) as channel:
         watch = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(monitor_pb2.WatchEventsRequest())
         async with asyncio.timeout(60):
             while True:
                 event = await watch.read()
-                assert isinstance(event, monitor_pb2.WatchEventsResponse), "the monitor has ended the stream"
-                listening.set()  # the first is what it knows already
+                assert isinstance(event, monitor_pb2.WatchEventsResponse), "the monitor ended the stream"
+                listening.set()  # the first event describes the current state
                 if event.WhichOneof("event") == "overload":
                     assert event.cause_id
                     return event.overload

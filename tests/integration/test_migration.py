@@ -1,4 +1,4 @@
-"""Requests that move from one real worker to another while they run."""
+"""Live migration of running requests from one real worker to another."""
 
 import asyncio
 import os
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.any_device, pytest.mark.rotating]
 HISTORIES = int(os.environ.get("BALLAST_MIGRATION_HISTORIES", "6"))
 FIRST_SEED = int(os.environ.get("BALLAST_MIGRATION_FIRST_SEED", "0"))
 LAYERS, NAMES = 4, ["w0", "w1"]
-PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 20 for i in range(6)]  # five whole blocks each
-# They end when the test is through with them: the links that it is about may take seconds, or be starved as long.
+PROMPTS = [[3 + i, 9, 4 + 2 * i, 7] * 20 for i in range(6)]  # five full blocks each
+# They run until the test cancels them: on a busy machine, the migrations under test may take seconds.
 LONG = SamplingParams(temperature=0.0, max_tokens=3000, ignore_eos=True)
 ROOMY = Sizes(memory_bytes=24 << 20, step_s=0.002)
 CRAWLING = TransportConfig(rate_bytes_per_s=40e3, chunk_bytes=8192, least_chunk_bytes=8192)
@@ -57,7 +57,7 @@ def test_no_token_changes_however_often_requests_move(tmp_path: Path) -> None:
 
 
 def _has_seen_what_it_is_about(tally: Tally) -> bool:
-    """How many migrations a history has depends on the machine's speed: so until there were enough."""
+    """Whether there were enough migrations; how many a history has depends on the machine's speed."""
     return HISTORIES < 6 or (tally.migrated > 20 and tally.not_migrated > 0 and tally.drops > 1)
 
 
@@ -76,8 +76,8 @@ async def test_requests_go_on_at_the_target_without_computing_anything_anew(
         answers = [await cluster.dispatcher.submit("w0", prompt, LONG) for prompt in PROMPTS]
         await until(lambda: all(len(answer.token_ids) >= 20 for answer in answers))
         cluster.migrate("w0", "w1", within_s=60.0)
-        # Who hears nothing for seconds is given up and offered anew: where this process is starved of processor
-        # time, an answer takes as long as that.
+        # After seconds of silence an offer is given up and repeated. If this process is starved of processor time, an
+        # answer takes that long.
         await until(lambda: _moved(cluster) == len(PROMPTS), 60.0)
         totals = cluster.workers["w0"].member.published.migrations
         print(totals)
@@ -159,7 +159,7 @@ async def test_a_change_of_the_layout_goes_before(model_dir: Path) -> None:
         assert not cluster.workers["w1"].member._migrations._arrivals.block_count
 
 
-_GROUPS = {  # where requests are, and where they go
+_GROUPS = {  # the source group and the target group
     "out of a pair": ([("w0", 0, 1), ("w1", 1, 4)], [("w2", 0, 4)]),
     "into a pair": ([("w0", 0, 4)], [("w1", 0, 3), ("w2", 3, 4)]),
     "between two that are cut elsewhere": ([("w0", 0, 1), ("w1", 1, 4)], [("w2", 0, 3), ("w3", 3, 4)]),

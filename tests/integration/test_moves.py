@@ -1,4 +1,4 @@
-"""Real dispatchers follow requests between workers that form groups and dissolve them; no token is lost or doubled."""
+"""Real dispatchers follow requests between workers that form and dissolve groups; no token is lost or duplicated."""
 
 import asyncio
 import contextlib
@@ -11,7 +11,7 @@ from tests.support.timed_worker import TimedSettings, publish_groups, scripted_t
 
 
 class GroupArena:
-    """Dispatchers around members that can merge."""
+    """Dispatchers, and timed members that can merge into groups."""
 
     def __init__(self, arena: Arena, members: Sequence[TimedMember]) -> None:
         self.arena = arena
@@ -23,7 +23,7 @@ class GroupArena:
         publish_groups(self.arena.state.url, self.epoch, [[m.member() for m in group] for group in groups])
 
     async def adopted(self) -> None:
-        """Waits until every dispatcher knows the last layout."""
+        """Waits until every dispatcher has adopted the latest layout."""
 
         async def all_know() -> bool:
             statuses = [await dispatcher.status() for dispatcher in self.arena.dispatchers]
@@ -32,7 +32,7 @@ class GroupArena:
         await until_async(all_know, f"epoch {self.epoch}")
 
     def dispatch(self, count: int, max_tokens: int, logprobs: int | None = None) -> list[asyncio.Task[Answer]]:
-        """Requests by turns to all dispatchers."""
+        """Sends requests to all dispatchers in turn."""
         dispatchers = self.arena.dispatchers
         return [
             asyncio.create_task(
@@ -74,7 +74,7 @@ def check(answers: Sequence[Answer], max_tokens: int) -> None:
 async def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing() -> None:
     async with group_arena(*settings(2), dispatchers=2) as group:
         leader, other = group.members
-        calls = group.dispatch(40, 1000, logprobs=1)  # five seconds at least: all of them run throughout
+        calls = group.dispatch(40, 1000, logprobs=1)  # at least five seconds, so that all run throughout
         await until(lambda: len(other.running) >= 15, "both to be busy")
         group.publish([leader, other])
         other.leads = False
@@ -83,7 +83,7 @@ async def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing
         before = len(other.submitted)
         late = group.arena.dispatchers[0].generate(request([5], max_tokens=5))
         assert (await late).error is None
-        assert len(other.submitted) == before  # nothing new for a follower
+        assert len(other.submitted) == before  # a follower gets no new requests
 
         async def stream_is_gone() -> bool:
             return not other.has_streams
@@ -91,7 +91,7 @@ async def test_a_drop_and_a_restore_with_two_dispatchers_lose_and_repeat_nothing
         await until_async(stream_is_gone, "the follower's streams to be closed")
         other.leads = True
         half = set(sorted(group.names(leader))[::2])
-        back_count = leader.hand_over(other, half)  # before any dispatcher knows that there will be a stream
+        back_count = leader.hand_over(other, half)  # before any dispatcher knows of a stream to it
         await asyncio.sleep(0.05)
         group.publish([leader], [other])
         await until(lambda: other.resumed_count == back_count > 5, "half to be asked for at the other")
@@ -112,7 +112,7 @@ async def test_requests_that_moved_go_on_once_there_is_a_stream_to_their_new_wor
         await until(lambda: len(leader.running) == 6, "all to run")
         leader.hand_over(other)
         await asyncio.sleep(0.1)
-        assert other.request_count == 0, "nobody has submitted them there"
+        assert other.request_count == 0, "no request may have been submitted there yet"
         group.publish([other], [leader])
         check(await asyncio.gather(*calls), 300)
         assert other.resumed_count == 6
@@ -153,7 +153,7 @@ async def test_cancel_and_deadline_between_two_workers() -> None:
 
         async def both_ended() -> bool:
             status = await dispatcher.status()
-            # On a busy machine the client's own clock may call the late one off a moment earlier.
+            # On a busy machine the client's own deadline may cancel the late request a moment earlier.
             return dict(status.requests_total) in ({"cancelled": 1, "deadline": 1}, {"cancelled": 2})
 
         await until_async(both_ended, "both to be counted")

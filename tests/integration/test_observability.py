@@ -1,5 +1,6 @@
-"""The boards and alerts of deploy/observability, asked of a real cluster under load, by a real Prometheus where it is
-installed."""
+"""The dashboards and alerts of deploy/observability against a real cluster under load, evaluated by a real Prometheus
+if installed.
+"""
 
 import asyncio
 import contextlib
@@ -36,14 +37,14 @@ from tools.local.ports import free_port
 from tools.model.tiny import make_preset, make_tiny
 
 ALERTS = FOLDER / "alerts.yml"
-TRACED = 1500  # tokens: they outlast the preparation of a drop
+TRACED = 1500  # tokens, so many that requests outlast the preparation of a drop
 _WORDS = re.compile(r'"[^"]*"|\b(?:by|without)\s*\(([^)]*)\)|\[[^\]]*\]')
 _SELECTOR = re.compile(r"\b((?:ballast|process|vllm:)_?[a-z0-9_]+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
 
 
 def alert_values() -> dict[str, str]:
-    """Alert -> what it compares with its threshold."""
+    """Alert -> the expression that is compared with its threshold."""
     groups = yaml.safe_load(ALERTS.read_text())["groups"]
     found = {rule["alert"]: rule["expr"] for group in groups for rule in group["rules"]}
     return {name: re.split(r"\s(?:>|<|==)\s", expr)[0] for name, expr in found.items()}
@@ -54,7 +55,7 @@ def board_queries() -> list[str]:
 
 
 def page_queries() -> list[str]:
-    """Those of docs/metrics.md."""
+    """The queries of docs/metrics.md."""
     page = FOLDER.parents[1] / "docs" / "metrics.md"
     return re.findall(r"\| `([^`]*\(.*\)|ballast_[^`]* / [^`]*)`", page.read_text())
 
@@ -65,7 +66,7 @@ def filled_in(query: str) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A cluster that has dropped, restored, and answers requests."""
+    """A cluster that has dropped and restored, and has answered requests throughout."""
     model = make_preset("tiny", tmp_path_factory.mktemp("model") / "tiny")
     with running_cluster(
         model,
@@ -79,7 +80,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]
 
 
 async def send_load(cluster: LocalCluster) -> None:
-    """Requests before, through and after a drop and a restore."""
+    """Sends requests before, during and after a drop and a restore."""
     sampling = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
     over = asyncio.Event()
     async with (
@@ -118,7 +119,7 @@ async def _ended(planner: "planner_pb2_grpc.PlannerServiceAsyncStub", count: int
 
 
 def samples_of(cluster: LocalCluster) -> list[Sample]:
-    """Samples of all services, with the two labels that Prometheus adds."""
+    """Metric samples of all services, with the two labels that Prometheus adds."""
     found: list[Sample] = []
     targets = {**cluster.metrics_targets, **{p.id: p.address for p in cluster.processes["gateway"]}}
     for name, address in targets.items():
@@ -134,7 +135,9 @@ def samples_of(cluster: LocalCluster) -> list[Sample]:
 
 def test_the_boards_are_what_their_program_writes() -> None:
     for name in BOARDS:
-        assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), "python -m deploy.observability.boards"
+        assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), (
+            "run python -m deploy.observability.boards"
+        )
 
 
 def test_every_metric_and_label_of_boards_and_alerts_is_there_under_load(loaded: RunningCluster) -> None:
@@ -163,7 +166,7 @@ def test_every_sample_of_ours_has_help_and_the_model(loaded: RunningCluster) -> 
             families = list(text_string_to_metric_families(answer.read().decode()))
         assert not [s.name for family in families for s in family.samples if s.name.endswith("_created")]
         for family in families:
-            assert len(family.documentation.split()) >= 2, f"{name}: {family.name} has no help"
+            assert len(family.documentation.split()) >= 2, f"{name}: {family.name} has no help text"
             if family.name.startswith("ballast_") and name.startswith(("dispatcher", "worker")):
                 assert all(s.labels["model_name"] == "tiny" for s in family.samples), family.name
         names = {family.name for family in families}
@@ -194,7 +197,7 @@ def test_a_gateway_shows_the_cluster_as_one_server(loaded: RunningCluster) -> No
 
 
 class Prometheus:
-    """A real one, on the services of a cluster."""
+    """A real Prometheus that scrapes the services of a cluster."""
 
     def __init__(self, folder: Path, cluster: LocalCluster) -> None:
         self.url = f"http://127.0.0.1:{free_port()}"
@@ -219,7 +222,7 @@ class Prometheus:
             return json.load(answer)["data"]
 
     def values(self, query: str) -> list[float]:
-        """Values of every series that the query gives now."""
+        """The current value of every series that the query returns."""
         answer = self.ask("query", query=query)
         assert isinstance(answer, dict)
         return [float(series["value"][1]) for series in answer["result"]]
@@ -239,7 +242,7 @@ def prometheus(loaded: RunningCluster, tmp_path_factory: pytest.TempPathFactory)
                     break
             assert time.monotonic() < give_up_at_s
             time.sleep(0.2)
-        # Rates want counters that grow between two looks.
+        # For rates, counters must grow between two scrapes.
         loaded.run(more_load(loaded.cluster))
         time.sleep(3)
         yield asking
@@ -257,7 +260,7 @@ async def more_load(cluster: LocalCluster) -> None:
 @pytest.mark.parametrize("query", [*board_queries(), *page_queries()])
 def test_a_query_of_a_board_or_of_the_page_returns_a_value(prometheus: Prometheus, query: str) -> None:
     values = prometheus.values(filled_in(query))
-    assert values, "no series"
+    assert values, "the query returned no series"
     assert any(not math.isnan(value) for value in values), values
 
 
@@ -298,7 +301,7 @@ def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(lo
                 await client.describe_request("nobody")
             assert (await client.describe_request("wrong")).state == "invalid"
             path = loaded.cluster.log_dir / "dispatcher-0.log"
-            await soon(lambda: "request_id=told" in path.read_text())  # written when the client has its answer already
+            await soon(lambda: "request_id=told" in path.read_text())  # written after the client has its answer
             log = path.read_text()
             assert not [word for word in (*words, "Zanzibar") if word in log]
             [line] = [line for line in log.splitlines() if "request_id=told" in line]
@@ -371,14 +374,14 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
             running.run(story(running.cluster))
     every = collector.spans()
     roots = [one for one in every if one["name"] == "request" and one["traceId"] == parent.split("-")[1]]
-    assert len(roots) == 8  # what the cluster was asked after that begins traces of its own
+    assert len(roots) == 8  # later requests begin traces of their own
     calls = {one["spanId"]: one for one in every if one["service"] == "ballast-gateway"}
     assert {root["parentSpanId"] for root in roots} == calls.keys()
     for call in calls.values():
         assert call["parentSpanId"] == parent.split("-")[2]
         assert attributes(call)["http.route"] == "/v1/completions"
         assert attributes(call)["http.response.status_code"] == "200"
-    # One of worker-1's: those of worker-0, which leads the pair, move if at all when parameters come back.
+    # A request of worker-1: those of worker-0, which leads the pair, move only in the restore, if at all.
     inner, stays, moved = next(
         (inner, stays, root)
         for root in roots
@@ -398,30 +401,32 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
 
 
 def parts_of(root: dict[str, Any], every: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The spans within a request's, and of these its stays on workers, the first one first."""
+    """The child spans of a request's span, and those of its stays on workers, in order of time."""
     inner = [span for span in every if span.get("parentSpanId") == root["spanId"]]
     stays = [span for span in inner if span["service"] == "ballast-dispatcher"]
     return inner, sorted(stays, key=lambda span: int(span["startTimeUnixNano"]))
 
 
 def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) -> None:
-    """Within the request's span: first one worker, then the other, and all tokens between them."""
+    """Checks the workers' spans: prefill and decode on one worker, then resume and decode on the other, with all
+    tokens.
+    """
     worked = sorted(
         (span for span in inner if span["service"] == "ballast-worker"), key=lambda s: int(s["startTimeUnixNano"])
     )
-    returned = ["resume", "decode"] * (len(worked) // 2 - 2)  # if it was long enough to see the restore, too
+    returned = ["resume", "decode"] * (len(worked) // 2 - 2)  # if the request lasted until the restore
     assert [span["name"] for span in worked] == ["prefill", "decode", "resume", "decode", *returned]
     assert len({span["instance"] for span in worked}) == 2
     assert attributes(worked[1])["ballast.moved_to"] == worked[2]["instance"]
     assert sum(int(attributes(span)["ballast.tokens"]) for span in worked if span["name"] == "decode") == TRACED
-    slack_ns = 50_000_000  # clocks of one machine, read one behind the other
+    slack_ns = 50_000_000  # the same machine's clock, read at slightly different times
     for span in worked:
         assert int(span["startTimeUnixNano"]) >= int(moved["startTimeUnixNano"]) - slack_ns
         assert int(span["endTimeUnixNano"]) <= int(moved["endTimeUnixNano"]) + slack_ns
 
 
 def the_planner_told_of_the_drop(every: list[dict[str, Any]], moved: dict[str, Any]) -> None:
-    """The drop is in a trace of its own, to which the request's is linked."""
+    """Checks that the drop has a trace of its own, to which the request's span is linked."""
     link = moved["links"][0]
     drop = {span["name"]: span for span in every if span["traceId"] == link["traceId"]}
     assert drop["drop"]["spanId"] == link["spanId"]

@@ -1,4 +1,6 @@
-"""Overload is honest: what is over a bound is refused with a delay, what is accepted ends, memory stays bounded."""
+"""Under overload, requests over a limit are refused with a retry delay, accepted requests end, and memory stays
+bounded.
+"""
 
 import asyncio
 import time
@@ -18,10 +20,10 @@ from tools.model.tiny import make_tiny
 REQUESTS = 10_000
 QUEUED = 500
 PROMPTS = 500
-MAX_TOKENS = 40  # so many that the workers are slower by far than whoever sends
+MAX_TOKENS = 40  # so many that requests arrive much faster than the workers serve them
 DEADLINE_S = 60.0
-# A worker's compiled kernels and allocators' arenas fill up once, to about 150 MiB, partly while it warms up, and then
-# stay as they are (benchmarks/results: memory-growth). 15 to 23 MiB were seen to come on top here.
+# A worker's compiled kernels and allocator arenas grow once, to about 150 MiB, partly during warm-up
+# (benchmarks/results: memory-growth). After warm-up, growth of 15 to 23 MiB was measured in this test.
 GROWTH_BYTES = 256 << 20
 
 
@@ -40,7 +42,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 async def warm_up(client: AsyncClient) -> None:
-    """What grows once and not with the load, such as compiled kernels for each size of a batch, has grown after it."""
+    """Triggers one-time growth that does not depend on the load, such as kernels compiled for each batch size."""
     sampling = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
     await asyncio.gather(
         *(client.generate(token_ids=[3 + i] * (1 + i % 40), sampling=sampling, include_text=False) for i in range(400))
@@ -53,7 +55,7 @@ def resident_bytes(running: RunningCluster) -> dict[str, int]:
 
 @pytest.mark.timeout(400)
 def test_ten_thousand_requests_at_once(running: RunningCluster) -> None:
-    said: dict[int, tuple[int, ...]] = {}  # token of the prompt -> the answer
+    said: dict[int, tuple[int, ...]] = {}  # the prompt's token -> the answer
 
     async def one(client: AsyncClient, i: int, outcomes: Counter[str], retry_after_s: list[float]) -> None:
         sampling = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
@@ -87,7 +89,7 @@ def test_ten_thousand_requests_at_once(running: RunningCluster) -> None:
         assert outcomes.total() == REQUESTS
         assert outcomes["refused"] > 0
         assert outcomes["finished"] > 0
-        # All others were accepted; on a busy machine the last of them miss their deadline.
+        # At least QUEUED requests are accepted; on a busy machine the last of them miss their deadline.
         assert outcomes["finished"] + outcomes["deadline"] >= QUEUED
         assert all(0.0 < delay_s <= 60.0 for delay_s in retry_after_s)
         assert all(size < GROWTH_BYTES for size in grown.values()), grown

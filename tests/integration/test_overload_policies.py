@@ -24,7 +24,7 @@ def sampling(i: int) -> SamplingParams:
 
 
 async def answers(client: AsyncClient) -> Tokens:
-    """All at once."""
+    """The tokens of all requests, sent at once."""
     asked = [client.generate(token_ids=PROMPTS[i], sampling=sampling(i), deadline_s=90) for i in range(COUNT)]
     return [answer.token_ids for answer in await asyncio.gather(*asked)]
 
@@ -36,7 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def undisturbed(model: Path) -> Tokens:
-    """With room for all; the greedy ones are those of `transformers`, too."""
+    """The tokens with ample memory. Checks the greedy ones against `transformers`."""
     flags = {"worker": ["--dtype", "float64"], "planner": ["--overload-policy", "recompute"]}
     with running_cluster(model, workers=1, device_memory_bytes=AMPLE_BYTES, flags=flags) as cluster:
 
@@ -77,7 +77,7 @@ def test_no_token_changes(
             async with AsyncClient(cluster.cluster.address) as client:
                 if policy == "static-pipeline":
                     await until(client, lambda now: [len(group.members) for group in now.groups] == [2])
-                for _ in range(ROUNDS):  # the monitor wants to have seen its cluster for a while before it acts
+                for _ in range(ROUNDS):  # the monitor acts only after some time of observation
                     assert await answers(client) == undisturbed
                     status = await until(client, idle)
                     loads = [group.load for group in status.groups if group.load is not None]
@@ -93,6 +93,6 @@ def test_no_token_changes(
                             return
                     elif sizes == [2]:
                         return
-                raise AssertionError(f"the policy had nothing to do in {ROUNDS} rounds")
+                raise AssertionError(f"the policy did not act in {ROUNDS} rounds")
 
         cluster.run(story())

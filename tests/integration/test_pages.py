@@ -1,4 +1,4 @@
-"""What the pages show comes out of the commands that they name, and the examples do what they say."""
+"""The documentation's pages show the output of the commands that they name, and the examples work as described."""
 
 import functools
 import json
@@ -27,14 +27,14 @@ def shell() -> Iterator[Session]:
         yield running
 
 
-@pytest.mark.parametrize("page", ["docs/first-cluster.md", "README.md"])  # the first one shows a cluster that is new
+@pytest.mark.parametrize("page", ["docs/first-cluster.md", "README.md"])  # the first page needs a new cluster
 def test_a_page_shows_what_its_commands_print(page: str, shell: Session) -> None:
     told = [step for step in steps(ROOT / page) if step.printed is not None]
     assert len(told) >= 5
     for step in told:
         assert step.printed is not None
         why = differs(shell.run(step), step.printed)
-        assert not why, f"{page}: {step.source}: {why}\nwritten anew by python -m tests.support.pages {page}"
+        assert not why, f"{page}: {step.source}: {why}\nto update it: python -m tests.support.pages {page}"
 
 
 @pytest.mark.parametrize("page", ["docs/gpu.md", "docs/operate.md"])
@@ -79,10 +79,10 @@ def run(with_a_gateway: RunningCluster, *command: str, status: int = 0) -> str:
 
 def test_every_example_is_run_here_and_says_how() -> None:
     page = (ROOT / "docs" / "examples.md").read_text()
-    here = Path(__file__).read_text() + (Path(__file__).parent / "test_jobs.py").read_text()  # which has jobs running
+    here = Path(__file__).read_text() + (Path(__file__).parent / "test_jobs.py").read_text()  # runs those with jobs
     for file in EXAMPLES.iterdir():
         if file.suffix in (".py", ".sh", ".yaml"):
-            assert f"examples/{file.name}" in file.read_text()[:800], f"{file.name}: how is it run?"
+            assert f"examples/{file.name}" in file.read_text()[:800], f"{file.name}: does not say how it is run"
             assert f"../examples/{file.name}" in page
             assert file.name in here
 
@@ -133,7 +133,7 @@ def test_policies() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 111])
 def test_the_example_of_policies_shows_that_a_drop_helps(seed: int) -> None:
-    """In two of these draws a restore under load once made others wait for seconds."""
+    """With two of these seeds, a restore under load used to delay other requests by seconds."""
     drawn = simulated("--policy", "recompute,drop", "--seed", str(seed))
     assert drawn["drop"]["ttft_s"]["p99"] < 0.5 < drawn["recompute"]["ttft_s"]["p99"]
 

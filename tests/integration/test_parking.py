@@ -1,4 +1,4 @@
-"""Real workers are parked and woken while requests run: they give their memory back, and no token changes."""
+"""Real workers are parked and woken while requests run: parked ones release their memory, and no token changes."""
 
 import asyncio
 import json

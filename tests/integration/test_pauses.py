@@ -1,7 +1,8 @@
-"""A member of a pipeline stops for a while on real processes, no connection is reset, and no request waits for it; or
-it is killed in the middle of a drop or a restore.
+"""A member of a pipeline is paused, without its connections being reset, or killed in the middle of a drop or a
+restore: no request waits for it.
 
-`python -m benchmarks.nemesis --cases` has more of them: from two seconds to for ever, and every stage of a change.
+`python -m benchmarks.nemesis --cases` has more cases: pauses from two seconds to forever, and every stage of a
+transition.
 """
 
 import asyncio
@@ -22,7 +23,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(1, 2, 5.0),  # longer than a worker's lease, shorter than what breaks a link
+        Case(1, 2, 5.0),  # longer than a worker's lease, shorter than a link's timeout
         Case(0, 3, 13.0),
         Case(0, 2),
         Case(1, 2, change="restore", stage="exchanging"),
@@ -32,7 +33,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_pause_freezes_nothing(case: Case, model: Path, tmp_path: Path) -> None:
     lines: list[str] = []
     report = asyncio.run(run_case(case, model, tmp_path, lines.append))
-    # What is right on a machine with nothing else to do, `benchmarks.nemesis` asks for.
+    # A generous limit for busy machines; `benchmarks.nemesis` applies a tight one.
     why = report.why_not(longest_wait_s=60.0)
     assert not why, "\n".join([why, *lines])
     assert report.request_count > 10

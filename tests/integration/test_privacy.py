@@ -1,4 +1,4 @@
-"""No log shows a client's words or the state server's password: not at debug level, and not when things go wrong."""
+"""No log contains a client's text or the state server's password, not even at debug level or after failures."""
 
 import asyncio
 import contextlib
@@ -21,20 +21,20 @@ from tools.model.tiny import make_tiny
 pytestmark = pytest.mark.rotating
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
-# Token ids that occur nowhere else, in a row: 411, 422, 433.
+# Token ids that occur in this order nowhere else.
 IDS = (411, 422, 433)
 
 
 async def ask(cluster: LocalCluster) -> None:
-    """Requests of every kind, good and bad, with words that must not be seen again."""
+    """Sends valid and invalid requests of every kind, with words that must not appear in any log."""
     sampling = SamplingParams(max_tokens=20, stop=(STOP,), ignore_eos=True)
     async with AsyncClient(cluster.address) as client:
         await client.generate(PROMPT, sampling=sampling)
         await client.generate(token_ids=IDS, sampling=sampling)
         async for _ in client.stream(PROMPT, sampling=SamplingParams(max_tokens=3000, stop=(STOP,), ignore_eos=True)):
-            break  # the client goes away
+            break  # the client disconnects
         with contextlib.suppress(BallastError):
-            await client.generate(PROMPT * 5000, sampling=sampling)  # too long
+            await client.generate(PROMPT * 5000, sampling=sampling)  # too long for the model
     async with open_channel(cluster.address) as channel:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         messages = [inference_pb2.ChatMessage(role=PROMPT, content=PROMPT)]
@@ -51,7 +51,7 @@ async def ask(cluster: LocalCluster) -> None:
 
 
 async def lose_a_worker(cluster: LocalCluster) -> None:
-    """While it answers."""
+    """Kills a worker while it answers."""
     async with AsyncClient(cluster.address) as client:
         sampling = SamplingParams(max_tokens=3000, stop=(STOP,), ignore_eos=True)
         answers = [asyncio.ensure_future(client.generate(PROMPT, sampling=sampling)) for _ in range(4)]
@@ -73,7 +73,7 @@ def test_no_log_shows_what_clients_say_or_a_password(tmp_path: Path) -> None:
         with running_cluster(model, environ=environ, **arguments) as running:
             running.run(ask(running.cluster))
             running.run(lose_a_worker(running.cluster))
-            state.stop()  # and everybody says that it is away
+            state.stop()  # every service logs the loss
             running.run(asyncio.sleep(3.0))
     said = {path.name: path.read_text() for path in logs.iterdir()}
     assert len(said) == 5

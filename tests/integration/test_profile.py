@@ -1,4 +1,4 @@
-"""`ballast profile` from end to end: a process measures a tiny model, a link to another process among it."""
+"""`ballast profile` from end to end: a process measures a tiny model and a link to another process."""
 
 from pathlib import Path
 

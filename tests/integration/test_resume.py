@@ -1,4 +1,4 @@
-"""Dispatchers die under their clients' hands, and every stream goes on at another one, token by token."""
+"""Dispatchers are killed while they serve streams; every stream continues at another one, without losing a token."""
 
 import asyncio
 import signal
@@ -28,7 +28,7 @@ def client_of(*dispatchers: Dispatcher, resume_s: float = 30.0) -> AsyncClient:
 async def read(
     client: AsyncClient, prompt: Prompt, max_tokens: int, begun: asyncio.Event, logprobs: int | None = None
 ) -> tuple[str, int]:
-    """Reads a stream to its end, and compares it; gives its text and how often it was resumed."""
+    """Reads a stream to its end and checks its tokens. Returns its text and how often it was resumed."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=7, logprobs=logprobs)
     stream = client.stream(token_ids=prompt, sampling=sampling)
     chunks: list[GenerationChunk] = []
@@ -52,7 +52,7 @@ async def read(
 async def begun(
     client: AsyncClient, prompts: Sequence[Prompt], max_tokens: int, *, logprobs: bool = False
 ) -> list[asyncio.Task[tuple[str, int]]]:
-    """Streams that are read, and have all had a token. `logprobs`: of every other one."""
+    """Starts streams, and returns their tasks once each has a token. `logprobs`: requested for every other stream."""
     events = [asyncio.Event() for _ in prompts]
     reads = [
         asyncio.create_task(read(client, prompt, max_tokens, event, 0 if logprobs and index % 2 else None))
@@ -75,13 +75,13 @@ def resumed(
 
 
 async def rest_of(call: "grpc.aio.UnaryStreamCall[pb.GenerateRequest, pb.GenerateResponse]", why: str) -> list[int]:
-    """Its tokens, up to its end for this reason."""
+    """The remaining tokens of a stream that ends with an error that contains `why`."""
     token_ids: list[int] = []
     try:
         while isinstance(response := await call.read(), pb.GenerateResponse):
             token_ids += response.token_ids
     except grpc.RpcError as error:
-        assert why in str(from_rpc_error(error, ""))  # noqa: PT017 - what came before it is wanted
+        assert why in str(from_rpc_error(error, ""))  # noqa: PT017 - the tokens before the error are returned
         return token_ids
     raise AssertionError(f"ended without an error after {len(token_ids)} tokens")
 
@@ -216,13 +216,13 @@ async def test_only_its_client_and_only_a_later_attempt_takes_a_request_over() -
         ):
             for dispatcher in (d0, d1):
                 assert (await dispatcher.generate(other)).error is not None
-        # Where the dispatcher of the first attempt lives, it ends it.
+        # The second attempt goes to another dispatcher, which ends the first attempt at its dispatcher.
         later = resumed(first_ids, attempt=2, max_tokens=4000)
         second = d1.stub.Generate(later)
         assert isinstance(await second.read(), pb.GenerateResponse)
         rest = await rest_of(call, "goes on with it at another dispatcher")
         assert first_ids + rest == scripted_tokens([1, 2, 3], 7, len(first_ids) + len(rest))
-        # And at the same one.
+        # The third attempt goes to the dispatcher of the second one.
         count = len(first_ids) + 30
         third = await d1.generate(resumed(first_ids, attempt=3, max_tokens=count))
         assert third.error is None
@@ -256,7 +256,7 @@ async def test_its_client_may_take_its_time_and_nobody_else_takes_the_id() -> No
         first = await call.read()
         assert isinstance(first, pb.GenerateResponse)
         kill(d0)
-        with redis.Redis.from_url(arena.state.url) as store:  # as if its registration had expired
+        with redis.Redis.from_url(arena.state.url) as store:  # as if the dispatcher's registration had expired
             store.delete("ballast:dispatchers:d0")
         stranger = await d1.generate(resumed(secret=b"another one's key"))
         assert isinstance(stranger.error, errors.AlreadyExists)
@@ -267,7 +267,7 @@ async def test_its_client_may_take_its_time_and_nobody_else_takes_the_id() -> No
 
 
 async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere() -> None:
-    """Its dispatcher dies as soon as it has answered, before its client has heard."""
+    """The dispatcher dies right after answering the cancellation, before the stream's client has seen the end."""
 
     async with Arena(TimedSettings(), dispatchers=2) as arena:
         d0, d1 = arena.dispatchers
@@ -279,7 +279,7 @@ async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere(
         answer = await d1.generate(resumed(first.token_ids, attempt=2))
         assert isinstance(answer.error, errors.Cancelled)
         assert not answer.token_ids
-        # The id is free for everybody else, and for another request of its client.
+        # Afterwards the id is free: for other clients, and for a new request of the same client.
         other = await d1.generate(resumed(secret=b"another one's key", max_tokens=30))
         assert other.token_ids == scripted_tokens([1, 2, 3], 7, 30)
 

@@ -1,4 +1,4 @@
-"""Dispatchers of a whole cluster are killed: every kind of request goes on, and so does what comes over HTTP."""
+"""Dispatchers of a whole cluster are killed: every kind of request continues, also over HTTP."""
 
 import json
 import re
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.rotating
 
 
 def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> None:
-    """Greedy, seeded, with logprobs, stop strings and a JSON schema."""
+    """Greedy and seeded requests, with logprobs, stop strings and a JSON schema."""
     arguments = ["--for", "20s", "--faults", "kill a dispatcher", "--fault-every-s", "2", "--at-once", "1"]
     assert ballast(["chaos", *arguments]) == 0, capsys.readouterr()
     said = capsys.readouterr().out
@@ -25,7 +25,7 @@ def test_every_kind_of_request_goes_on(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_choices_that_are_streamed_over_http_go_on(tmp_path: Path) -> None:
-    """Four choices of one request, at both dispatchers."""
+    """Four choices of one request, spread over two dispatchers."""
     model = make_tiny("llama", tmp_path / "tiny", max_len=2048)
     wanted = {
         "model": "tiny",

@@ -1,4 +1,6 @@
-"""A local cluster follows its planner's webhook: a burst starts a worker, quiet ends it, and no answer suffers."""
+"""A local cluster follows its planner's scale webhook: a burst starts a worker, idleness stops it, and no answer
+suffers.
+"""
 
 import asyncio
 import sys
@@ -82,7 +84,7 @@ def test_processes_come_with_a_burst_and_go_after_it(tmp_path: Path) -> None:
 
 
 def test_a_command_is_run_with_the_number(tmp_path: Path) -> None:
-    """`ballast scale`, as a process that is told twice."""
+    """Runs `ballast scale` as a process, and sends it two webhook calls."""
     secret, port, out = tmp_path / "secret", free_port(), tmp_path / "out"
     secret.write_text("0123456789abcdef")
 

@@ -1,4 +1,4 @@
-"""A planner of real services parks a worker that nobody needs, and wakes it before it is missed."""
+"""With real services, a planner parks an unneeded worker, and wakes it when load returns."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A stage of a pipeline is lost, and an instance that served alone takes its place."""
+"""A stage of a pipeline is lost, and an instance that served alone replaces it."""
 
 import asyncio
 import os
@@ -67,7 +67,7 @@ def test_an_instance_outside_takes_the_place_of_a_lost_follower(lost: str, model
             assert said["w4"].kv_bytes_sent > 0
             assert said["w0"].victims_recomputed > 0
             tokens = await whole(cluster, answers)
-            assert max(answer.attempts for answer in answers) <= 2  # those of the stand-in have moved
+            assert max(answer.attempts for answer in answers) <= 2  # requests of the stand-in have moved
             assert [answer.attempts for answer in answers[::3]] == [1, 1]
             return tokens
 
@@ -114,7 +114,7 @@ def test_a_group_without_stand_in_ends_after_a_while(model_dir: Path, expected: 
 
 
 class Watched:
-    """Requests one after the other, and the longest time without a token of any."""
+    """Repeats requests, checks their tokens, and records the longest time between two chunks, in seconds."""
 
     def __init__(self, client: AsyncClient, expected: list[tuple[int, ...]]) -> None:
         self._client = client
@@ -152,7 +152,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 
 
 def test_the_kill_of_a_follower_costs_a_moment_and_no_token(running: RunningCluster) -> None:
-    """BALLAST_STAND_IN_KILLS of them; each killed worker is followed by a new one, which is outside then."""
+    """Kills BALLAST_STAND_IN_KILLS followers; after each, a new worker starts, which serves alone."""
 
     async def story() -> None:
         planner = Planner(running.cluster.processes["planner"][0].address)
@@ -168,7 +168,7 @@ def test_the_kill_of_a_follower_costs_a_moment_and_no_token(running: RunningClus
             for kill in range(KILLS):
                 record = await _kill_one(running, client, planner, expected, 1 + kill % 3)
                 shares.append(_share(record))
-                print(f"computed again: {shares[-1]:.0%} of a replay")
+                print(f"recomputed: {shares[-1]:.0%} of a replay")
                 await running.cluster.start_worker()
             print(f"{sum(shares) / len(shares):.0%} on average, at most {max(shares):.0%}")
             assert sum(shares) / len(shares) <= 0.3
@@ -204,7 +204,7 @@ async def _kill_one(
 
 
 def _share(record: pb.Transition) -> float:
-    """What was computed again of what all requests had: a stage of four, or all layers of those that start over."""
+    """The share of KV that was recomputed: one stage in four, but all layers of requests that start over."""
     anew = record.victims_recomputed / max(1, record.victim_count)
     return anew + (1 - anew) / 4
 

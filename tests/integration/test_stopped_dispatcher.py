@@ -1,6 +1,6 @@
-"""A dispatcher that stands still at the height of a burst is no reason to drop, where nothing is better than a drop.
+"""Pausing a dispatcher at the height of a burst must not cause a drop, if dropping does not pay.
 
-BALLAST_STOPPED_BURSTS: how many bursts, over which the times of standing still take turns.
+BALLAST_STOPPED_BURSTS sets the number of bursts, which cycle through the pauses of STOPPED_S.
 """
 
 import asyncio
@@ -23,13 +23,13 @@ pytestmark = pytest.mark.rotating
 
 BURSTS = int(os.environ.get("BALLAST_STOPPED_BURSTS", "3"))
 STOPPED_S = (4.0, 1.0, 2.0, 0.5, 10.0)
-REQUESTS, TOKENS = 48, 300  # of two workers with room for some 8,000 tokens each
+REQUESTS, TOKENS = 48, 300  # for two workers with room for some 8,000 tokens each
 
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
     model = make_preset("ballast-half", tmp_path_factory.mktemp("model") / "half")
-    flags = {"planner": ["--ttft-target-s", "1000"]}  # no wait is too long, so nothing that could be dropped is better
+    flags = {"planner": ["--ttft-target-s", "1000"]}  # no wait is too long, so no drop pays
     with running_cluster(
         Path(model), workers=2, device_memory_bytes=48 << 20, flags=flags, environ={"BALLAST_WORKER__DEV": "{}"}
     ) as cluster:
@@ -39,7 +39,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster
 @pytest.mark.timeout(60 + 120 * BURSTS)
 def test_a_dispatcher_that_is_stopped_causes_no_drop(running: RunningCluster) -> None:
     async def burst(client: AsyncClient, stopped_s: float) -> int:
-        """Returns the most requests that waited for memory at once."""
+        """Returns the number of requests that waited for memory when the dispatcher was stopped."""
         sampling = SamplingParams(temperature=0.0, max_tokens=TOKENS, ignore_eos=True)
         waited = 0
         async with asyncio.TaskGroup() as tasks:
@@ -61,7 +61,7 @@ def test_a_dispatcher_that_is_stopped_causes_no_drop(running: RunningCluster) ->
         async with AsyncClient(running.cluster.address) as client:
             await until(client, idle)
             for i in range(BURSTS):
-                assert await burst(client, STOPPED_S[i % len(STOPPED_S)]) > 0, "memory was short"
+                assert await burst(client, STOPPED_S[i % len(STOPPED_S)]) > 0, "no request waited for memory"
             status = await client.status()
         transitions = (await planner.stub.ListTransitions(pb.ListTransitionsRequest(), timeout=60)).transitions
         await planner.close()

@@ -1,7 +1,6 @@
-"""Instances of several ranks, each rank a process: no token changes, and no rank outlives its instance.
+"""Instances of several ranks, with a process per rank: no token changes, and no rank outlives its instance.
 
-BALLAST_RANKS_REQUESTS says how many requests the histories have together: in the gate there are few, since here all
-ranks share the cores.
+BALLAST_RANKS_REQUESTS sets the total number of requests; the default is small, since all ranks share the CPU's cores.
 """
 
 import asyncio
@@ -48,16 +47,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("place", "requests"),
     [
-        # Each rank on a device of its own, over the calls of the CUDA driver.
+        # Each rank on its own fake device, through the CUDA driver's calls.
         pytest.param(Place(ranks=2, share=partial(load_share, extent_bytes=16 << 10)), 30, id="2 devices"),
-        pytest.param(Place(ranks=4, memory_factor=2), 10, id="4 on the CPU"),  # each has all of the embedding
+        pytest.param(Place(ranks=4, memory_factor=2), 10, id="4 on the CPU"),  # each rank has the whole embedding
         pytest.param(Place(ranks=4, hosts=2, memory_factor=2), 10, id="2 on each of 2 hosts"),
         pytest.param(replace(ONE_GPU, ranks=2), 30, id="2 on a GPU", marks=pytest.mark.gpu),
     ],
 )
 def test_no_token_changes_through_drops_and_restores(place: Place, requests: int, model: Path) -> None:
-    """Two instances, on CPUs in float64, against one worker of one rank. What a history sees depends on the machine's
-    speed, so it goes on until all was seen.
+    """Compares two instances of several ranks with one worker of one rank, on CPUs in float64. What a history covers
+    depends on the machine's speed, so histories run until everything has been covered.
     """
     count = int(REQUESTS or requests)
     each = max(requests, -(-count // len(OF_TWO_INSTANCES)))
@@ -66,7 +65,7 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
     tally = Tally()
 
     def seen() -> bool:
-        steps_ahead = tally.steps_ahead or place.ranks > 2  # which hardly serve alone
+        steps_ahead = tally.steps_ahead or place.ranks > 2  # four ranks hardly ever serve alone
         return bool(tally.drops and tally.restores and tally.exchanged_bytes and steps_ahead)
 
     for seed in OF_TWO_INSTANCES:
@@ -81,7 +80,7 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
 
 
 def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path) -> None:
-    """By `transformers`' code and plan."""
+    """With the code and the tensor-parallel plan of `transformers`."""
     folder = write_family("qwen3_moe", tmp_path)
     load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float64")
 
@@ -101,7 +100,7 @@ def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path)
 
 
 def test_stages_of_two_ranks_with_kv_in_float8_say_what_one_rank_says(tmp_path: Path) -> None:
-    """Hidden states have the model's type, whatever KV is stored in."""
+    """Hidden states have the model's dtype, whatever the KV cache's dtype is."""
     folder = make_tiny("llama", tmp_path / "model", layers=2, kv_heads=2, max_len=64)
     load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float32", kv_cache_dtype="fp8_e4m3")
     batch = Batch(1, (), (NewSequence(1, (5, 6, 7), (), SAMPLING),), (Slice(1, 0, (5, 6, 7), True),))
@@ -119,7 +118,7 @@ def test_stages_of_two_ranks_with_kv_in_float8_say_what_one_rank_says(tmp_path: 
 
 @pytest.mark.gpu
 def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
-    """NCCL refuses two ranks on a device: the sums go over the host."""
+    """NCCL refuses two ranks on one device, so the all-reduces go through host memory."""
     load_one = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
 
     def answers(engine: Engine) -> list[list[int]]:
@@ -157,7 +156,7 @@ def test_two_gpus_say_the_same_with_recorded_sums(model: Path) -> None:
 
 
 async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ranks(model: Path) -> None:
-    alone = ["--overload-policy", "recompute"]  # no drop makes one of the two
+    alone = ["--overload-policy", "recompute"]  # workers must not merge
     ranked = ["--tensor-parallel-size", "2", "--dtype", "float64", *alone]
 
     async def story() -> None:
@@ -173,7 +172,7 @@ async def test_a_rank_that_dies_ends_its_instance_and_a_worker_that_dies_its_ran
             killed = asyncio.Event()
 
             async def ask() -> None:
-                """One request behind the other, so that some run whenever one looks. The lost ones are replayed."""
+                """Sends one request after another, so that some always run. Those of the lost rank are replayed."""
                 while not killed.is_set():
                     assert (await client.generate("A ship", SAMPLING, deadline_s=60)).token_ids == expected
 

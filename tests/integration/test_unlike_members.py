@@ -1,4 +1,4 @@
-"""Workers with other memories form one cluster: a drop of them all and a restore, under load, change no token."""
+"""Workers with different memory sizes in one cluster: dropping all and restoring, under load, changes no token."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,7 +35,7 @@ def test_members_of_unlike_memory_drop_and_restore_under_load(running: RunningCl
             expected = await answers(client, LONG)
             before = await until(client, idle)
             assert before.layout is not None
-            assert len(before.layout.groups) == len(MEMORIES_MIB), "none is kept out"
+            assert len(before.layout.groups) == len(MEMORIES_MIB), "every worker must be in the layout"
             assert before.kept_out == {}
             rooms = {group.group_id: group.capacity_tokens for group in before.groups}
             assert rooms["worker-4"] > 2 * rooms["worker-0"]

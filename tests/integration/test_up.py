@@ -1,4 +1,4 @@
-"""`ballast up` and the other commands as a person uses them: real processes, a tiny model, signals."""
+"""`ballast up` and the other commands as a user runs them: real processes, a tiny model, signals."""
 
 import contextlib
 import json
@@ -22,7 +22,7 @@ from tools.local.ports import free_port
 from tools.model.tiny import make_tiny
 
 START_WITHIN_S = 120.0
-LONG = 2000  # tokens: seconds, so that whoever looks sees the request run
+LONG = 2000  # tokens: takes seconds, so that the request is seen running
 
 
 def ballast(*arguments: str, address: str = "", stdin: str = "", timeout_s: float = 120.0) -> tuple[int, str, str]:
@@ -33,7 +33,7 @@ def ballast(*arguments: str, address: str = "", stdin: str = "", timeout_s: floa
 
 
 class Up:
-    """A running `ballast up`."""
+    """A running `ballast up` process."""
 
     def __init__(self, log: Path, *arguments: str) -> None:
         self._stderr = log
@@ -43,13 +43,13 @@ class Up:
                 stdout=subprocess.PIPE,
                 stderr=stderr,
                 text=True,
-                # What a killed launcher cannot remove lies where pytest does.
+                # A killed launcher cannot remove its temporary files, so they are put into pytest's folder.
                 env={**os.environ, "TMPDIR": str(log.parent)},
             )
         self.address = ""
 
     def wait_ready(self) -> str:
-        """The line on standard output."""
+        """Waits for the ready line on standard output; returns it."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         found = re.match(r"ready: .* at ([\d.:, ]+) \(logs", line)
@@ -65,7 +65,7 @@ class Up:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def wait(self, timeout_s: float = 120.0) -> tuple[int, str]:
-        """Exit status, and what stood on standard output behind the first line."""
+        """Returns the exit status and standard output after the ready line."""
         rest, _ = self.process.communicate(timeout=timeout_s)
         return self.process.returncode, rest
 
@@ -173,7 +173,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
     with up(tmp_path / "stderr", *arguments, "--log-dir", str(tmp_path / "logs")) as process:
         assert process.wait_ready().count("\n") == 1
         children = process.children()
-        assert len(children) == 7  # state server, monitor, planner, worker, dispatcher, gateway; what forks them
+        assert len(children) == 7  # state server, monitor, planner, worker, dispatcher, gateway; their forker
         command = [sys.executable, "-m", "tools.cli.main", "generate", "x", "--address", process.address]
         command += ["--max-tokens", str(LONG), "--ignore-eos", "--json"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as request:
@@ -193,7 +193,7 @@ def test_ctrl_c_lets_a_running_request_finish_and_leaves_nothing(model: Path, tm
 
 
 def until_running(address: str) -> None:
-    """Asked with the SDK: the command takes longer to start than a short answer takes."""
+    """Polls through the SDK, since starting the command would take longer than a short answer."""
     give_up_at_s = time.monotonic() + START_WITHIN_S
     with Client(address) as client:
         while client.status().running_request_count == 0:
@@ -221,7 +221,7 @@ def test_a_launcher_that_is_stopped_while_starting_leaves_nothing(
 @pytest.mark.rotating
 def test_a_worker_that_is_killed_under_load_comes_back_and_nobody_loses_a_token(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "32MiB"]
-    arguments += ["--dtype", "float64"]  # so many tokens may have near-ties in single precision
+    arguments += ["--dtype", "float64"]  # in single precision, this many tokens may have near-ties
     sampling = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)
     with up(tmp_path / "stderr", *arguments) as process:
         logs = Path(re.search(r"logs: ([^)]*)\)", process.wait_ready())[1])  # pyright: ignore[reportOptionalSubscript]
@@ -270,7 +270,7 @@ def test_a_service_that_cannot_stay_up_is_given_up_and_the_others_go_on(model: P
     arguments[1] = str(own)
     with up(tmp_path / "stderr", *arguments) as process:
         process.wait_ready()
-        (own / "config.json").rename(own / "gone.json")  # whoever starts from now on cannot
+        (own / "config.json").rename(own / "gone.json")  # a worker that starts from now on fails
         next(w for w in process.children() if named(w, "worker-1")).kill()
         until(lambda: "worker-1 is given up after 4 attempts" in process.stderr)
         with Client(process.address) as client:
@@ -285,7 +285,7 @@ def named(child: psutil.Process, name: str) -> bool:
 
 
 def is_program(child: psutil.Process) -> bool:
-    """Not the tether that starts it."""
+    """Whether the child is a service, and not the tether process that starts it."""
     return not any("tether" in part for part in child.cmdline())
 
 

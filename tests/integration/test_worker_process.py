@@ -1,4 +1,4 @@
-"""`python -m services.worker` as a process: start, refusal to start, drain, death of a dispatcher, metrics."""
+"""`python -m services.worker` as a process: startup, invalid configuration, drain, death of a dispatcher, metrics."""
 
 import asyncio
 import contextlib
@@ -40,7 +40,7 @@ from tools.model.tiny import make_tiny
 ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 120.0
 MAX_LEN = 16384
-LONG = 5000  # tokens: seconds, and half a minute on a busy machine
+LONG = 5000  # tokens: takes seconds, or half a minute on a busy machine
 SERVICE = "ballastpb.worker.v1.WorkerService"
 
 
@@ -69,7 +69,7 @@ def start(folder: Path, model_dir: Path, redis_url: str, *flags: str, name: str 
 
 
 async def line(child: ChildProcess, prefix: str) -> str:
-    """The first line with this beginning, once it is there."""
+    """Waits for the first log line that starts with `prefix`; returns it."""
     give_up_at_s = asyncio.get_running_loop().time() + START_TIMEOUT_S
     while (found := child.find_line(prefix)) is None:
         assert child.returncode is None, child.describe_end()
@@ -190,7 +190,7 @@ async def test_a_killed_dispatcher_frees_its_blocks(model: Path, state_url: str,
         finally:
             dispatcher.kill()
         await until_idle(worker.channel)
-        assert (await status_of(worker.channel)).load.generation_tokens_total < 3 * 15_000, "they ran on"
+        assert (await status_of(worker.channel)).load.generation_tokens_total < 3 * 15_000, "not aborted"
         await until_attached(worker.channel, 0)
         assert await worker.is_ready()
 
@@ -280,7 +280,7 @@ def edit_json(path: Path, **changes: object) -> None:
 
 
 def refusals(folder: Path, model_dir: Path, taken_port: int) -> dict[str, tuple[Path, tuple[str, ...]]]:
-    """What the one line on stderr must contain -> the model and the flags that it is about."""
+    """Expected part of the error line -> the model folder and the flags that cause it."""
     lacking, narrow, garbled, strange = (damaged(folder, model_dir, str(i)) for i in range(4))
     (lacking / "model-00002-of-00002.safetensors").unlink()
     edit_json(narrow / "config.json", intermediate_size=48)
@@ -306,7 +306,7 @@ def refusals(folder: Path, model_dir: Path, taken_port: int) -> dict[str, tuple[
     }
 
 
-# Imports once and starts a process for each line of arguments: importing takes two seconds, refusing hardly any time.
+# Imports once and forks a process per list of arguments, since importing takes two seconds and refusing almost none.
 REFUSE = """
 import json, os, sys
 from ballast.service.lifecycle import run_service
@@ -370,7 +370,7 @@ async def test_a_process_that_is_refused_says_so_too(model: Path, state_url: str
 
 
 class Gated:
-    """A model runner whose steps wait for the gate."""
+    """A model runner that waits for the gate before every step."""
 
     def __init__(self, runner: Any, gate: Gate) -> None:
         self._runner, self._gate = runner, gate

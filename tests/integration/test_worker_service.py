@@ -1,4 +1,4 @@
-"""The worker's gRPC service: real server, real engine, a dispatcher driven by hand."""
+"""The worker's gRPC service: real server, real engine, and a dispatcher controlled by the test."""
 
 import asyncio
 import contextlib
@@ -48,7 +48,7 @@ from tools.model.tiny import make_tiny
 
 WORKER, INCARNATION = WorkerId("w1"), Incarnation(41)
 MAX_LEN = 1024
-LONG = 900  # tokens: more than four seconds
+LONG = 900  # tokens: takes more than four seconds
 SMALL_WINDOW = (
     ("grpc.http2.bdp_probe", 0),
     ("grpc.http2.lookahead_bytes", 4096),
@@ -79,7 +79,7 @@ class Served:
 
 
 class Alone:
-    """A worker without a data plane: transitions have tests of their own."""
+    """A worker without a data plane; transitions are tested elsewhere."""
 
     def prepare(self, request: pb.PrepareRequest) -> None:
         raise Unavailable("data plane", "this worker has none")
@@ -113,7 +113,7 @@ class Alone:
 async def worker(
     model_dir: Path, compile_grammar: Callable[[Grammar], Future[Any]] | None = None
 ) -> AsyncGenerator[Served]:
-    """A channel to a worker whose steps take 5 ms. Any bug that the server reports fails the test."""
+    """A worker with steps of 5 ms, and a channel to it. Any bug that the server reports fails the test."""
     bugs: list[InvariantViolation] = []
     async with running_shell(model_dir, slow) as shell:
         servicer = WorkerServicer(
@@ -293,11 +293,11 @@ async def test_a_dispatcher_that_does_not_read_is_dropped(
 
     async with grpc.aio.insecure_channel(served.address, options=SMALL_WINDOW) as channel:
         lazy = await Attached.open(channel)
-        for handle in range(1, 9):  # with logprobs: more than the transport takes on its own
+        for handle in range(1, 9):  # with logprobs: more than the transport buffers
             await lazy.submit(handle, LONG, logprobs=20)
         await until_dispatchers(served.channel, 0)
         await until_idle(served.channel)
-        assert "dispatcher detached" in capsys.readouterr().out  # although the socket takes no more
+        assert "dispatcher detached" in capsys.readouterr().out  # although the socket is full
         assert (await status_of(served.channel)).load.generation_tokens_total < 8 * LONG
         with pytest.raises(Overloaded, match="20 outputs"):
             await lazy.ended(*range(1, 9))
@@ -317,7 +317,8 @@ async def test_drain_refuses_what_is_new(served: Served) -> None:
     assert new.reason is None
     assert (await status_of(served.channel)).load.draining
 
-    # Who attaches now is welcome, and told: a transition may still move requests here.
+    # A dispatcher that attaches now is accepted, since a transition may still move requests here, and learns of the
+    # drain.
     another = await Attached.open(served.channel)
     assert another.welcome.load.draining
     await another.submit(1, 40)
@@ -335,7 +336,7 @@ async def test_status_tells_who_it_is(served: Served, model: Path) -> None:
 
 
 async def test_orders_of_a_replaced_planner_are_refused(served: Served) -> None:
-    """Each kind of order, with a token below the highest one seen; what only asks is answered all the same."""
+    """Sends each kind of order with a token below the highest one seen; read-only calls are answered all the same."""
 
     stub = worker_pb2_grpc.WorkerServiceStub(served.channel)
     await stub.NamePartners(pb.NamePartnersRequest(), metadata=with_token(7))
@@ -365,7 +366,7 @@ async def test_orders_of_a_replaced_planner_are_refused(served: Served) -> None:
 
 
 def test_a_grammar_is_compiled_before_the_engine_gets_it(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large one takes seconds, in which nobody else would get a token."""
+    """Compiling a large grammar takes seconds, during which no other request may wait."""
     made: list[Grammars] = []
     threads: list[str] = []
     compiled = Grammars._compiled  # pyright: ignore[reportPrivateUsage]
@@ -423,7 +424,7 @@ async def test_requests_and_aborts_pass_those_whose_grammar_is_being_compiled(mo
         begun[0].set_result(None)
         [one] = await attached.ended(1)
         assert len(one.token_ids) == 4
-        await attached.submit(3, 10)  # the handle was given before
+        await attached.submit(3, 10)  # a reused handle, which is ignored
         await attached.submit(4, 1)
         await attached.ended(4)
         assert len(attached.heard[3].token_ids) == 0

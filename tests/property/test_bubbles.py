@@ -1,4 +1,4 @@
-"""What lookahead is for, on the real core in virtual time: pipelines that wait less, and answer sooner."""
+"""Lookahead batching on the real core in virtual time: smaller pipeline bubbles and earlier first tokens."""
 
 import random
 
@@ -11,7 +11,7 @@ from tests.support.virtual_pipeline import COST, PLENTY, Outcome, Pipeline
 
 
 def requests(seed: int, count: int, longest: int, answer: int) -> list[tuple[int, int]]:
-    """Half of the prompts are short, the others up to `longest`."""
+    """(prompt tokens, output tokens) of each request: half of the prompts are short, the others up to `longest`."""
     rng = random.Random(seed)
     ranges = [(20, longest // 10), (longest // 2, longest)]
     return [(rng.randint(*rng.choice(ranges)), rng.randint(2, answer)) for _ in range(count)]
@@ -45,7 +45,9 @@ def test_a_model_that_is_off_by_a_third_still_helps() -> None:
 
 
 def test_batches_that_cost_much_whatever_is_in_them_share_the_prompts_with_the_decodes() -> None:
-    """GPUs are like this: a batch of a few decodes takes a fifth of a full one, as all parameters are read."""
+    """A cost model like a GPU's: a batch of a few decodes takes a fifth of a full one's time, since all parameters are
+    read.
+    """
     gpu = CostModel(attention_s=9.5e-9, token_s=1.4e-4, chunk_s=1.84e-2, shared_s=1.84e-2, prefix_s=1.4e-7)
     for stages in (2, 4):
         wanted = requests(stages, 60 * stages, 1200, 200)

@@ -1,6 +1,7 @@
-"""Whole clusters in which anything breaks while layouts change: no token is wrong or lost, and all are well again.
+"""Whole clusters in which anything may fail while layouts change: no token is wrong or lost, and every cluster
+recovers.
 
-`make test-clusters CLUSTERS=200000` for many more.
+`make test-clusters CLUSTERS=200000` runs many more seeds.
 """
 
 import os
@@ -18,7 +19,7 @@ from services.worker.core.transition_messages import AbortRequested, LayersGiven
 from tests.support.cluster_campaign import story
 from tests.support.cluster_swarm import Kind
 
-SEEDS = 375  # of the gate, which runs a third of them for a commit
+SEEDS = 375  # default number of seeds; a commit's gate runs a third of them
 CHUNK = 125
 _SEEN = ("drop done", "restore done", "restore aborted", "moved", "stayed", "leaving", "parked", "waking")
 LONG_SEEDS = int(os.environ.get("BALLAST_CLUSTER_SEEDS", "8000"))
@@ -26,7 +27,7 @@ LONG_CHUNK = 500
 
 
 def run(first: int, last: int) -> tuple[Counter[str], set[str]]:
-    """What has become of transitions and migrations, and which kinds of trouble there were."""
+    """Counts of transitions, migrations and parkings by outcome, and the kinds of faults that occurred."""
     ended, kinds = Counter[str](), set[str]()
     for seed in range(first, last):
         told = story(seed)
@@ -38,7 +39,7 @@ def run(first: int, last: int) -> tuple[Counter[str], set[str]]:
 def are_well_again(first: int) -> None:
     ended, kinds = run(first, first + CHUNK)
     assert min(ended[what] for what in _SEEN) > 0, ended
-    assert len(kinds) > len(Kind) // 2, f"never came: {set(Kind) - kinds}"
+    assert len(kinds) > len(Kind) // 2, f"too few kinds of faults occurred; missing: {set(Kind) - kinds}"
 
 
 @pytest.mark.rotating
@@ -51,7 +52,7 @@ def test_a_cluster_is_well_again_after_its_faults(first: int) -> None:
 @pytest.mark.rotating
 @pytest.mark.timeout(1200)
 def test_what_happens_under_faults_is_what_the_tables_have(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each step of the tables is seen, but those whose causes this simulation does not have."""
+    """Every step of the transition tables occurs, except those whose causes this simulation lacks."""
     seen: Counter[tuple[Stage, Stage]] = Counter()
     gone: Counter[tuple[State, On | Then]] = Counter()
     go = Transition._go
@@ -69,7 +70,7 @@ def test_what_happens_under_faults_is_what_the_tables_have(monkeypatch: pytest.M
     are_well_again(0)
     steps = {(stage, following) for stage, row in STAGES.items() for following in row.next}
     assert steps - (+seen).keys() <= {(Stage.ABORTING, Stage.COMMITTING), (Stage.PREPARING, Stage.ABORTED)}
-    rare = (PeerLost, PreparationFailed, AbortRequested, LayersGivenUp)  # in each state; unit tests have them
+    rare = (PeerLost, PreparationFailed, AbortRequested, LayersGivenUp)  # rare in some states; unit tests cover them
     gone_to = {(state, way.to) for state, way in gone}
     for state, row in (*DROP.items(), *RESTORE.items()):
         common = [way for way in row.ways if way.to and (isinstance(way, Then) or way.event not in rare)]

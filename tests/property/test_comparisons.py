@@ -1,4 +1,4 @@
-"""Whatever workers and dispatchers tell, the planner gets an answer out of a comparison."""
+"""Whatever workers and dispatchers report, a comparison gives the planner an answer."""
 
 import math
 

@@ -1,6 +1,7 @@
-"""Monitors and planners in virtual time, without requests: who is in the layout when, and what load is told.
+"""Monitors and planners in virtual time, without requests: when workers are in the layout, and when overload is
+signalled.
 
-What they do when anything breaks is the campaign's: `test_cluster_faults`.
+Faults are covered by `test_cluster_faults`.
 """
 
 import itertools
@@ -21,13 +22,13 @@ from sim.world import World
 from tests.support.reporting_worker import load_report
 from tests.support.simulated import options
 
-_LATE_S = 0.1  # a delay of what is said, and a write
+_LATE_S = 0.1  # a delayed message, and a write
 
 
 @dataclass
 class Watched:
     world: World
-    written: list[tuple[float, Layout]]  # instant, and what watchers hear then
+    written: list[tuple[float, Layout]]  # time, and the layout that watchers receive
 
     def run(self, until_s: float) -> None:
         clock = self.world.clock
@@ -85,7 +86,7 @@ def test_a_new_monitor_does_not_declare_everybody_lost() -> None:
 
 
 def load_is(monkeypatch: pytest.MonkeyPatch, blocks: Callable[[], int]) -> None:
-    """Of every worker, as it reports it."""
+    """Makes every worker report a load of `blocks()`."""
 
     def load(_: SimInstance) -> LoadReport:
         return load_report(blocks())

@@ -1,4 +1,4 @@
-"""Any history of drops, restores and windows leaves the books right and every byte where it belongs."""
+"""In any history of drops, restores and windows, the accounting stays consistent and every byte in its place."""
 
 from collections.abc import Collection, Iterable, Sequence
 from typing import Any
@@ -18,16 +18,16 @@ from services.worker.memory.kv_cache import KvWindow
 from tests.unit.worker.memory.models import LAYERS, OTHERS, fill_layer, open_small
 from tests.unit.worker.memory.simulated_driver import SimulatedDriver
 
-Values = dict[int, float]  # block -> value that it is filled with
+Values = dict[int, float]  # block -> value it is filled with
 
 
 class MemoryMachine(RuleBasedStateMachine):
-    """Writes a different value into every block it uses, and knows which blocks and layers must be intact."""
+    """Writes a distinct value into every block that it uses, and tracks which blocks and layers must be intact."""
 
     def __init__(self) -> None:
         super().__init__()
         self.memory: DeviceMemory = open_small(self.make_backend())
-        self.checksums: dict[int, bytes] = {}  # layer -> checksum of its right contents
+        self.checksums: dict[int, bytes] = {}  # layer -> checksum of its intact contents
         for layer in range(LAYERS):
             fill_layer(self.memory, layer)
             self.checksums[layer] = self.memory.parameters.layer_checksum(layer)
@@ -36,9 +36,9 @@ class MemoryMachine(RuleBasedStateMachine):
                 tensor.fill_(0.25)
         self.part_checksums = {name: self.memory.parameters.part_checksum(name) for name in OTHERS}
         self.addresses = [self.memory.kv.layer(i).data_ptr() for i in range(LAYERS)]
-        self.used: Values = {}  # in every layer that the window in force holds
+        self.used: Values = {}  # in every layer of the current window
         self.used_leaving: Values = {}
-        self.used_retired: dict[int, Values] = {}  # layer -> what it had when it was given up
+        self.used_retired: dict[int, Values] = {}  # layer -> its values when it was dropped
         self.next_value = 1.0
 
     def make_backend(self) -> MemoryBackend:
@@ -68,8 +68,8 @@ class MemoryMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.memory.kv.retired_layers)
     @rule(data=st.data())
-    def shrink_retired(self, data: Any) -> None:  # hypothesis names the type of `data()` in private only
-        """Every layer given up has the same blocks, as far as it has any."""
+    def shrink_retired(self, data: Any) -> None:  # hypothesis keeps the type of `data()` private
+        """Shrinks the retired layers to blocks below `target`, with the same moves in each layer."""
         ends = {block for values in self.used_retired.values() for block in values}
         target = data.draw(st.integers(0, max(ends, default=-1) + 1))
         moves = self.compaction(ends, target, self.memory.kv.window)
@@ -89,7 +89,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.memory.leaving is None and not self.memory.kv.retired_layers)
     @rule(data=st.data())
     def make_room(self, data: Any) -> None:
-        """What is said to be the most leaves room for all parameters, and for another window."""
+        """Even with `leaving_block_count` blocks kept, there is room for all parameters and another window."""
         memory = self.memory
         most = memory.leaving_block_count
         assert min(1, memory.kv.block_count) <= most <= memory.kv.block_count
@@ -164,7 +164,7 @@ class MemoryMachine(RuleBasedStateMachine):
     def free_block(self, data: Any) -> None:
         del self.used[data.draw(st.sampled_from(sorted(self.used)))]
 
-    # ------------------------------------------------------------ what always holds
+    # ------------------------------------------------------------ invariants
 
     @invariant()
     def the_books_balance(self) -> None:
@@ -199,7 +199,7 @@ class MemoryMachine(RuleBasedStateMachine):
             assert found.amin(1).tolist() == found.amax(1).tolist() == expected
 
     def compaction(self, used: Collection[int], target: int, window: KvWindow) -> list[tuple[int, int]]:
-        """Moves to below so many blocks of a window; blocks for which there is no room are not moved."""
+        """Moves of blocks to below `target` in the window; blocks without a free place are not moved."""
         room = range(window.first_block, window.first_block + target)
         free = [block for block in room if block not in used]
         return list(zip([block for block in sorted(used) if block not in room], free, strict=False))
@@ -214,7 +214,7 @@ class MemoryMachine(RuleBasedStateMachine):
 
 
 def moved(values: Values, moves: Sequence[tuple[int, int]], end: int) -> Values:
-    """What lies below `end` afterwards."""
+    """The values below `end` after the moves."""
     where = dict(moves)
     return {where.get(block, block): value for block, value in values.items() if where.get(block, block) < end}
 

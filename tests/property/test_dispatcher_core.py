@@ -1,6 +1,8 @@
-"""Arbitrary histories of a dispatcher: nothing is lost, doubled or skipped, and the books balance after every event.
+"""Arbitrary histories of a dispatcher: no token is lost, duplicated or skipped, and the books balance after every
+event.
 
-The machine plays the workers. A token is its own position in the answer, so a repeated or skipped one shows at once.
+The machine plays the workers. Each token is its own position in the answer, so that a repeated or skipped one is
+obvious.
 """
 
 from collections import Counter
@@ -33,15 +35,15 @@ LIMITS = Limits(
 
 @dataclass
 class PlayedWorker:
-    """What a worker knows: its requests in order of arrival, and the last handle it has read."""
+    """What a worker knows: its requests in order of arrival, and the last handle it has processed."""
 
     key: WorkerKey
     requests: dict[int, d.PlaceOnWorker] = field(default_factory=dict[int, d.PlaceOnWorker])
-    generated: dict[int, int] = field(default_factory=dict[int, int])  # handle -> tokens so far
+    generated: dict[int, int] = field(default_factory=dict[int, int])  # handle -> tokens generated so far
     unread: list[d.PlaceOnWorker] = field(default_factory=list[d.PlaceOnWorker])
     seen_handle: int = 0
-    asked_back: set[int] = field(default_factory=set[int])  # handles
-    preempted: set[int] = field(default_factory=set[int])  # handles, some of what is no more among them
+    asked_back: set[int] = field(default_factory=set[int])  # handles recalled by the dispatcher
+    preempted: set[int] = field(default_factory=set[int])  # handles, some of ended requests
 
     def read(self, count: int) -> None:
         for place in self.unread[:count]:
@@ -65,12 +67,12 @@ class DispatcherMachine(RuleBasedStateMachine):
             placement=PlacementRules(large_patience_s=1.0, scan_count=4),
             routing=RoutingRules(worker_queue_count=2, growth_tokens=16),
         )
-        self.linked: set[WorkerKey] = set()  # as ordered by Connect and Disconnect
-        self.workers: dict[WorkerKey, PlayedWorker] = {}  # those with a stream
+        self.linked: set[WorkerKey] = set()  # according to Connect and Disconnect
+        self.workers: dict[WorkerKey, PlayedWorker] = {}  # workers with a stream
         self.draining: set[WorkerKey] = set()
         self.layout: dict[str, int] = {}  # worker -> incarnation
-        self.groups: list[list[str]] = []  # each with its leader first
-        self.moved_at_s: dict[str, float] = {}  # request -> when a worker last said that it had handed it over
+        self.groups: list[list[str]] = []  # leader first in each group
+        self.moved_at_s: dict[str, float] = {}  # request -> when a worker last reported handing it over
         self.accepted: set[str] = set()
         self.ended: Counter[str] = Counter()
         self.tokens: dict[str, int] = {}  # request -> tokens delivered
@@ -86,7 +88,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     self.linked.remove(worker)
                     self.workers.pop(worker, None)
                 case d.PlaceOnWorker():
-                    worker = self.workers[command.worker]  # a KeyError: placed where nobody listens
+                    worker = self.workers[command.worker]  # KeyError: placed on a worker without a stream
                     if command.expects_handover:
                         assert command.request.request_id in self.moved_at_s
                     else:
@@ -100,7 +102,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                     book = self.story.core.fleet.get(key_)
                     if worker is not None and book is not None and handle in book.placed:
                         assert handle in worker.preempted or book.placed[handle].first_token_at_s is None
-                        worker.asked_back.add(handle)  # it has it until it says so
+                        worker.asked_back.add(handle)  # the worker has it until it confirms
                     elif worker is not None:
                         worker.requests.pop(handle, None)
                         worker.unread = [place for place in worker.unread if place.handle != handle]
@@ -140,7 +142,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         answered=st.sampled_from([None, None, 0, 3, 16]),
     )
     def submit(self, prompt: int, priority: PriorityClass, patience_s: float, answered: int | None) -> None:
-        """`answered`: another dispatcher has died, which was serving the request and had so many tokens."""
+        """`answered`: tokens already delivered by another dispatcher, which was serving the request and has died."""
         name = f"r{self.serial}"
         self.serial += 1
         self.tokens[name] = answered or 0
@@ -184,7 +186,7 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @rule(one=st.sampled_from(NAMES), other=st.sampled_from(NAMES), behind=st.booleans())
     def merge(self, one: str, other: str, behind: bool) -> None:
-        """Their groups become one, in either order."""
+        """Merges the groups of the two workers, in either order."""
         found = [group for group in self.groups if one in group or other in group]
         if len(found) == 2:
             first, second = found if behind else reversed(found)
@@ -273,7 +275,7 @@ class DispatcherMachine(RuleBasedStateMachine):
                 incarnation=worker.key.incarnation,
             )
         )
-        if moved and data.draw(st.booleans()):  # said twice
+        if moved and data.draw(st.booleans()):  # reported twice
             answer = self.story.raw_step(
                 worker.key.worker_id,
                 {},
@@ -326,7 +328,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data(), preempts=st.booleans())
     @precondition(lambda self: self.busy)
     def nothing_moves(self, data: st.DataObject, preempts: bool) -> None:
-        """A worker has read everything and lets nobody in: who waits there may be asked back."""
+        """A worker has read everything and admits no request, so that its waiting requests may be recalled."""
         crowded = data.draw(st.sampled_from(self.busy))
         worker = self.workers[crowded]
         worker.read(len(worker.unread))
@@ -349,7 +351,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(handle=st.integers(0, 50), data=st.data())
     @precondition(lambda self: self.workers)
     def say_something_stale(self, handle: int, data: st.DataObject) -> None:
-        """About a handle that this worker does not have, or from another life of it."""
+        """Reports about a handle that this incarnation of the worker does not have."""
         worker = self.workers[data.draw(st.sampled_from(sorted(self.workers)))]
         known = worker.requests.keys() | {place.handle for place in worker.unread}
         if handle in known:
@@ -377,7 +379,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert not tracked.moving or self.moved_at_s[name] + LIMITS.move_wait_s > self.story.now_s, f"{name} waits"
         assert self.story.core.next_timer_s() > self.story.now_s
 
-    # ------------------------------------------------------------------ laws
+    # ------------------------------------------------------------------ invariants
 
     @invariant()
     def every_accepted_request_is_here_or_has_ended_once(self) -> None:

@@ -1,4 +1,4 @@
-"""Drop plans over arbitrary clusters: complete, contiguous, honest about memory, no worse a split than brute force."""
+"""Drop plans for arbitrary clusters are complete, contiguous and within memory; splits are as good as brute force."""
 
 import itertools
 import random
@@ -16,7 +16,7 @@ from tests.support.drop_plans import acceptable_splits, after, group, kept_bytes
 
 @st.composite
 def clusters(draw: st.DrawFn, max_groups: int = 7) -> Snapshot:
-    """Single instances and pipelines, some of which still hold more than they execute; memory and loads differ."""
+    """Single instances and pipelines of different memory and load; some members hold more layers than they execute."""
     layer_count = draw(st.integers(1, 8))
     shape = model(
         layer_count,
@@ -34,7 +34,7 @@ def clusters(draw: st.DrawFn, max_groups: int = 7) -> Snapshot:
         for i, (first, last) in enumerate(itertools.pairwise(bounds)):
             extra = draw(st.sets(st.integers(0, layer_count - 1), max_size=1)) if len(bounds) > 2 else set[int]()
             held = tuple(sorted({*range(first, last), *extra}))
-            # Room for a full copy with its rounding to extents, so that every drop keeps within the budget.
+            # Room for a full copy, rounded up to extents, so that every drop stays within the budget.
             budget_bytes = shape.copy_bytes + 600 + 64 * layer_count + draw(kv_bytes)
             members.append(InstanceState(WorkerId(f"w{g}{'abc'[i]}"), budget_bytes, first, last, held))
         used = draw(st.integers(0, 30))
@@ -71,7 +71,9 @@ def check_plan(snapshot: Snapshot, done: DropPlan) -> Snapshot:
 
 
 def check_exchange(snapshot: Snapshot, then: Snapshot, done: DropPlan) -> None:
-    """KV of a sequence and layer travels when the layer's holder in its group changes."""
+    """Checks `exchange_bytes`: a layer's KV of a group is sent if, in the new group, another member executes that
+    layer.
+    """
     new_holder = {
         (m.worker_id, layer): holder.worker_id
         for g in then.groups
@@ -93,7 +95,7 @@ def check_exchange(snapshot: Snapshot, then: Snapshot, done: DropPlan) -> None:
 @given(clusters(), st.integers(0, 60_000), st.sampled_from([0.0, 0.65]))
 def test_every_plan_is_sound(snapshot: Snapshot, needed_bytes: int, tolerable_shortfall: float) -> None:
     then = check_plan(snapshot, by_need(snapshot, needed_bytes, tolerable_shortfall=tolerable_shortfall))
-    check_plan(then, by_need(then, needed_bytes // 2))  # pipelines are merged further
+    check_plan(then, by_need(then, needed_bytes // 2))  # now pipelines are merged further
 
 
 @settings(max_examples=100, deadline=None)

@@ -1,4 +1,4 @@
-"""Small worlds, searched to their last state."""
+"""Small models whose states are searched exhaustively."""
 
 import os
 
@@ -16,7 +16,7 @@ from tests.support.exhaustive import Broken, search
 from tests.support.planner_handover import Handover
 from tests.support.request_ownership import Ownership
 
-LIMIT = int(os.environ.get("BALLAST_STATES", "2000"))  # all of them: 10,000 with 3 losses of a request
+LIMIT = int(os.environ.get("BALLAST_STATES", "2000"))  # all states: 10,000, with 3 losses of a request
 
 
 def test_a_request_has_one_owner_and_one_ending_in_whatever_order_things_come() -> None:
@@ -64,7 +64,9 @@ def test_a_token_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_an_abort_that_does_not_wait_for_a_prepared_member_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The fault needs a member that fails, another one that is prepared, and a lost call: campaigns hardly meet it."""
+    """The fault requires a failing member, another one that is prepared, and a lost call, which random campaigns rarely
+    hit.
+    """
     is_through = Coordinator._is_through
 
     def hasty(self: Coordinator, worker_id: WorkerId) -> bool:

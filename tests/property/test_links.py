@@ -1,4 +1,4 @@
-"""Whatever is queued, cancelled and moved: every byte goes once, in order, and nobody waits for ever."""
+"""Whatever is queued, cancelled or moved: every byte is sent once, in order, and no transfer waits forever."""
 
 import ctypes
 
@@ -19,7 +19,7 @@ BULK = st.sampled_from([TrafficClass.KV, TrafficClass.CHECKPOINT, TrafficClass.P
 
 
 class ScheduleMachine(RuleBasedStateMachine):
-    """Keeps its own, simpler account of what is waiting and how long it has been passed over."""
+    """Compares the schedule with its own simpler model of what waits and for how long it has been passed over."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     def use(self, transfer: int, offset: int, limit: int, share: float) -> None:
         traffic, sent, total = self.left[transfer]
-        assert offset == sent, "bytes leave in order, none twice, none skipped"
+        assert offset == sent, "bytes must be sent in order, each once"
         assert 0 < limit <= min(CHUNK_BYTES, total - sent)
         highest = min(self.waiting_classes())
         assert traffic is highest or self.passed_over[traffic] >= PATIENCE_CHUNKS
@@ -104,7 +104,7 @@ class ScheduleMachine(RuleBasedStateMachine):
 
     @invariant()
     def no_class_starves(self) -> None:
-        # Two lower classes can be due at once, so the second waits for one chunk more.
+        # Two lower classes can be due at once, so that the second one waits for one more chunk.
         assert all(passed <= PATIENCE_CHUNKS + 2 for passed in self.passed_over.values())
 
 
@@ -121,10 +121,10 @@ TestSchedule.settings = settings(max_examples=60, stateful_step_count=60, deadli
 def test_on_a_slow_link_an_urgent_message_waits_for_one_chunk(
     coming: list[tuple[int, int]], chunk_bytes: int, late_by: list[int]
 ) -> None:
-    """I4, whenever messages come and however late either lane looks; bulk always has something to send."""
+    """I4, whenever messages arrive and however late either lane polls; bulk always has something to send."""
     wire = Wire(1.0)
     coming = sorted(coming)
-    waiting: list[tuple[int, int, int]] = []  # since, size, chunks that had begun when it came
+    waiting: list[tuple[int, int, int]] = []  # arrival, size, number of chunks begun before it
     chunks, now_s, looks = 0, 0.0, 0
     while coming or waiting:
         while coming and coming[0][0] <= now_s:
@@ -132,13 +132,13 @@ def test_on_a_slow_link_an_urgent_message_waits_for_one_chunk(
             wire.urgent_waits()
             waiting.append((since, size, chunks))
         if wire.take(chunk_bytes, urgent=False, since_s=0.0, at_s=now_s) is not None:
-            assert not waiting, "bulk went before an urgent message"
+            assert not waiting, "a bulk chunk was sent before a waiting urgent message"
             chunks += 1
         elif waiting:
             since, size, chunks_before = waiting[0]
             if wire.take(size, urgent=True, since_s=since, at_s=now_s) is not None:
                 waiting.pop(0)
-                assert chunks == chunks_before, "only the chunk that was crossing may be before it"
+                assert chunks == chunks_before, "only the chunk in flight may precede an urgent message"
         looks += 1
         now_s = max(now_s, min([wire.free_at_s, *[at for at, _ in coming[:1]]])) + late_by[looks % len(late_by)]
 
@@ -151,7 +151,7 @@ def test_on_a_slow_link_an_urgent_message_waits_for_one_chunk(
     st.sampled_from([64 << 10, 1 << 20]),
 )
 def test_bytes_survive_any_cut_on_either_side(sizes: list[int], cuts: list[int], limit: int, least: int) -> None:
-    """What a sender takes apart by its pieces, a receiver puts together by its own."""
+    """Sender and receiver may split the same bytes into different pieces."""
     total = sum(sizes)
     whole = torch.arange(total, dtype=torch.int64).to(torch.uint8)
     source = Pieces([part.clone() for part in whole.split(sizes)] if sizes else [], "source")

@@ -1,5 +1,5 @@
-"""Long answers fill memory for minutes, so parameters are dropped and come back while much is held: every check, in the
-simulator. `BALLAST_LONG_ANSWERS=200 pytest -m slow tests/property/test_long_answers.py` runs more of them.
+"""Long answers occupy memory for minutes, so that parameters are dropped and restored while much KV is held. Simulated
+with every check. `BALLAST_LONG_ANSWERS=200 pytest -m slow tests/property/test_long_answers.py` runs more of them.
 """
 
 import os
@@ -27,7 +27,7 @@ def judge(seed: int) -> None:
 
 @pytest.mark.rotating
 def test_what_stays_after_a_restore_lies_where_all_layers_have_kv() -> None:
-    """This one has a sequence that starts over and was in the way of one that stayed when blocks were arranged."""
+    """With this seed, a sequence that started over once occupied blocks needed by one that stayed."""
     judge(20)
 
 
@@ -38,8 +38,8 @@ def test_many_more_of_them(seed: int) -> None:
 
 
 def beside_long_answers(seed: int) -> list[Arrival]:
-    """Some answers of thousands of tokens, and a burst of short ones minutes later: what it drops comes back beside
-    them.
+    """A few answers of thousands of tokens, and minutes later a burst of short ones that causes a drop; the restore
+    happens while the long answers run.
     """
     rng = random.Random(seed)
     arrivals = [Arrival(1.0 + 2 * i, 300, rng.randint(8000, 18_000)) for i in range(rng.randint(3, 7))]
@@ -51,7 +51,7 @@ def beside_long_answers(seed: int) -> list[Arrival]:
 
 
 def restore_beside_long_answers(seed: int) -> float:
-    """Nobody is given up for waiting. Returns the longest time between two tokens, s."""
+    """Checks that no member is given up for waiting. Returns the longest time between two tokens, in seconds."""
     wanted = replace(options(cluster="2xA100-40G", check_every=20_000), model=find_model("Qwen2.5-14B"))
     run = World(wanted, beside_long_answers(seed)).run()
     assert all(record.outcome is Outcome.FINISHED for record in run.records)
@@ -59,7 +59,7 @@ def restore_beside_long_answers(seed: int) -> float:
     return max(after - before for record in run.records for before, after in pairwise(record.token_times_s))
 
 
-# In the second what runs is too much for two members, and soon more; in the third long ones fill one of two.
+# Seed 11: running requests soon outgrow two members. Seed 52: long answers fill one of two members.
 @pytest.mark.rotating
 @pytest.mark.parametrize("seed", [6, 11, 52])
 def test_long_answers_go_on_while_parameters_come_back_and_then_move_with_their_kv(seed: int) -> None:

@@ -1,4 +1,4 @@
-"""Whatever a record says comes back from its message, by way of bytes."""
+"""Every record survives a round trip through the bytes of its message."""
 
 import math
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ MAPPERS: dict[str, mapping.Mapper[Any, Any]] = {
 }
 
 _TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
-_SINGLE = st.floats(width=32, allow_nan=False)  # a logprob is no double on the wire
+_SINGLE = st.floats(width=32, allow_nan=False)  # logprobs are single precision on the wire
 
 st.register_type_strategy(int, st.integers(0, 2**31 - 1))
 st.register_type_strategy(float, _SINGLE)
@@ -55,7 +55,7 @@ st.register_type_strategy(
 
 @pytest.fixture(scope="module", autouse=True)
 def no_checks() -> Iterator[None]:
-    """What makes no sense travels as well; what is refused is another test's matter."""
+    """Disables validation, since invalid values must survive the round trip, too; refusals are tested elsewhere."""
     with pytest.MonkeyPatch.context() as patch:
         for mapper in MAPPERS.values():
             patch.setattr(mapper, "_check", None)
@@ -74,7 +74,7 @@ def test_a_record_comes_back_as_it_was(name: str, data: st.DataObject) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Comparable: floats that are equal are equal, whichever zero they are."""
+    """A form that compares equal for equal records, with -0.0 taken for 0.0."""
     if is_dataclass(value):
         return type(value).__name__, {f.name: _plain(getattr(value, f.name)) for f in fields(value)}
     if isinstance(value, tuple):

@@ -1,4 +1,4 @@
-"""Arbitrary histories, in any order and repeated, against the monitor's and the planner's core."""
+"""Arbitrary histories of events, in any order and repeated, for the cores of monitor and planner."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,7 +21,9 @@ PAUSES_S = st.sampled_from([0.0, 0.01, 0.2, 1.0, 5.0])
 
 
 def _layout(epoch: int, *groups: tuple[tuple[str, int], ...]) -> Layout:
-    """Each group: (worker, its life) in stage order, one layer each; the last stage has the rest of four."""
+    """Each group: (worker, incarnation) in stage order, with one layer each; the last stage has the rest of four
+    layers.
+    """
     found: list[Group] = []
     for group in groups:
         ends = [*range(1, len(group)), 4]
@@ -44,7 +46,7 @@ LAYOUTS = [
 
 
 class MonitorMachine(RuleBasedStateMachine):
-    """What watchers are told must make sense, whatever the streams bring."""
+    """What watchers receive must be consistent, whatever the streams deliver."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +60,7 @@ class MonitorMachine(RuleBasedStateMachine):
         self.core = MonitorCore(rules)
         self.now_s = 0.0
         self.token = 0
-        self.told: dict[WorkerId, Incarnation] = {}  # as a watcher from the beginning sees it
+        self.told: dict[WorkerId, Incarnation] = {}  # according to a watcher from the start
         self.newest: dict[WorkerId, Incarnation] = {}
 
     def tell(self, event: m.Event) -> list[m.Command]:
@@ -66,7 +68,7 @@ class MonitorMachine(RuleBasedStateMachine):
         for command in commands:
             match command:
                 case m.Publish(m.InstanceUp(instance)):
-                    assert instance.incarnation >= self.newest.get(instance.worker_id, 0), "an old life came up"
+                    assert instance.incarnation >= self.newest.get(instance.worker_id, 0), "an old incarnation came up"
                     self.newest[instance.worker_id] = instance.incarnation
                     assert self.told.get(instance.worker_id, instance.incarnation) == instance.incarnation
                     self.told[instance.worker_id] = instance.incarnation
@@ -85,7 +87,7 @@ class MonitorMachine(RuleBasedStateMachine):
     def announce(self, worker_id: WorkerId, incarnation: Incarnation, stream_id: int) -> None:
         instance = m.Instance(worker_id, incarnation, "host:1", model_info())
         bound = self.core._streams.get(stream_id)
-        if bound in (None, worker_id):  # a stream announces one worker only: the servicer sees to that
+        if bound in (None, worker_id):  # the servicer allows one worker per stream
             self.tell(m.Announced(self.now_s, "c", stream_id, instance))
 
     @rule(stream_id=STREAMS, draining=st.booleans())
@@ -138,7 +140,7 @@ class MonitorMachine(RuleBasedStateMachine):
 
 
 class PlannerMachine(RuleBasedStateMachine):
-    """A store with the rules of the real one; answers come late, wrong, or never."""
+    """Plays a store with the real one's rules, whose answers come late, wrong or never."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -150,7 +152,7 @@ class PlannerMachine(RuleBasedStateMachine):
         self.loads = 0
         self.write: p.WriteLayout | None = None
         self.newest: dict[WorkerId, Incarnation] = {}
-        self.asked: dict[str, int] = {}  # drains that wait for an answer: times asked
+        self.asked: dict[str, int] = {}  # unanswered drain requests: times asked
 
     def tell(self, event: p.Event) -> None:
         for command in self.core.handle(event):
@@ -196,7 +198,7 @@ class PlannerMachine(RuleBasedStateMachine):
             self.stored = p.StoredLayout(write.layout, write.model)
             self.written.append(write.layout)
             for member in (member for group in write.layout.groups for member in group.members):
-                assert member.incarnation >= self.newest.get(member.worker_id, 0), "an old life entered"
+                assert member.incarnation >= self.newest.get(member.worker_id, 0), "an old incarnation entered"
                 self.newest[member.worker_id] = member.incarnation
         if answer_is_lost:
             outcome = p.WriteOutcome.UNAVAILABLE
@@ -240,13 +242,13 @@ class PlannerMachine(RuleBasedStateMachine):
     def consistent(self) -> None:
         self.core.check()
         epochs = [layout.epoch for layout in self.written]
-        assert epochs == sorted(set(epochs)), "an epoch was written twice or went back"
+        assert epochs == sorted(set(epochs)), "an epoch was written twice or decreased"
         for layout in self.written[-1:]:
             layout.check()
         assert all(request_id in self.core._drains._by_request for request_id in self.asked)
 
     def teardown(self) -> None:
-        """Once everything answers, the planner comes to rest with what it wants, and every drain is answered."""
+        """Once everything answers, the layout becomes the one that the planner wants, and every drain is answered."""
         if not self.core.active:
             return
         self.snapshot(began=True)

@@ -1,4 +1,4 @@
-"""What holds for every history of demand."""
+"""Properties of overload and relief signals for every history of demand."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ STEPS_S = st.sampled_from([0.05, 0.2, 0.21, 0.5, 2.0])
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[ClusterDemand]:
-    """Any demand at any times, while groups merge and dissolve as they like."""
+    """Any demand at any times, while groups merge and dissolve at random."""
     at_s, merged, found = 0.0, False, list[ClusterDemand]()
     for step_s, level, toggles in draw(
         st.lists(st.tuples(STEPS_S, LEVELS, st.integers(0, 9)), min_size=1, max_size=150)
@@ -48,7 +48,9 @@ def run(history: list[ClusterDemand]) -> list[tuple[ClusterDemand, Signal]]:
 
 
 def transitions(said: list[tuple[ClusterDemand, Signal]], history: list[ClusterDemand]) -> list[float]:
-    """When one was asked for. A relief that an overload takes back before the groups have changed is none."""
+    """Times of signals that ask for a transition. A relief that an overload revokes before the groups change does not
+    count.
+    """
     asked = said
     taken_back = {
         one.at_s
@@ -110,7 +112,7 @@ def test_usage_was_low_for_the_whole_time_before_a_relief(history: list[ClusterD
 def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
     period_s: float, low: int, high: int, duty: float, smooth: bool
 ) -> None:
-    """Whoever listens drops at each Overload and restores at each Relief, half a second later."""
+    """The cluster drops on each Overload and restores on each Relief, half a second later."""
     pressure, merged, due_at_s = Pressure(RULES), False, math.inf
     changes: list[float] = []
     for i in range(600):
@@ -134,8 +136,8 @@ def test_an_oscillating_load_that_is_obeyed_flaps_no_faster_than_the_dwell_time(
 def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_interval(
     start: int, growth_per_step: int
 ) -> None:
-    """Once the growth is known, that is from the third sample on; until then only its level can tell."""
-    steps = (CAPACITY - start) // growth_per_step + 5  # it has to be told by the time that nothing is left
+    """The trend is known from the third sample on; until then only the level counts."""
+    steps = (CAPACITY - start) // growth_per_step + 5  # so many that memory is exhausted at the end
     history = [sample(i * STEP_S, start + growth_per_step * i) for i in range(1, steps)]
     first = next(one for one, signal in run(history) if isinstance(signal, Overload))
     alarming = next(
@@ -145,7 +147,7 @@ def test_steady_growth_is_told_before_capacity_is_exceeded_by_more_than_one_inte
         and one.wanted_bytes + (growth_per_step / STEP_S * RULES.horizon_s if count >= 3 else 0.0)
         > RULES.overload_threshold_fraction * CAPACITY + 1e-6
     )
-    assert first.at_s <= history[alarming - 1].at_s + 1e-9, "at the first alarming sample"
+    assert first.at_s <= history[alarming - 1].at_s + 1e-9, "overload must be signalled at the first alarming sample"
     if alarming >= 3:
         assert first.wanted_bytes <= RULES.overload_threshold_fraction * CAPACITY + growth_per_step
 
@@ -160,7 +162,7 @@ def test_no_overload_while_demand_stays_below(levels: list[int], ordered: bool) 
 @given(st.integers(850, 949), st.lists(st.integers(-10, 10), min_size=20, max_size=100))
 @settings(max_examples=200, deadline=None)
 def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: int, noise: list[int]) -> None:
-    """Near capacity, but neither a level nor a level plus the steepest slope of the noise over the horizon exceeds."""
+    """Near capacity, but below the threshold even if the noise's steepest slope is extrapolated over the horizon."""
     steepest_per_s = 20 / (RULES.trend_window_s / 2 - STEP_S)
     assume(level + 10 + steepest_per_s * RULES.horizon_s <= RULES.overload_threshold_fraction * CAPACITY)
     history = [sample(i * STEP_S, level) for i in range(10)]
@@ -179,7 +181,7 @@ def test_no_overload_for_noise_that_no_trend_carries_over_the_threshold(level: i
 def test_chance_seldom_looks_like_a_burst_and_a_burst_does(
     seed: int, slots: int, share: float, rules: PressureRules, most_alarms: int
 ) -> None:
-    """Requests arrive at random and fill a share of so many places; after 300 s four times as many arrive."""
+    """Requests arrive at random and fill `share` of `slots` places; after 300 s the rate quadruples."""
     rng, pressure = random.Random(seed), Pressure(rules)
     mean_s, burst_at_s = 2.0, 300.0
     arrival_s, queue, running = 0.0, list[float](), list[tuple[float, float]]()

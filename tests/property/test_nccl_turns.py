@@ -1,5 +1,5 @@
-"""Whatever is posted on both lanes and both sides, in whatever order, and however a communicator fails: both sides ask
-for the same, nothing but what was sent is delivered, every wait ends, and an activation waits for one chunk at most.
+"""Whatever is posted on both lanes and sides, in any order, and however a communicator fails: both sides post the same
+operations, only what was sent is delivered, every wait ends, and an activation waits for at most one chunk.
 """
 
 import random
@@ -19,7 +19,7 @@ from services.worker.links.ports import ChannelBroken
 from tests.support.fake_nccl import GARBAGE, Fate, HostStream, Wires, fates
 
 HISTORIES = 1000
-_BULK_BYTES = 64  # more than any activation has
+_BULK_BYTES = 64  # more than any activation
 
 
 @dataclass
@@ -46,7 +46,7 @@ class Pair:
     def close(self) -> None:
         for side in self.sides:
             side.abort()
-            assert not side._moves, "an abort has come back while memory may be touched"
+            assert not side._moves, "an abort returned while transfers may still access memory"
         for side in (*self.sides, *self.sides):
             side.destroy()
 
@@ -77,13 +77,13 @@ def test_whatever_becomes_of_a_communicator_nothing_but_what_was_sent_is_deliver
 
 
 def _history(chance: random.Random) -> list[bool]:
-    """Which of what was posted has been delivered."""
+    """Posts a random history. Returns for each posted operation whether it completed."""
     count = chance.randint(1, 8)
     drawn = fates(chance, count)
     pair = Pair(Wires(drawn, late_s=0.0005))
     steps, all_sent = _steps(pair, chance, count)
     dies = chance.random() < 0.3
-    patience_s = 0.02 if dies or Fate.NEVER_ENDS in drawn else 20.0  # nobody ends what waits for a dead peer
+    patience_s = 0.02 if dies or Fate.NEVER_ENDS in drawn else 20.0  # only an abort ends a wait for a dead peer
     broken = False
     for step in steps:
         try:
@@ -92,7 +92,7 @@ def _history(chance: random.Random) -> list[bool]:
             broken = True
             break
         if dies and chance.random() < 0.1:
-            pair.sides[chance.randrange(2)].abort()  # as the links do where a peer has died
+            pair.sides[chance.randrange(2)].abort()  # as links do if a peer has died
     if broken or dies or pair.wires.groups[0].is_aborted:
         pair.sides[0].abort()
     outcomes = list[bool]()
@@ -100,14 +100,14 @@ def _history(chance: random.Random) -> list[bool]:
         for posted in sent.ends():
             outcomes.append(_end(pair, posted, patience_s))
         if sent.receiving is not None and outcomes[-1]:
-            assert torch.equal(sent.target, sent.source), "garbage was delivered"
+            assert torch.equal(sent.target, sent.source), "corrupted data was delivered"
     pair.close()
-    assert not pair.wires.mismatched, "the two sides have not asked for the same"
+    assert not pair.wires.mismatched, "the two sides posted different operations"
     return outcomes
 
 
 def _end(pair: Pair, posted: Posted, patience_s: float) -> bool:
-    """Waits as links do: what takes too long breaks the link, at both sides."""
+    """Waits for `posted` like a link: a timeout breaks the link at both sides."""
     try:
         posted.wait(patience_s)
         return True
@@ -118,7 +118,9 @@ def _end(pair: Pair, posted: Posted, patience_s: float) -> bool:
 
 
 def _steps(pair: Pair, chance: random.Random, count: int) -> tuple[list[Callable[[], None]], list[Sent]]:
-    """Posts, in an order of which only this holds: each lane's payloads each way are posted in turn at both ends."""
+    """Posts in random order, except that each lane's payloads in each direction are posted in the same order at both
+    ends.
+    """
     queues: dict[tuple[Lane, int, bool], list[Callable[[], None]]] = {}
     all_sent = list[Sent]()
     for number in range(count):
@@ -147,7 +149,7 @@ def _receive(side: ChannelTurns, sent: Sent) -> None:
 
 @pytest.mark.parametrize("seed", range(40))
 def test_an_activation_waits_for_one_turn_at_most(seed: int) -> None:
-    """Bulk goes both ways all the time; activations come at any moment, from either side."""
+    """Bulk data is sent both ways all the time; activations are posted at random times, from either side."""
     chance = random.Random(seed)
     pair = Pair(Wires([Fate.LATE] * 200, late_s=0.0003))
     bulk = torch.ones(_BULK_BYTES, dtype=torch.uint8)
@@ -158,7 +160,7 @@ def test_an_activation_waits_for_one_turn_at_most(seed: int) -> None:
         activation = torch.full((number,), number, dtype=torch.uint8)
         with pair.wires.changed:
             sent = pair.send(rank, Lane.URGENT, activation)
-            begun = len(pair.wires.turns)  # the last of these may be under way
+            begun = len(pair.wires.turns)  # the last one may be under way
         assert all(is_delivered(end) for end in sent.ends())
         assert torch.equal(sent.target, activation)
         with pair.wires.changed:
@@ -166,7 +168,7 @@ def test_an_activation_waits_for_one_turn_at_most(seed: int) -> None:
         before = [
             turn for turn in later[: next(i for i, t in enumerate(later) if number in t)] if max(turn) >= _BULK_BYTES
         ]
-        assert len(before) <= 1, f"{before} of {later} went before it"
+        assert len(before) <= 1, f"{before} of {later} preceded the activation"
     assert all(is_delivered(end) for sent in waiting for end in sent.ends())
     pair.close()
 
@@ -183,9 +185,9 @@ def test_two_that_both_send_first_do_not_wait_for_each_other() -> None:
 
 
 def test_what_is_posted_meanwhile_goes_in_one_turn() -> None:
-    """A turn costs a word, two launches and a wait, however much goes."""
+    """A turn costs a message, two launches and a wait, whatever its size."""
     pair = Pair(Wires())
-    with pair.wires.changed:  # no turn ends
+    with pair.wires.changed:  # no turn can end
         sent = [pair.send(0, Lane.BULK, torch.full((9,), number, dtype=torch.uint8)) for number in range(8)]
     assert all(is_delivered(end) for each in sent for end in each.ends())
     assert all(torch.equal(each.target, each.source) for each in sent)

@@ -1,4 +1,6 @@
-"""Offline work changes nothing for online work: two histories of the same events, one of them with offline requests."""
+"""Offline work does not affect online work: compares two histories with the same online events, one with offline
+requests.
+"""
 
 import dataclasses
 import random
@@ -25,7 +27,7 @@ COST = CostModel(attention_s=1e-6, token_s=1e-5, chunk_s=0.01, shared_s=0.0099, 
 
 
 class Played:
-    """A dispatcher's core between clients and workers that are played; what it says of online requests is kept."""
+    """A dispatcher's core with played clients and workers; records its commands about online requests."""
 
     def __init__(self, *, offline: bool) -> None:
         self.offline = offline
@@ -54,7 +56,7 @@ class Played:
                         self.on.pop(name, None)
                     if name.startswith("online"):
                         self.told.append((type(command).__name__, name))
-                case d.AbortOnWorker(worker=worker_key, handle=handle):  # handles count offline requests, too
+                case d.AbortOnWorker(worker=worker_key, handle=handle):  # handles also count offline requests
                     worker = self.core.fleet.get(worker_key)
                     asked_back = None if worker is None else worker.placed.get(handle)
                     if asked_back is not None and not asked_back.offline:
@@ -67,7 +69,7 @@ class Played:
 
 
 def _events(rng: random.Random, played: Played, step: int) -> None:
-    """One event, the same in both worlds as far as it is about online work; offline ones come beside it."""
+    """One event. Its online part is the same in both histories; offline requests are added to it."""
     story, core = played.story, played.core
     story.now_s += rng.choice((0.0, 0.01, 0.3))
     choice, name = rng.random(), rng.choice("ab")
@@ -155,7 +157,7 @@ def test_a_dispatcher_says_of_online_requests_what_it_says_without_offline_ones(
 
 
 class Fed:
-    """A worker's core whose online requests come at the same steps in both worlds."""
+    """A worker's core whose online requests arrive at the same steps in both histories."""
 
     def __init__(self, seed: int, *, offline: bool, swaps_online: bool = False) -> None:
         rng = random.Random(seed)
@@ -171,7 +173,7 @@ class Fed:
         )
         harvest = Harvest(lambda: COST, rng.choice((0.0, 0.25, 2.0)), for_all(tpot_s=rng.choice((None, 0.02))))
         self.made = made = Driver(bounds, rng.choice((12, 20, 40)), harvest=harvest)
-        self.steps: list[list[tuple[int, int, int]]] = []  # of each: online request, first position, tokens
+        self.steps: list[list[tuple[int, int, int]]] = []  # per step: (online request, first position, tokens)
         self._online: dict[int, int] = {}  # sequence -> number
         self._count = 0
         made.open(1)
@@ -190,7 +192,7 @@ class Fed:
         self.made.submit(prompt, greedy(rng.randrange(1, 12)), priority=priority)
 
     def _only_copies(self, execute: Execute) -> bool:
-        """Of what online sequences see."""
+        """Whether, for online sequences, the batch only copies KV."""
         computes = any(part.sequence_id in self._online for part in execute.batch.slices)
         return not computes and any(copy.sequence_id in self._online for copy in execute.batch.copies)
 
@@ -199,7 +201,7 @@ class Fed:
         before = {s.sequence_id for s in scheduler.offline}
         done = len(made.executed)
         while (execute := made.step()) is not None and self._only_copies(execute):
-            pass  # alone, what online sequences have copied needs no step if nothing else is to be done
+            pass  # without offline work, such copies do not need a step of their own
         parts = [part for execute in made.executed[done:] for part in execute.batch.slices]
         self.steps.append(
             [

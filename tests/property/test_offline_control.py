@@ -1,6 +1,6 @@
-"""Whatever offline work workers report, monitors and planners say and do what they would without it.
+"""Offline work that workers report does not affect what monitors and planners do.
 
-BALLAST_OFFLINE_SEEDS says how many histories of each policy, BALLAST_OFFLINE_FIRST_SEED which is the first.
+BALLAST_OFFLINE_SEEDS sets the number of histories per policy, BALLAST_OFFLINE_FIRST_SEED the first seed.
 """
 
 import os
@@ -25,7 +25,7 @@ SEEDS = range(FIRST_SEED, FIRST_SEED + int(os.environ.get("BALLAST_OFFLINE_SEEDS
 def _told(
     policy: str, seed: int, patch: pytest.MonkeyPatch, beside: Callable[[LoadReport], LoadReport]
 ) -> list[object]:
-    """What is raised, planned, written and predicted while four workers report loads drawn from the seed."""
+    """The monitor's signals, the planner's transitions and the layouts, while four workers report random loads."""
     made = replace(options(policy, cluster="4xA100-40G", seed=seed), check_every=0)
     world = World(made, [])
 
@@ -67,4 +67,4 @@ def test_control_planes_do_what_they_would_do_without_offline_work(
 
     alone = _told(policy, seed, monkeypatch, lambda report: report)
     assert _told(policy, seed, monkeypatch, busy) == alone
-    assert alone[0], "nothing was told: this history shows nothing"
+    assert alone[0], "without any signal this history proves nothing"

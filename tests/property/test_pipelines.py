@@ -1,6 +1,6 @@
-"""Groups that merge and split while requests run: whatever happens, their tokens are those of the undisturbed ones.
+"""Groups merge and split while requests run: whatever happens, the tokens are those of undisturbed requests.
 
-A history is drawn from its seed (see tests.support.pipeline_history): a failure is repeated with `tell(seed)`.
+A history is drawn from its seed (see tests.support.pipeline_history): to reproduce a failure, use `tell(seed)`.
 """
 
 from hypothesis import Phase, given, settings
@@ -16,7 +16,7 @@ def test_no_history_changes_a_token_loses_an_ending_or_keeps_a_block(seed: int) 
 
 
 def test_histories_go_where_it_hurts() -> None:
-    played = [History(seed).play() for seed in (*range(11), 15)]  # 15: long prompts, by lookahead
+    played = [History(seed).play() for seed in (*range(11), 15)]  # 15: long prompts, with lookahead
     for name in ("merge", "split", "carry", "lose_kv", "claims", "roll_back", "shrink", "lose_stream"):
         assert sum(history.counts[name] for history in played) >= 5, name
     assert sum(history.cluster.resumed_from_kv for history in played) >= 50

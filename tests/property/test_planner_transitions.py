@@ -1,4 +1,4 @@
-"""The planner's core with transitions: whatever members, store, monitor and operators do, and in whatever order."""
+"""The planner's core with transitions, whatever members, store, monitor and operators do, in any order."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,7 +28,7 @@ FORWARD = {
 
 
 class TransitionMachine(RuleBasedStateMachine):
-    """Members go through the phases that the planner's calls allow; answers come late, wrong, or never."""
+    """Members go through the phases that the planner's calls allow; answers arrive late, wrong or never."""
 
     policy = OverloadPolicy.DROP
 
@@ -41,12 +41,12 @@ class TransitionMachine(RuleBasedStateMachine):
         self.now_s = 0.0
         self.token = 10_000
         self.stored: p.StoredLayout | None = None
-        self.writes: list[p.WriteLayout | p.WriteJournal] = []  # under way
+        self.writes: list[p.WriteLayout | p.WriteJournal] = []  # in progress
         self.loads = 0
         self.reads: list[p.ReadLoads] = []
         self.lives: dict[WorkerId, int] = {}
         self.dead: set[WorkerId] = set()
-        self.phases: dict[tuple[WorkerId, int, int], Phase] = {}  # (worker, life, epoch) -> as that life sees it
+        self.phases: dict[tuple[WorkerId, int, int], Phase] = {}  # (worker, incarnation, epoch) -> phase
         self.in_force: list[Layout] = []
         self.requests = 0
         self.probes: list[p.ProbeInstance] = []
@@ -78,7 +78,7 @@ class TransitionMachine(RuleBasedStateMachine):
                     pass
 
     def called(self, command: p.CallMember) -> None:
-        """A call arrives, or it does not: `answer` decides what of it the planner hears."""
+        """Delivers a call to its member, unless that incarnation is gone. Members answer in a rule of their own."""
         worker_id, epoch = command.member.worker_id, command.journal.epoch
         if worker_id in self.dead or self.lives.get(worker_id) != command.member.incarnation:
             return
@@ -90,14 +90,14 @@ class TransitionMachine(RuleBasedStateMachine):
             case p.WorkerCall.COMMIT if phase is Phase.PREPARED:
                 assert self.stored is not None
                 assert self.stored.journal is not None
-                assert self.stored.journal.epoch >= epoch, "commit is told before it is decided"
-                assert any(layout.epoch == epoch for layout in self.in_force), "commit is told before it is decided"
+                assert self.stored.journal.epoch >= epoch, "commit was called before the journal recorded it"
+                assert any(layout.epoch == epoch for layout in self.in_force), "commit was called before it was stored"
                 self.phases[key] = Phase.COMMITTING
             case p.WorkerCall.ABORT if command.journal.stage is Stage.EXCHANGING:
-                assert command.journal.kind is TransitionKind.RESTORE, "only what dissolves gives way"
+                assert command.journal.kind is TransitionKind.RESTORE, "only a restore can be aborted while exchanging"
                 assert phase in (Phase.EXCHANGING, Phase.DONE)
             case p.WorkerCall.ABORT:
-                assert phase in (None, *_TAKEN_BACK), f"{worker_id} is to abort epoch {epoch} while {phase}"
+                assert phase in (None, *_TAKEN_BACK), f"{worker_id} was asked to abort epoch {epoch} while {phase}"
                 self.phases[key] = Phase.ABORTED
             case _:
                 pass
@@ -116,7 +116,7 @@ class TransitionMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.loads or self.writes or self.reads)
     @rule(fails=st.sampled_from([False, False, False, False, True]))
     def operate(self, fails: bool) -> None:
-        """One operation of the store or of the monitor ends."""
+        """Completes one operation of the store or of the monitor."""
         if self.writes:
             self.settle(fails)
         elif self.loads:
@@ -134,7 +134,7 @@ class TransitionMachine(RuleBasedStateMachine):
 
     @rule(pause_s=st.sampled_from([0.02, 0.3]))
     def time_goes_by(self, pause_s: float) -> None:
-        """And all operations that are under way end well."""
+        """Completes all operations in progress successfully, then lets `pause_s` pass."""
         while self.loads or self.writes or self.reads:
             self.operate(fails=False)
         self.fire(pause_s)
@@ -147,7 +147,7 @@ class TransitionMachine(RuleBasedStateMachine):
         self.tell(p.WriteSettled(self.now_s, "c", write, outcome))
 
     def carry_out(self, write: p.WriteLayout | p.WriteJournal) -> p.WriteOutcome:
-        """The rules of the real scripts."""
+        """Applies a write according to the rules of the real Redis scripts."""
         if write.token != self.token:
             return p.WriteOutcome.FENCED
         stored_epoch = self.stored.layout.epoch if self.stored else None
@@ -247,18 +247,18 @@ class TransitionMachine(RuleBasedStateMachine):
             self.tell(p.InstanceProbed(self.now_s, "c", probe.worker_id, probe.incarnation, found))
         self.tell(p.TimerFired(self.now_s, "c"))
 
-    # ------------------------------------------------------------ judgement
+    # ------------------------------------------------------------ invariants
 
     @invariant()
     def consistent(self) -> None:
         self.core.check()
         epochs = [layout.epoch for layout in self.in_force]
-        assert epochs == sorted(set(epochs)), f"an epoch was used twice or went back: {epochs}"
+        assert epochs == sorted(set(epochs)), f"an epoch was used twice or decreased: {epochs}"
         for layout in self.in_force[-1:]:
             layout.check()
 
     def teardown(self) -> None:
-        """Once everybody answers, every transition ends, every request is answered, and everybody alive serves."""
+        """Once all members answer, every transition ends, every request is answered, and every living worker serves."""
         self.token += 1000
         self.tell(p.LeadershipChanged(self.now_s, "c", self.token))
         self.tell(p.SnapshotBegan(self.now_s, "c"))
@@ -273,17 +273,17 @@ class TransitionMachine(RuleBasedStateMachine):
                 self.member(worker_id, "goes on")
             self.time_goes_by(0.3)
         self.consistent()
-        assert not self.core.conductor.busy, f"never ends: {self.core.conductor.record}"
-        assert not self.waiting, f"never answered: {self.waiting}"
+        assert not self.core.conductor.busy, f"the transition never ends: {self.core.conductor.record}"
+        assert not self.waiting, f"requests were never answered: {self.waiting}"
         groups = self.in_force[-1].groups if self.in_force else ()
         serving = {m.worker_id: m.incarnation for group in groups for m in group.members}
         ENDINGS.update(record.journal.stage for record in self.core.conductor.history)
         assert serving == {w: life for w, life in self.lives.items() if w not in self.dead}
         if self.policy is OverloadPolicy.STATIC_PIPELINE:
-            kept_out = self.core.kept_out.why(self.now_s)  # their groups broke soon after they were made
+            kept_out = self.core.kept_out.why(self.now_s)  # after their groups broke too soon
             fit = [g for g in groups if g.leader.worker_id not in kept_out]
             alone = [g for g in fit if len(g.members) == 1 and not g.leader.draining]
-            assert len(alone) < 2, f"they could form a pipeline: {groups}"
+            assert len(alone) < 2, f"more lone workers could form a pipeline: {groups}"
 
 
 class StaticPipelineMachine(TransitionMachine):
@@ -295,7 +295,7 @@ _TAKEN_BACK = (Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 
 
 def test_whatever_happens_transitions_keep_their_promises() -> None:
-    """And they do happen: a machine that never gets that far proves nothing."""
+    """Also checks that enough transitions end in each way, since a run without any would prove nothing."""
     ENDINGS.clear()
     run_state_machine_as_test(
         TransitionMachine, settings=settings(max_examples=250, stateful_step_count=60, deadline=None)

@@ -1,7 +1,7 @@
-"""Requests that begin alike share KV: no token is another one, and no decision about memory.
+"""Requests with a common prefix share KV, which changes no token and no decision about memory.
 
-A history is drawn from its seed (see tests.support.prefix_history): a failure is repeated with its seed.
-BALLAST_PREFIX_SEEDS says how many clusters of each policy are simulated.
+A history is drawn from its seed (see tests.support.prefix_history): its seed reproduces a failure. BALLAST_PREFIX_SEEDS
+sets the number of simulated clusters per policy.
 """
 
 import os
@@ -52,7 +52,7 @@ def test_histories_share_much() -> None:
 @settings(max_examples=15, deadline=None, phases=_PHASES)
 @given(seed=st.integers(0, 96), turns=st.integers(4, 10))
 def test_an_overload_is_met_as_with_an_empty_cache(seed: int, turns: int) -> None:
-    """What is retained is free for all that decide: what is let in, what gives way and what is reported."""
+    """For admission, preemption and load reports, retained blocks count as free."""
 
     def play(*, warm: bool) -> list[object]:
         driver = Driver(limits(max_running_count=6, max_batch_tokens=32, prefix_caching=True), 40)
@@ -87,9 +87,10 @@ def test_an_overload_is_met_as_with_an_empty_cache(seed: int, turns: int) -> Non
 def test_a_cluster_meets_an_overload_as_with_an_empty_cache(
     policy: str, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Retained blocks change no decision of workers, dispatchers, monitor and planner where none of them is used.
+    """Retained blocks change no decision of workers, dispatchers, monitor and planner as long as no request hits them.
 
-    No two prompts are alike. A resumed request would find its own blocks, and be faster than with an empty cache.
+    No two prompts share a prefix. Matching is disabled, since a resumed request would hit its own blocks and be faster
+    than with an empty cache.
     """
     monkeypatch.setattr(PrefixIndex, "match", lambda _index, _sequence: [])  # pyright: ignore[reportUnknownLambdaType]
     begin_s = 20.0
@@ -105,7 +106,7 @@ def test_a_cluster_meets_an_overload_as_with_an_empty_cache(
     assert caching.signals == plain.signals
     told = [[(t.journal.kind, t.journal.stage) for t in run.transitions] for run in (caching, plain)]
     assert told[0] == told[1]
-    assert told[0] or policy != "drop", "memory was short"
+    assert told[0] or policy != "drop", "no transition: memory was not short"
 
 
 @pytest.mark.parametrize("seed", range(1, SEEDS + 1))
@@ -126,15 +127,15 @@ def test_nothing_is_raised_while_evicting_suffices(seed: int) -> None:
 
 @pytest.mark.parametrize("caches", [True, False])
 def test_a_herd_with_one_prompt_is_no_overload(caches: bool) -> None:
-    """Each wants 31 blocks of 232 that an instance has, all together 24 and 7 each."""
+    """An instance has 232 blocks. Each request needs 31 of them, of which all share 24."""
     arrivals = [Arrival(10.0 + place / 1000, 1950, 40, hash_ids=(0, 1, 2, 1000 + place)) for place in range(70)]
     kinds = [transition.journal.kind for transition in _world_of(arrivals, "drop", caches=caches).run().transitions]
     assert kinds == ([] if caches else [TransitionKind.DROP])
 
 
 def test_a_drop_sends_shared_blocks_once_and_keeps_them_shared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prompts of 1,088 to 1,408 tokens begin with one of two prefixes of 1,024 tokens; without sharing, the sequences
-    of the new group would need twice the memory there is.
+    """Prompts of 1,088 to 1,408 tokens begin with one of two prefixes of 1,024 tokens. Without sharing, the sequences
+    of the new group would need twice its memory.
     """
     sent: list[tuple[object, ...]] = []
     blocks_of = Mover._blocks  # pyright: ignore[reportPrivateUsage]

@@ -1,4 +1,4 @@
-"""The ranking that dispatchers keep chooses as the plain rule over all workers does, whatever has changed before."""
+"""The ranking that dispatchers maintain incrementally chooses the same worker as a plain scan over all workers."""
 
 from collections.abc import Sequence
 
@@ -57,11 +57,11 @@ changes = st.lists(st.tuples(views, st.booleans(), asks), min_size=1, max_size=2
 def choose(
     views: Sequence[WorkerView], need: Need, rules: RoutingRules, hits: Hits, *, may_queue_large: bool
 ) -> WorkerView | None:
-    """The rule in its plain form, by a look at every worker: None keeps the request in the backlog."""
-    freest: dict[WorkerShape, WorkerView] = {}  # of each shape, of those where it runs at once and can grow
-    tight: dict[WorkerShape, WorkerView] = {}  # where it runs at once
+    """The routing rule as a scan over every worker. None keeps the request in the backlog."""
+    freest: dict[WorkerShape, WorkerView] = {}  # per shape, where the request runs at once and can grow
+    tight: dict[WorkerShape, WorkerView] = {}  # per shape, where it runs at once
     queue: WorkerView | None = None
-    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # those that have a part of it, likewise
+    holders: tuple[list[WorkerView], list[WorkerView]] = [], []  # with a cached prefix, and room to grow or just room
     for view in views:
         block_count = blocks_for(need.tokens, view.block_tokens)
         if view.draining or block_count > view.block_count:

@@ -1,7 +1,7 @@
-"""Whatever arrives: every request ends exactly once, with all its tokens in order, and all books balance throughout.
-And the story is the same whether steps in which nothing is decided are taken together or one by one.
+"""Whatever arrives, every request ends exactly once, with all its tokens in order, and all books balance throughout.
+The run is identical whether steps without decisions are simulated together or one by one.
 
-The clients of the simulation look at every token, the cores at themselves after every event.
+The simulated clients check every token, and the cores check themselves after every event.
 """
 
 from dataclasses import replace

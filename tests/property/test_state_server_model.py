@@ -1,4 +1,4 @@
-"""The simulations' state server answers as the scripts in a real one do, whatever it is asked, in any order."""
+"""The simulation's state server answers like the scripts in a real Redis, for any operations in any order."""
 
 import asyncio
 import random
@@ -21,7 +21,7 @@ from tools.local.state_server import PrivateStateServer
 
 _STEPS = 400
 _TTL_S = 600.0
-_FAR = 1 << 45  # of tokens: beyond every clock, so that model and server give the same
+_FAR = 1 << 45  # a token beyond any clock, so that model and server issue the same
 _MODEL = model_info(4)
 
 
@@ -31,7 +31,7 @@ def _layout(epoch: int, worker: str) -> Layout:
 
 
 class Pair:
-    """Model and server side by side. Each operation is done on both, and returns what they answer."""
+    """Model and real server. Each operation is applied to both, and returns its name and both answers."""
 
     def __init__(self, state: StateServer, rng: random.Random) -> None:
         self._state = state
@@ -52,7 +52,7 @@ class Pair:
         self._above += self._rng.choice((0, 1))
         above = self._above if self._rng.random() < 0.7 else self._above - 5
         lease = self._model.leases.get(name)
-        if lease is None:  # else the server's clock would say what the token is
+        if lease is None:  # otherwise the server would derive the token from its clock
             above = self._above = max(self._above, self._model.counters.get(name, 0)) + 1
         there = await self._state.acquire_lease(name, holder, _TTL_S, "host:1", above)
         return f"acquire {name} {holder} above {above}", self._model.acquire(name, holder, _TTL_S, 0.0, above), there
@@ -64,7 +64,7 @@ class Pair:
         return f"release {holder}", None, None
 
     async def run_out(self) -> tuple[str, object, object]:
-        """The lease's time is over, or not yet."""
+        """With some probability, expires the planner's lease."""
         if self._rng.random() < 0.3:
             await self._state.run(cast(Any, self._state.redis.delete(lease_key("planner"))))
             lease = self._model.leases.get("planner")

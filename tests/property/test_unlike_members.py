@@ -1,6 +1,6 @@
-"""Clusters of members with other memories and speeds: whatever is planned, there is never less KV than before.
+"""Clusters whose members have different memory sizes and speeds: no plan reduces KV capacity.
 
-BALLAST_MEMBER_SEEDS: how many seeds, each of 20 clusters with seven members on average.
+BALLAST_MEMBER_SEEDS sets the number of seeds, each with 20 clusters of seven members on average.
 """
 
 import os
@@ -24,7 +24,7 @@ _BUSY = Traffic(
 
 
 def random_cluster(rng: random.Random) -> Snapshot:
-    """Lone instances; some of them merged before."""
+    """Lone instances of different memory, extent size, speed and load."""
     shape = model(rng.randint(2, 24), block_bytes=64)
     spread = rng.choice([1.01, 1.1, 2.0, 4.0])
     groups: list[GroupState] = []
@@ -43,7 +43,7 @@ def random_cluster(rng: random.Random) -> Snapshot:
 
 def check(snapshot: Snapshot, done: DropPlan) -> Snapshot:
     then = after(snapshot, done)
-    then.check()  # each group complete, in memory, within the budget of each member
+    then.check()  # groups are complete and within each member's budget
     for made in done.groups:
         assert made.block_count >= made.block_count_before
         stages = [(m.first_layer, m.last_layer) for m in made.members]
@@ -60,7 +60,7 @@ def test_no_drop_leaves_less_kv_than_before(seed: int) -> None:
     merged = 0
     for _ in range(20):
         snapshot = random_cluster(rng)
-        for _ in range(2):  # pipelines are merged further
+        for _ in range(2):  # the second time, pipelines are merged further
             needed = rng.randint(0, 4) * snapshot.model.copy_bytes
             check(snapshot, by_need(snapshot, needed))
             check(snapshot, by_need(snapshot, needed, tolerable_shortfall=0.65))

@@ -1,4 +1,4 @@
-"""Arbitrary histories of a worker's core: whatever happens, a request's tokens are those of the undisturbed one."""
+"""Arbitrary histories of a worker's core: whatever happens, a request's tokens are those of an undisturbed request."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -41,7 +41,7 @@ class WorkerMachine(RuleBasedStateMachine):
         self.prompts: dict[SequenceKey, tuple[int, ...]] = {}
         self.resumed: dict[SequenceKey, tuple[int, int]] = {}  # key -> (earlier tokens, delivered characters)
         self.with_text: set[SequenceKey] = set()
-        self.silenced: set[SequenceKey] = set()  # their stream has closed before their end
+        self.silenced: set[SequenceKey] = set()  # their stream closed before their end
         self.open_streams: set[int] = set()
         self.draining = False
 
@@ -130,14 +130,14 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @rule(prompts=st.lists(st.lists(TOKEN_IDS, min_size=1, max_size=6).map(tuple), min_size=2, max_size=8))
     def burst(self, prompts: list[tuple[int, ...]]) -> None:
-        """Short prompts with long answers: they all fit in, and outgrow the cache together."""
+        """Short prompts with long answers, which are all admitted and then outgrow the cache together."""
         self._open(1)
         for number, prompt in enumerate(prompts):
             self._remember(self.driver.submit(prompt, greedy(40), caller=number % 3), prompt, True)
 
     @rule(stream_id=STREAM_IDS, prompt=PROMPTS, sampling=SAMPLINGS, data=st.data())
     def resume(self, stream_id: int, prompt: tuple[int, ...], sampling: SamplingParams, data: st.DataObject) -> None:
-        """The request ran elsewhere for a while; some of its text has reached the client."""
+        """A request that ran elsewhere before; the client has received part of its text."""
         self._open(stream_id)
         whole = undisturbed(prompt, sampling, self.driver.limits.max_model_len).token_ids
         output = whole[: data.draw(st.integers(0, len(whole) - 1))]
@@ -222,7 +222,7 @@ class WorkerMachine(RuleBasedStateMachine):
 
     @invariant()
     def routing_knows_what_would_be_let_in(self) -> None:
-        """A dispatcher that goes by the load report sends no request where it waits, nor past where it runs."""
+        """According to the load report, a request runs at once exactly if the worker would admit it at once."""
         if not hasattr(self, "driver") or self.draining:
             return
         core = self.driver.core
@@ -264,7 +264,7 @@ class WorkerMachine(RuleBasedStateMachine):
         assert tuple(received.token_ids) == tokens[: len(received.token_ids)]
         if ending is None:
             assert text.startswith(received.text)
-        elif ending.finish_reason in ENDS_OF_OTHERS:  # nothing is held back any more
+        elif ending.finish_reason in ENDS_OF_OTHERS:  # all pending text is sent
             sent = want.token_ids[: earlier_tokens + len(received.token_ids)]
             whole_text = "".join(piece(t) for t in sent)[delivered_chars:]
             assert received.text == (whole_text if key in self.with_text else "")

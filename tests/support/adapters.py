@@ -1,4 +1,4 @@
-"""LoRA adapters in peft's form with random matrices, and the dense models that they amount to."""
+"""LoRA adapters in peft's format with random matrices, and the equivalent dense models."""
 
 import json
 import math
@@ -26,7 +26,7 @@ def write_adapter(
     layers: Sequence[int] | None = None,
     **told: Any,
 ) -> Path:
-    """So strong that the tokens differ from the model's own."""
+    """Writes a LoRA adapter with weights so large that it changes the model's tokens. Returns its folder."""
     folder.mkdir(parents=True)
     random = torch.Generator().manual_seed(seed)
     tensors: dict[str, torch.Tensor] = {}
@@ -48,7 +48,7 @@ def write_adapter(
 
 
 def merged(folder: Path, model_dir: Path, adapter: Path) -> Path:
-    """A checkpoint in float64 whose matrices are W + scale * B @ A."""
+    """Writes the merged checkpoint in float64, with matrices W + scale * B @ A. Returns its folder."""
     told = json.loads((adapter / CONFIG).read_text())
     scale = told["lora_alpha"] / (math.sqrt(told["r"]) if told.get("use_rslora") else told["r"])
     weights = {key: tensor.to(torch.float64) for key, tensor in _weights(model_dir).items()}

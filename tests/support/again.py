@@ -1,10 +1,10 @@
-"""Run once more, one by one, the tests that the last run left as failed.
+"""Rerun, one by one, the tests that failed in the last run.
 
     python -m tests.support.again
 
-Integration tests share two cores with their own clusters and with whatever else runs on the machine, so one may miss
-its deadline. A second failure, more than `MOST` tests, or a run that ended without naming any is a failure. A test
-that passes only now is named in the output: that is a defect of the test or of the code, and has to be mended.
+Integration tests share two cores with their own clusters and other processes, so one may miss its deadline. A second
+failure, more than `MOST` failed tests, or a last run that names none makes the command fail. A test that passes only
+when rerun is named in the output: it has a defect, or the code does, which must be fixed.
 """
 
 import json
@@ -26,7 +26,7 @@ def main() -> int:
         [sys.executable, "-m", "pytest", "-q", "-n0", "-m", "not slow and not gpu", *failed], check=False
     ).returncode
     if code == 0:
-        print("passed only when run again (to be mended):", *failed, sep="\n  ")
+        print("passed only when run again (to be fixed):", *failed, sep="\n  ")
     return code
 
 

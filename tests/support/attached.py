@@ -1,4 +1,4 @@
-"""A dispatcher's end of the Attach stream, driven by hand."""
+"""A dispatcher's end of the Attach stream, controlled by the test."""
 
 import asyncio
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class Attached:
 
     @classmethod
     async def open(cls, channel: grpc.aio.Channel) -> Self:
-        """Attached to whoever is there, by the name it gives itself."""
+        """Attaches to the worker at the end of the channel, with the identity from its status."""
         attached = cls(channel)
         status: pb.GetStatusResponse = await attached.stub.GetStatus(pb.GetStatusRequest())
         await attached.call.write(hello(status.worker_id, status.incarnation))
@@ -84,7 +84,7 @@ class Attached:
         return response
 
     async def ended(self, *handles: int) -> list[Heard]:
-        """Reads until all of them have ended."""
+        """Reads until the requests with these handles have ended."""
         while any(self.heard[handle].ending is None for handle in handles):
             await self.read()
         return [self.heard[handle] for handle in handles]
@@ -123,10 +123,10 @@ def is_idle(load: cluster_pb2.LoadReport) -> bool:
 
 
 async def until_idle(channel: grpc.aio.Channel, within_s: float = 60.0) -> float:
-    """How long it took until the worker holds nothing more."""
+    """Waits until the worker is idle; returns the seconds that it took."""
     loop = asyncio.get_running_loop()
     began_at_s = loop.time()
     while not is_idle((status := await status_of(channel)).load):
-        assert loop.time() - began_at_s < within_s, f"still at work: {status.load}"
+        assert loop.time() - began_at_s < within_s, f"the worker is still busy: {status.load}"
         await asyncio.sleep(0.005)
     return loop.time() - began_at_s

@@ -17,23 +17,23 @@ from typing import Any, Self
 from tools.local.ports import free_port
 
 _START_WITHIN_S = 60.0
-_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a reference to an element
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # WebDriver's key of an element reference
 
 
 def find_browser() -> tuple[str, str] | None:
-    """Paths of Chromium and of its driver; None: not installed."""
+    """Paths of Chromium and of chromedriver, or None if they are not installed."""
     browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
     driver = shutil.which("chromedriver")
     return (browser, driver) if browser is not None and driver is not None else None
 
 
 class Browser:
-    """One window."""
+    """A browser session with one window."""
 
     def __init__(self, driver_url: str, session: str) -> None:
         self._url = f"{driver_url}/session/{session}"
 
-    # Any: what a page answers.
+    # Any: JSON from the driver.
     def _ask(self, method: str, path: str, **body: Any) -> Any:
         return ask(f"{self._url}/{path}", method, body)
 
@@ -41,21 +41,21 @@ class Browser:
         self._ask("POST", "url", url=url)
 
     def resize(self, width: int, height: int) -> None:
-        """The page itself gets this size, as on a phone or a desktop."""
+        """Sets the size of the viewport, in CSS pixels."""
         params = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
         self._ask("POST", "goog/cdp/execute", cmd="Emulation.setDeviceMetricsOverride", params=params)
 
     def run(self, script: str, *args: Any) -> Any:
-        """The value of a function's body."""
+        """Runs a function body in the page; returns its value."""
         return self._ask("POST", "execute/sync", script=script, args=list(args))
 
     def click(self, selector: str) -> None:
-        """A click like a person's: what is hidden, disabled or covered cannot be clicked."""
+        """Clicks as a person would; fails if the element is hidden, disabled or covered."""
         found = self._ask("POST", "element", using="css selector", value=selector)
         self._ask("POST", f"element/{found[_ELEMENT]}/click")
 
     def type(self, selector: str, text: str) -> None:
-        """Key by key, as a person would."""
+        """Replaces the element's text, key by key."""
         found = self._ask("POST", "element", using="css selector", value=selector)
         self._ask("POST", f"element/{found[_ELEMENT]}/value", text=text)
 
@@ -63,19 +63,19 @@ class Browser:
         return self.run("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
 
     def until(self, script: str, within_s: float = 60.0) -> Any:
-        """The first value of that expression that is true; fails with what the page shows."""
+        """Polls a JavaScript expression; returns its first truthy value, or fails with the page's text."""
         give_up_at_s = time.monotonic() + within_s
         while not (value := self.run(f"return {script}")):
-            assert time.monotonic() < give_up_at_s, f"{script} was never true; the page:\n{self.text('body')}"
+            assert time.monotonic() < give_up_at_s, f"{script} never became true; the page:\n{self.text('body')}"
             time.sleep(0.05)
         return value
 
     def errors(self) -> list[str]:
-        """What the page's console has complained about since the last call."""
+        """Messages of the browser's console since the last call."""
         return [entry["message"] for entry in self._ask("POST", "se/log", type="browser") if entry["level"] == "SEVERE"]
 
     def screenshot(self, path: Path) -> None:
-        """A picture of the whole page, beyond the window too."""
+        """Writes a picture of the whole page, including what is outside the viewport."""
         height = self.run("return document.documentElement.scrollHeight")
         width = self.run("return document.documentElement.clientWidth")
         self.resize(width, height)
@@ -92,7 +92,7 @@ class Browser:
         self.close()
 
 
-# Any: JSON both ways.
+# Any: JSON in both directions.
 def ask(url: str, method: str, body: dict[str, Any]) -> Any:
     request = urllib.request.Request(url, json.dumps(body).encode() if method == "POST" else None, method=method)
     request.add_header("Content-Type", "application/json")
@@ -105,9 +105,9 @@ def ask(url: str, method: str, body: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def browser_window(width: int = 1280, height: int = 900, *, accept_insecure: bool = False) -> Generator[Browser]:
-    """`accept_insecure`: certificates of any CA are good."""
+    """A browser session. `accept_insecure`: accept certificates of unknown CAs."""
     found = find_browser()
-    assert found is not None, "ask find_browser() first"
+    assert found is not None, "call find_browser() first"
     chromium, chromedriver = found
     port = free_port()
     with tempfile.TemporaryDirectory(prefix="browser-") as folder:
@@ -128,7 +128,7 @@ def browser_window(width: int = 1280, height: int = 900, *, accept_insecure: boo
 def _start(url: str, chromium: str, folder: str, accept_insecure: bool) -> str:
     arguments = ["--headless=new", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run"]
     if os.geteuid() == 0:
-        arguments.append("--no-sandbox")  # it refuses to run as root with one
+        arguments.append("--no-sandbox")  # Chromium's sandbox does not run as root
     options = {"binary": chromium, "args": [*arguments, f"--user-data-dir={folder}/profile"]}
     wanted = {
         "alwaysMatch": {

@@ -1,8 +1,8 @@
-"""Secrets and words of clients, planted wherever the tests start services, and looked for in all that these have said.
+"""Plants secrets and client texts in every cluster and process that tests start, and searches all logs for them.
 
-Every state server of a test has a user with a password, which all services get in their URL; tokens, cluster secrets
-and passwords are noted as they are made; a cluster is asked with prompts of its own before it stops. The logs of all
-child processes, at debug level, are kept by a second name until the session ends.
+Every state server of a test has a user with a password, which services get in their URL. Tokens, cluster secrets and
+passwords are recorded when created. Each cluster gets requests with marked prompts before it stops. The debug-level
+logs of all child processes are preserved by hard links until the session ends.
 """
 
 import asyncio
@@ -26,22 +26,22 @@ from tools.local.process import ChildProcess
 from tools.local.state_server import PrivateStateServer
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
-# Token ids that occur nowhere else, in a row.
+# Token ids that occur in this order nowhere else.
 IDS: Final = (411, 422, 433)
 _USER: Final = ("--user", "canary", "on", f">{PASSWORD}", "~*", "&*", "+@all")
 _SERVICES: Final = ("MONITOR", "PLANNER", "WORKER", "DISPATCHER", "GATEWAY")
 DEBUG: Final[Mapping[str, str]] = {f"BALLAST_{service}__LOG_LEVEL": "debug" for service in _SERVICES}
-_SECRET_CHARS: Final = 40  # what is shorter are ids
-_OVERLAP: Final = 256  # of two pieces of a file: longer than any secret
+_SECRET_CHARS: Final = 40  # shorter values are ids
+_OVERLAP: Final = 256  # between pieces of a file: longer than any secret
 _WORDS: Final = (PROMPT, STOP, PASSWORD, ", ".join(map(str, IDS[:2])))
 
 
 class Canaries:
-    """What must not be seen, and where it is looked for. `folder`: on the same disk as the logs, as a rule."""
+    """Plants the secrets, and searches the logs for them. `folder` should be on the logs' file system (hard links)."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._made: set[str] = set()  # secrets that were made at random
+        self._made: set[str] = set()  # randomly generated secrets
         self._log_count = 0
 
     @contextlib.contextmanager
@@ -59,7 +59,7 @@ class Canaries:
             yield
 
     def seen(self) -> list[str]:
-        """Each file that shows a secret, and which one."""
+        """Secrets that were found, each with its file's name."""
         secrets = [secret.encode() for secret in (*_WORDS, *self._made)]
         found: list[str] = []
         for path in sorted(self._folder.iterdir()):
@@ -67,12 +67,12 @@ class Canaries:
             found += [f"{secret.decode()!r} in {path.name}" for secret in sorted(shown)]
         return found
 
-    # Any: as the functions that these stand for.
+    # Any: wrappers have the signatures of the functions that they replace.
     def _keeping_logs(self, original: Callable[..., None]) -> Callable[..., None]:
         def init(child: ChildProcess, name: str, command: Sequence[str], **others: Any) -> None:
             original(child, name, command, **others)
             self._log_count += 1
-            with contextlib.suppress(OSError):  # another disk, or the same log again after a restart
+            with contextlib.suppress(OSError):  # another file system, or the same log after a restart
                 os.link(child.log_path, self._folder / f"{self._log_count:05}-{name}.log")
 
         return init
@@ -110,14 +110,14 @@ def _pieces(path: Path) -> Iterable[bytes]:
 
 
 async def ask(cluster: LocalCluster) -> None:
-    """Requests of every kind, good and bad, with words that must not be seen again. What they end with is no matter."""
+    """Sends valid and invalid requests of every kind with words that must not appear in any log; ignores results."""
     sampling = SamplingParams(max_tokens=4, stop=(STOP,), ignore_eos=True)
     with contextlib.suppress(BallastError, grpc.aio.AioRpcError, TimeoutError):
         async with asyncio.timeout(3.0), AsyncClient(cluster.address, **cluster.credentials) as client:
             asked = [
                 client.generate(PROMPT, sampling=sampling, deadline_s=2.0),
                 client.generate(token_ids=IDS, sampling=sampling, deadline_s=2.0),
-                client.generate(PROMPT * 100_000, sampling=sampling, deadline_s=2.0),  # too long
+                client.generate(PROMPT * 100_000, sampling=sampling, deadline_s=2.0),  # too long for the model
                 client.generate(PROMPT, sampling=SamplingParams(max_tokens=1 << 30, stop=(STOP,)), deadline_s=2.0),
                 client.generate(token_ids=(*IDS, 1 << 30), sampling=sampling, deadline_s=2.0),
             ]
@@ -126,10 +126,10 @@ async def ask(cluster: LocalCluster) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def canaries(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    folder = tmp_path_factory.mktemp("canaries")  # which pytest removes sometime, however this run ends
+    folder = tmp_path_factory.mktemp("canaries")  # pytest removes it eventually, however this run ends
     found = Canaries(folder)
     with found.planted():
         yield
     seen = found.seen()
     shutil.rmtree(folder)
-    assert not seen, f"logs show what they must not: {seen[:20]}"
+    assert not seen, f"logs contain secrets: {seen[:20]}"

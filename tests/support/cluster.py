@@ -1,4 +1,4 @@
-"""A real cluster for tests: every service its own process, a private state server, a small model made on the spot."""
+"""A real cluster for tests: a process per service, a private state server, and a small model created on the spot."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ _MEMORY_BYTES = 64 << 20
 
 
 class RunningCluster:
-    """A cluster and the event loop it lives on. The loop runs only inside `run`."""
+    """A cluster and its event loop, which runs only inside `run`."""
 
     def __init__(self, runner: asyncio.Runner, cluster: LocalCluster) -> None:
         self._runner = runner
@@ -33,12 +33,12 @@ class RunningCluster:
 
 @contextlib.contextmanager
 def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
-    """`arguments` as for LocalCluster. A service that crashed meanwhile fails the test that leaves the block.
+    """`arguments` as for LocalCluster. If a service crashed in the meantime, leaving the block fails.
 
-    Workers have little memory unless `arguments` say so: they touch all of it when they start.
+    Unless `arguments` say otherwise, workers get little memory, since they touch all of it at startup.
     """
     arguments.setdefault("device_memory_bytes", _MEMORY_BYTES)
-    # Every step of every worker checks all invariants: slow, and the point of a test.
+    # Workers check all invariants at every step, which is slow, but the point of a test.
     environ = {"BALLAST_WORKER__DEV": "{check_every_steps: 1}", **canaries.DEBUG, **arguments.pop("environ", {})}
     with asyncio.Runner() as runner:
         cluster = LocalCluster(model, environ=environ, **arguments)
@@ -52,20 +52,20 @@ def running_cluster(model: Path, **arguments: Any) -> Generator[RunningCluster]:
 
 
 async def until(client: AsyncClient, holds: Callable[[ClusterStatus], bool], within_s: float = 60.0) -> ClusterStatus:
-    """Polls the cluster's status until it is as wished; fails with the last one otherwise."""
+    """Polls the cluster's status until `holds`; returns it, or fails with the last one."""
     loop = asyncio.get_running_loop()
     give_up_at_s = loop.time() + within_s
     status: ClusterStatus | None = None
     while True:
-        with contextlib.suppress(DeadlineExceeded):  # of this call: on a busy machine the next one may be in time
+        with contextlib.suppress(DeadlineExceeded):  # of one call: the next may be in time
             if holds(status := await client.status()):
                 return status
-        assert loop.time() < give_up_at_s, f"after {within_s} s the cluster is still at {status}"
+        assert loop.time() < give_up_at_s, f"after {within_s} s the cluster's status is still {status}"
         await asyncio.sleep(0.02)
 
 
 def idle(status: ClusterStatus) -> bool:
-    """Nothing runs, nothing waits, no block is held anywhere."""
+    """Whether nothing runs or waits, and no block is held."""
     loads = [group.load for group in status.groups]
     return (
         status.backlog_request_count == 0

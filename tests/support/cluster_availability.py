@@ -1,4 +1,4 @@
-"""What a cluster promises at every instant, whatever is broken: it goes on with the workers that are well."""
+"""A cluster's availability promise under any faults: it continues to serve with its healthy workers."""
 
 # pyright: reportPrivateUsage=false
 
@@ -12,39 +12,39 @@ from sim.dispatcher import DispatcherNode
 from sim.instance import SimInstance
 from sim.world import World
 
-_WELL_S = 5.0  # longer than a lease and a probe: what was wrong before has had its consequences
-_CONNECTED_S = 5.0  # a dispatcher has a stream to a leader that is well for so long
-_SERVED_S = 25.0  # most workers are well for so long, and one of them serves: layers may have had to come back
+_WELL_S = 5.0  # longer than a lease and a probe, so that earlier faults have taken effect
+_CONNECTED_S = 5.0  # a dispatcher must have a stream to any leader that has been healthy for so long
+_SERVED_S = 25.0  # if most workers have been healthy for so long, one must serve: layers may be restored first
 
 
 @dataclass(slots=True)
 class _Seen:
-    """By one dispatcher."""
+    """What one dispatcher lacks, and since when."""
 
     unserved_since_s: float | None = None
     apart_since_s: dict[WorkerKey, float] = field(default_factory=dict[WorkerKey, float])
 
 
 class Availability:
-    """Looks at what is written, and at what dispatchers have of it.
+    """Checks every stored layout, and whether dispatchers can serve with it.
 
-    A worker is well while it runs, hears and is heard by all dispatchers, and by the planner - unless most workers do
-    not hear that one: then it is the planner which is cut off.
+    A worker is healthy while it runs and can exchange messages with all dispatchers and with the planner. If most
+    workers cannot reach the planner, the planner counts as cut off, and only the dispatchers matter.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._seen = [_Seen() for _ in world.dispatchers]
         self._since_s: dict[WorkerId, tuple[Incarnation, float]] = {}
-        self._well: dict[WorkerId, float] = {}  # at the last look, for so long
-        self._layout: Layout | None = None  # the newest that was written
+        self._well: dict[WorkerId, float] = {}  # seconds healthy, as of the last check
+        self._layout: Layout | None = None  # the newest stored one
         world.state.watch(self._written)
 
     def look(self) -> None:
         now_s, world = self._world.clock.now_s, self._world
         reached = {name: self._hears(name, world.planner.name) for name in world.instances}
         planner_is_cut = 2 * sum(reached.values()) < len(reached)
-        well: dict[WorkerId, float] = {}  # for so long
+        well: dict[WorkerId, float] = {}  # seconds healthy
         for name, instance in world.instances.items():
             if self._is_well(instance) and (reached[name] or planner_is_cut):
                 life, since_s = self._since_s.get(name, (instance.incarnation, now_s))
@@ -69,14 +69,14 @@ class Availability:
         return all(self._hears(instance.worker_id, node.name) for node in self._world.dispatchers)
 
     def _written(self, layout: Layout) -> None:
-        """A worker that serves alone and is well stays in the layout: its streams are not cut.
+        """A healthy worker that serves alone must stay in the layout, since its removal cuts its streams.
 
-        Members of a transition that the planner could not end stand outside until they are whole again; they leave
-        without a reason of their own.
+        Members of a transition that the planner could not end are outside the layout until they are whole again; for
+        these, the layout gives no reason of their own.
         """
         before, self._layout = self._layout, layout
         if before is None or layout.epoch <= before.epoch:
-            return  # the state server has gone back
+            return  # the state server was rolled back
         there = {(m.worker_id, m.incarnation) for group in layout.groups for m in group.members}
         for leader in (group.leader for group in before.groups if len(group.members) == 1):
             instance = self._world.instances[leader.worker_id]
@@ -109,4 +109,4 @@ class Availability:
         seen.unserved_since_s = now_s if seen.unserved_since_s is None else seen.unserved_since_s
         if now_s - seen.unserved_since_s > _SERVED_S:
             shape = [[m.worker_id for m in group.members] for group in groups]
-            raise InvariantViolation(f"{node.name}: {sorted(well)} are well, and the layout is {shape}")
+            raise InvariantViolation(f"{node.name}: {sorted(well)} are healthy, but the layout is {shape}")

@@ -1,7 +1,7 @@
-"""Whole clusters in virtual time, in which anything breaks while layouts change; then they have to be well again.
+"""Whole clusters in virtual time, in which anything may fail while layouts change; afterwards they must recover.
 
-Dispatchers, monitors, planners and members of groups are those of the services. KV and layers are marked: a batch that
-reads what is not its sequence's is seen at once. Every seed draws what breaks, most of it aimed at transitions.
+Dispatchers, monitors, planners and group members are the real cores. KV and layers are tagged, so that a batch which
+reads another sequence's KV is detected at once. Each seed draws its faults, most of them aimed at transitions.
 
     python -m tests.support.cluster_campaign FIRST LAST [--quiet]
 """
@@ -37,43 +37,43 @@ _LAYERS = 6
 _WORKER_COUNTS = (2, 2, 3, 3, 4)
 _EXTENT_BYTES = 64 << 20
 _BLOCKS_IN_EXTENT = 2
-_OFFLINE = 0.3  # of the clusters have offline work beside the requests
-_SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters compute anew who gives way: those that swap take longer
+_OFFLINE = 0.3  # share of the clusters with offline work
+_SWAP_BLOCKS = (*[0] * 18, 6, 40)  # most clusters recompute their victims, since those that swap take longer
 _CACHING = 0.7  # share of the clusters
-_LOSES = 0.2  # share of the clusters that lose a follower while an instance is outside
-_LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with requests longer than that, which an instance hardly holds
-_STORY_S = 9.0  # requests come for so long, in two bursts
+_LOSES = 0.2  # share of the clusters that lose a follower while another instance serves alone
+_LONG, _ALONE_TOKENS = 0.3, 400  # share of the clusters with longer requests, which one instance hardly holds
+_STORY_S = 9.0  # duration of the arrivals, which come in two bursts
 _HEALED_WITHIN_S = 60.0
-_STANDS_WITHIN_S = 30.0  # once nothing breaks, an instance is parked, or serves again
-_PATIENCE_S = 300.0  # the longest is over by then: one slow worker that is left, and swaps
-_LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # of a trouble, and some more
-_LEAVES_S = 100.0  # a restore without room at home exchanges for as long as requests leave its groups
+_STANDS_WITHIN_S = 30.0  # after the last fault, until an instance is parked or serves again
+_PATIENCE_S = 300.0  # for all requests, even on one slow worker that swaps
+_LONGEST_S = {Stage.COMMITTING: 25.0, Stage.EXCHANGING: 40.0, Stage.ABORTING: 20.0}  # the longest fault plus slack
+_LEAVES_S = 100.0  # without room at home, a restore lasts as long as requests leave its groups
 _LOOK_S = 0.25
 _GLANCE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class Story:
-    """What became of one seed."""
+    """The outcome of one seed."""
 
     run: SimRun
-    setting: str  # of the cluster
+    setting: str  # the cluster's configuration
     troubles: tuple[str, ...]
     transitions: Counter[str]
-    standings: Counter[str]  # of members in layouts
-    met: Counter[tuple[str, str]]  # trouble and the phase that it met
-    migrated: Counter[str]  # what came of live migrations
+    standings: Counter[str]  # of layouts' members
+    met: Counter[tuple[str, str]]  # (fault, phase of the transition that it hit)
+    migrated: Counter[str]  # outcomes of live migrations
 
 
 class Epochs:
-    """No number stands for two layouts, and no worker's later life is followed by an earlier one."""
+    """Each epoch has one layout, and no incarnation of a worker is followed by an earlier one."""
 
     def __init__(self) -> None:
         self._groups: dict[Epoch, tuple[Group, ...]] = {}
         self._lives: dict[WorkerId, Incarnation] = {}
 
     def forget(self) -> None:
-        """They begin anew from what is stored: see `services.planner.core.machine`."""
+        """Starts over, as planners do if they know only what is stored: see `services.planner.core.machine`."""
         self._groups.clear()
         self._lives.clear()
 
@@ -82,7 +82,7 @@ class Epochs:
         if self._groups.setdefault(layout.epoch, layout.groups) != layout.groups:
             raise InvariantViolation(f"epoch {layout.epoch} is {self._groups[layout.epoch]} and {layout.groups}")
         if layout.epoch < max(self._groups):
-            return  # the state server has gone back
+            return  # the state server was rolled back
         for member in (member for group in layout.groups for member in group.members):
             newest = self._lives.setdefault(member.worker_id, member.incarnation)
             if member.incarnation < newest:
@@ -91,7 +91,7 @@ class Epochs:
 
 
 def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool) -> WorldOptions:
-    """Workers with six layers, which some 500 tokens fill."""
+    """Options for workers with six layers, whose memory some 500 tokens fill."""
     made = options("drop", cluster=f"{worker_count}xA100-40G", check_every=rng.choice((5, 30, 100)), seed=seed)
     elements = _EXTENT_BYTES // _BLOCKS_IN_EXTENT // (2 * made.rules.worker.block_tokens)
     model = made.model.model_copy(update={"layer_count": _LAYERS, "kv_elements_per_token_layer": elements})
@@ -144,7 +144,7 @@ def _options(seed: int, rng: random.Random, worker_count: int, *, several: bool)
 
 
 def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arrival]:
-    """More than memory holds, twice; where KV is `swaps`, answers that outgrow it."""
+    """Two bursts that exceed memory; with `swaps`, also answers that outgrow it."""
     arrivals, at_s, shared = list[Arrival](), 0.0, random.Random(worker_count)
     burst_per_s, answer = rng.uniform(9.0, 16.0) * worker_count, rng.choice((20, 30, 50))
     if swaps:
@@ -158,7 +158,7 @@ def _arrivals(rng: random.Random, worker_count: int, *, swaps: bool) -> list[Arr
 
 
 def _with_long_ones(arrivals: list[Arrival], rng: random.Random) -> list[Arrival]:
-    """Some of them get prompts, or answers, that no instance holds."""
+    """Gives a few of the requests prompts or answers that no single instance holds."""
     chosen = set(rng.sample(range(len(arrivals)), min(len(arrivals), rng.randint(1, 5))))
     return [_longer(one, rng) if number in chosen else one for number, one in enumerate(arrivals)]
 
@@ -170,14 +170,14 @@ def _longer(arrival: Arrival, rng: random.Random) -> Arrival:
 
 
 def _hash_ids(rng: random.Random, serial: int) -> tuple[int, ...]:
-    """One of three trunks, as far as the prompt follows it; then it is like no other. Some are from the beginning."""
+    """A random part of one of three common prefixes, which may be empty, followed by unique blocks."""
     trunk = rng.randrange(1, 4)
     common = [trunk * 10 + place for place in range(rng.choice((0, 2, 4, 8)))]
     return (*common, *(1000 * (serial + 1) + place for place in range(8 - len(common))))
 
 
 def story(seed: int) -> Story:
-    """Raises InvariantViolation or AssertionError if anything is wrong."""
+    """Runs one seed. Raises InvariantViolation or AssertionError if anything is wrong."""
     with silence():
         return _story(seed)
 
@@ -232,7 +232,7 @@ def _story(seed: int) -> Story:
             _heal(world)
             _check_stages(world)
         for node in world.planners.values():
-            assert node.published == sorted(set(node.published)), f"{node.name} tells of {node.published}"
+            assert node.published == sorted(set(node.published)), f"{node.name} published {node.published}"
     except (InvariantViolation, AssertionError, ValueError, KeyError) as error:
         error.add_note(
             f"seed {seed}: {setting}; {'; '.join(swarm.told) or 'no trouble'};"
@@ -249,12 +249,12 @@ _OF_CONTROL = (
 )
 
 
-# ---------------------------------------------------------------- well again
+# ---------------------------------------------------------------- recovery
 
 
 def _heal(world: World) -> None:
-    """Nothing breaks any more: within a minute every living worker is a whole one and serves alone. Then a drop that is
-    asked for succeeds, and a restore; and one is parked and woken, within half a minute each.
+    """Without further faults, every living worker must be whole and serve alone within a minute. Then a requested drop
+    and a restore must succeed, and a worker must be parked and woken within half a minute each.
     """
     _until_well(world)
     world.check()
@@ -280,7 +280,7 @@ def _heal(world: World) -> None:
 
 
 def _check_stages(world: World) -> None:
-    """What is in the way passes, and is told: no transition waits for what never comes, until a deadline ends it."""
+    """No transition may remain in a stage until a deadline ends it: obstacles end, and their end is reported."""
     for record in (record for node in world.planners.values() for record in node.records):
         for stage, longest_s in _LONGEST_S.items():
             if stage is Stage.EXCHANGING and record.journal.kind is TransitionKind.RESTORE:
@@ -303,7 +303,7 @@ def _migrated(world: World) -> Counter[str]:
 
 
 def _until_well(world: World, within_s: float = _HEALED_WITHIN_S) -> None:
-    """And all are woken."""
+    """Wakes all parked workers, and waits until the cluster has recovered."""
 
     def look() -> str:
         for worker_id in _away(world) if world.planner.core.active else ():
@@ -328,7 +328,7 @@ def _until(clock: Clock, why_not: Callable[[], str], within_s: float = _HEALED_W
             clock.step()
         if not (why := why_not()):
             return
-    raise AssertionError(f"not well again: {why}")
+    raise AssertionError(f"the cluster has not recovered: {why}")
 
 
 def _why_ill(world: World) -> str:
@@ -360,7 +360,7 @@ def _why_ill(world: World) -> str:
 
 
 def table(met: Mapping[tuple[str, str], int]) -> str:
-    """How often each kind of trouble met each phase of a transition."""
+    """A table of how often each kind of fault hit each phase of a transition."""
     phases = sorted({phase for _, phase in met})
     lines = ["".join((f"{'':14}", *(f"{phase:>18}" for phase in phases)))]
     for kind in (str(kind) for kind in Kind):

@@ -1,4 +1,4 @@
-"""What may break in a story of a whole cluster: each seed draws kinds of trouble, and the phases they are aimed at."""
+"""Faults in a simulated cluster: each seed draws kinds of faults, and the phases of transitions to aim them at."""
 
 import math
 import random
@@ -21,32 +21,32 @@ from sim.state import STATE
 from sim.troubles import Troubles
 from sim.world import World
 
-_AIM_S = 0.005  # between two looks for a transition that something is aimed at
-_NEAR_S = 0.0005  # while one is under way
+_AIM_S = 0.005  # interval of looking for a transition to aim at
+_NEAR_S = 0.0005  # the same while one is in progress
 _NEAR = {"prepared", "committing"}
 _NEVER = "any"
 _HASTE_S = 0.001
 _MIGRATED_EVERY_S = 0.15
 _LEAVES_EVERY_S = 0.1
 _PARKED_EVERY_S = 0.7
-_TOLD_S = 0.005  # until watchers have heard of a layout
-_LOOKS_S = 0.2  # between two looks for a pipeline that can lose a follower
+_TOLD_S = 0.005  # until watchers have received a layout
+_LOOKS_S = 0.2  # interval of looking for a pipeline that can lose a follower
 
 
 class Kind(StrEnum):
     CRASH = "crash"  # a worker's process ends for good
-    RESTART = "restart"  # and comes back in a new life
+    RESTART = "restart"  # and restarts with a new incarnation
     PAUSE = "pause"
     SLOW = "slow"
-    VANISH = "vanish"  # a worker's machine: it ends, and nobody is told
-    DEAF = "deaf"  # a worker hears nothing of another one
-    APART = "apart"  # two workers hear nothing of each other
-    LATE = "late"  # what one worker says to another comes late
-    RESET = "reset"  # the link of two workers ends
-    UNHEARD = "unheard"  # a process of the control plane, or a dispatcher, hears nothing of a worker
-    UNTOLD = "untold"  # or the other way
-    ISOLATED = "isolated"  # workers alone hear a worker, and it hears nobody else
-    DEMAND = "demand"  # the planner hears of an overload: what is being restored stays away
+    VANISH = "vanish"  # a worker's host: it ends without notice
+    DEAF = "deaf"  # a worker gets no messages from one other worker
+    APART = "apart"  # two workers get no messages from each other
+    LATE = "late"  # messages from one worker to another are delayed
+    RESET = "reset"  # the link between two workers ends
+    UNHEARD = "unheard"  # a process of the control plane, or a dispatcher, gets no messages from a worker
+    UNTOLD = "untold"  # or the other way round
+    ISOLATED = "isolated"  # a worker reaches only the other workers, and nothing reaches it
+    DEMAND = "demand"  # the planner is notified of an overload, which stops a restore
     STOP_MONITOR = "stop monitor"
     NEW_MONITOR = "new monitor"  # one ends, another is started
     STOP_PLANNER = "stop planner"
@@ -54,27 +54,27 @@ class Kind(StrEnum):
     STATE_AWAY = "state away"
     STATE_SLOW = "state slow"
     STATE_EMPTY = "state empty"
-    STATE_BACK = "state back"  # it is what it was some time ago
-    FAILOVER = "failover"  # likewise, and the planners end with it
-    STATE_GARBAGE = "state garbage"  # its leases have no expiry, and are nobody's
-    NETWORK = "network"  # no process of one role hears those of another; and the other way, or not
-    NO_DISCOVERY = "no discovery"  # the monitor ends while workers do not reach the state server
-    ALL_STOP = "all stop"  # all processes of a role of the control plane
+    STATE_BACK = "state back"  # the state server is rolled back
+    FAILOVER = "failover"  # the same, and the planners end with it
+    STATE_GARBAGE = "state garbage"  # its leases never expire, and belong to no process
+    NETWORK = "network"  # one role gets no messages from another; perhaps also the other way round
+    NO_DISCOVERY = "no discovery"  # the monitor ends while workers cannot reach the state server
+    ALL_STOP = "all stop"  # all processes of one role in the control plane
 
 
-# As they are journaled: nobody has been told of it yet.
+# Stages as journaled, before any member has been notified.
 _STAGES = {"planned": Stage.PREPARING, "decided": Stage.COMMITTING, "over": Stage.DONE}
-# Often, as these are what transitions have to bear; the rest now and then.
+# Drawn often, since transitions must survive these; the others are drawn now and then.
 _OFTEN = (
     *(Kind.CRASH, Kind.RESTART, Kind.PAUSE, Kind.PAUSE, Kind.VANISH, Kind.DEAF, Kind.APART, Kind.RESET),
     *(Kind.LATE, Kind.ISOLATED, Kind.DEMAND, Kind.FAILOVER, Kind.NETWORK, Kind.NETWORK, Kind.NO_DISCOVERY),
 )
-_AT_STAGES = (Kind.ISOLATED, Kind.FAILOVER)  # these matter where a word is on its way
+_AT_STAGES = (Kind.ISOLATED, Kind.FAILOVER)  # these matter while a message is on its way
 _PHASES = ("preparing", "prepared", "committing", "exchanging", "layers", "any", *_STAGES)
 _DURATIONS_S = (0.05, 0.3, 1.0, 2.5, 4.0, 7.0, 12.0)
 _DELAYS_S = (0.0, 0.001, 0.01, 0.1, 0.5)
-_LONG_S = 12.0  # of a network: longer than leases
-# Roles that may be apart for ever: requests end all the same.
+_LONG_S = 12.0  # of a network fault: longer than leases
+# Roles that may be separated forever: all requests end nevertheless.
 _APART = (
     ("workers", "monitors"),
     ("workers", "planners"),
@@ -88,13 +88,13 @@ _APART_FOR_A_WHILE = (*_APART, _APART[0], ("dispatchers", "state"), ("workers", 
 
 @dataclass(frozen=True, slots=True)
 class Trouble:
-    """One of a story's."""
+    """One fault, with its target."""
 
     kind: Kind
-    victim: int  # number of a worker
-    phase: str  # of a transition of the victim's, that it is aimed at
-    at_s: float  # from then on it is looked for
-    delay_s: float  # after the phase has begun
+    victim: int  # index of a worker
+    phase: str  # of the victim's transition at which the fault is aimed
+    at_s: float  # earliest time
+    delay_s: float  # from the beginning of the phase
     duration_s: float
 
     def __str__(self) -> str:
@@ -102,7 +102,7 @@ class Trouble:
 
 
 def draw(rng: random.Random, worker_count: int, last_s: float) -> list[Trouble]:
-    """Between none and four, of a few kinds; now and then a network that fails for ever, and nothing else."""
+    """Draws up to four faults of a few kinds; now and then only one, a network fault that lasts forever."""
     if rng.random() < 0.06:
         at_s = rng.uniform(0.0, 0.7 * last_s)
         return [Trouble(Kind.NETWORK, rng.randrange(worker_count), rng.choice(_PHASES), at_s, 0.0, math.inf)]
@@ -127,22 +127,22 @@ def _aim_of(kind: Kind, rng: random.Random) -> str:
 
 @dataclass(slots=True)
 class Swarm:
-    """Lets troubles come in a world, and counts in which phase of a transition they came."""
+    """Injects faults into a world, and counts the phases of transitions that they hit."""
 
     world: World
     rng: random.Random
-    last_s: float  # until then somebody may ask for drops
-    is_hasty: bool  # an operator asks for a restore when a drop is over, and the other way
-    migrates: bool  # requests are moved from one group to another, again and again
-    clients_leave: bool  # now and then one, before its request has ended
-    parker: random.Random | None  # draws whom an operator parks and wakes, again and again
-    loser: random.Random | None  # draws whom a pipeline loses while an instance serves alone, which may stand in
-    lost: Callable[[], None]  # nobody remembers the last epochs: all planners and the state server were lost at once
+    last_s: float  # operators may ask for drops until then
+    is_hasty: bool  # an operator requests a restore after each drop, and a drop after each restore
+    migrates: bool  # requests are migrated between groups again and again
+    clients_leave: bool  # now and then a client leaves before its request has ended
+    parker: random.Random | None  # draws which workers an operator parks and wakes, again and again
+    loser: random.Random | None  # draws the follower that a pipeline loses while a lone instance can stand in
+    lost: Callable[[], None]  # called if all planners and the state server lost the last epochs
     told: list[str] = field(default_factory=list[str])
     met: Counter[tuple[str, str]] = field(default_factory=Counter[tuple[str, str]])
-    is_for_ever: bool = False  # something stays broken
-    left: set[str] = field(default_factory=set[str])  # requests of clients that have
-    is_over: bool = False  # nothing breaks any more
+    is_for_ever: bool = False  # a fault is permanent
+    left: set[str] = field(default_factory=set[str])  # requests whose clients have left
+    is_over: bool = False  # no more faults
     _aimed: list[tuple[Trouble, Callable[[], None]]] = field(default_factory=list[tuple[Trouble, Callable[[], None]]])
 
     def expect(self, troubles: Sequence[Trouble]) -> None:
@@ -166,7 +166,7 @@ class Swarm:
             self.world.clock.every(_LEAVES_EVERY_S, b"client leaves", self._leave, first_s=self.world.zero_s)
 
     def _park(self, parker: random.Random) -> None:
-        """An operator parks one that serves, or wakes another; about half of them are away for some time."""
+        """An operator parks or wakes a random worker, each with probability one half."""
         world, now_s = self.world, self.world.clock.now_s
         if self.is_over or not self._planners or world.planner.process.paused:
             return
@@ -175,7 +175,7 @@ class Swarm:
         world.planner.feed(event)
 
     def _lose_follower(self, loser: random.Random) -> None:
-        """An operator makes a pipeline of all but one; then one of its followers ends, once."""
+        """An operator merges all workers but one; then, once, one of the pipeline's followers ends."""
         world, now_s, stored = self.world, self.world.clock.now_s, self.world.state.stored
         if self.is_over or stored is None or world.crashed or self.loser is None or not self._planners:
             return
@@ -224,7 +224,7 @@ class Swarm:
             return lambda: self._aimed.append((trouble, strike))
         return strike if trouble.phase == _NEVER else look
 
-    # ------------------------------------------------------------ where the victim is
+    # ------------------------------------------------------------ the victim's phase
 
     def _instance(self, number: int) -> SimInstance:
         return self.world.instances[WorkerId(f"w{number}")]
@@ -238,17 +238,17 @@ class Swarm:
         return phases
 
     def _phase_of(self, number: int) -> str:
-        """The phase of the transition under way, and what the victim is in: for the table."""
+        """The phase of the victim's transition, and whether it is in a group, for the table."""
         instance = self._instance(number)
         last = next(reversed(instance.member.progress.values()), None)
         where = "group" if instance.member.role.stages else "alone"
         under_way = last is not None and last.phase.name in ("PREPARING", "PREPARED", "COMMITTING", "EXCHANGING")
         return f"{last.phase.name.lower()} {where}" if last is not None and under_way else f"at rest {where}"
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ actions
 
     def _strike(self, trouble: Trouble, acts: Troubles) -> bool:
-        """Whether it could."""
+        """Injects the fault; returns False if it is not possible."""
         world, kind, rng = self.world, trouble.kind, self.rng
         me, for_s = WorkerId(f"w{trouble.victim}"), trouble.duration_s
         others = [name for name in world.instances if name != me]
@@ -356,11 +356,11 @@ class Swarm:
 
     @property
     def _planners(self) -> list[PlannerNode]:
-        """That live."""
+        """The planners that are alive."""
         return [node for node in self.world.planners.values() if not node.process.crashed]
 
     def _ask(self, ended: TransitionKind) -> None:
-        """An operator wants the opposite of what has ended."""
+        """An operator requests the opposite of the transition that has ended."""
         world = self.world
         if self.is_over or not self._planners or world.planner.process.paused:
             return
@@ -386,7 +386,7 @@ class Swarm:
                 acts.cut(one, other, for_s)
 
     def _everybody(self, me: str) -> list[str]:
-        """Whom a worker talks to."""
+        """All processes that a worker talks to."""
         world = self.world
         dispatchers = [node.name for node in world.dispatchers]
         return [name for name in (*world.instances, *world.monitors, *world.planners, *dispatchers) if name != me]

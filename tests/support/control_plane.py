@@ -1,6 +1,6 @@
 """Monitors, planners and reporting workers as processes around a private state server.
 
-Leases are short, and long enough for a process that gets no processor for a while: nobody is lost for that.
+Leases are short, but long enough that a process starved of processor time is not lost.
 """
 
 import asyncio
@@ -28,7 +28,9 @@ ENVIRON = {
 
 
 class ControlPlane:
-    """What is started here is killed when the context ends. `wait_*` fail with the logs of all processes."""
+    """The processes started here are killed when the context ends. Waits that time out fail with the logs of all
+    processes.
+    """
 
     def __init__(self, state: PrivateStateServer, folder: Path) -> None:
         self.state = state
@@ -67,7 +69,7 @@ class ControlPlane:
     async def layout_until(
         self, planner: ChildProcess, holds: Callable[[Layout], bool], what: str, within_s: float = 60.0
     ) -> Layout:
-        """The first layout of that planner for which `holds`."""
+        """The first layout of `planner` for which `holds` is true."""
         loop = asyncio.get_running_loop()
         give_up_at_s = loop.time() + within_s
         async with open_channel(address(planner)) as channel:

@@ -1,14 +1,14 @@
-"""Crowds of clients that no service wants, beside one that behaves: what the latter waits, and what is left behind.
+"""Crowds of abusive clients, and a well-behaved one: how long the latter waits, and what the crowd leaves behind.
 
-A crowd is processes of its own (`python -m tests.support.crowd KIND COUNT ADDRESS...`), so that it can vanish:
+A crowd consists of processes (`python -m tests.support.crowd KIND COUNT ADDRESS...`), so that it can be killed:
 
     silent   connect and send nothing
-    preface  connect, begin as gRPC does, and ask for nothing
+    preface  connect, send HTTP/2's preface, and no request
     drip     connect and send one byte every second
     stalled  begin long streams and read nothing of them
     readers  begin long streams and read them
     huge     prompts of 16 MiB, all at once
-    large    prompts of 4 MiB, just under what one message may have
+    large    prompts of 4 MiB, just under the message size limit
     empty    one message of millions of empty chat turns
 
 It prints `there N` once its N connections or calls have begun, each answer as `answer TEXT`, and stays until killed.
@@ -50,26 +50,26 @@ _SOCKETS_OF_A_PROCESS = 900
 _STREAMS_OF_A_PROCESS = 250
 _ASK_EVERY_S = 0.02
 _BACK_WITHIN_S = 60.0
-_MORE_FILES = 8  # than before, that are no leak: connections of its own that a service has made meanwhile
+_MORE_FILES = 8  # growth that is no leak: connections that services opened in the meantime
 _GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`count`: connections, streams, messages; of EMPTY, turns of a conversation. `seconds`: how long it lasts."""
+    """`count`: connections, streams or messages; for EMPTY, turns of the conversation. `seconds`: duration."""
 
     kind: str
     count: int
     seconds: float
-    everywhere: bool = False  # at every port there is; else at the dispatcher
+    everywhere: bool = False  # at every port; otherwise at the dispatcher only
 
 
 @dataclass
 class Waits:
-    """Waits of the well-behaved client, in seconds."""
+    """Waiting times of the well-behaved client, in seconds."""
 
-    asked_s: list[float] = field(default_factory=list[float])  # something small
-    tokens_s: list[float] = field(default_factory=list[float])  # a whole short answer
+    asked_s: list[float] = field(default_factory=list[float])  # for model_info()
+    tokens_s: list[float] = field(default_factory=list[float])  # for a whole short answer
     failures: list[str] = field(default_factory=list[str])
 
     def ms(self, share: float) -> float:
@@ -79,7 +79,7 @@ class Waits:
 
 @dataclass
 class Crowd:
-    there: int = 0  # how many came, of all that wanted to
+    there: int = 0  # connections or calls that have begun
     answers: list[str] = field(default_factory=list[str])
 
 
@@ -87,14 +87,16 @@ class Crowd:
 class Outcome:
     before: Waits
     during: Waits
-    there: int = 0  # how many came, of all that wanted to
+    there: int = 0  # connections or calls that had begun
     answers: list[str] = field(default_factory=list[str])
-    left: str = ""  # what is not as before the crowd, a minute after its end
+    left: str = ""  # what had not returned to its state before the crowd after a minute
     ended: str = ""
 
 
 class Clients:
-    """A crowd beside a well-behaved client, on a cluster that is there. `ports`: all that are reached from outside."""
+    """Runs a crowd and a well-behaved client against a running cluster. `ports`: addresses that are reachable from
+    outside.
+    """
 
     def __init__(self, cluster: LocalCluster, ports: Sequence[str]) -> None:
         self._cluster = cluster
@@ -122,7 +124,9 @@ class Clients:
 
     @contextlib.asynccontextmanager
     async def crowd(self, case: Case) -> AsyncGenerator["Crowd"]:
-        """Its processes. Inside, the first of them is there, or thirty seconds are over; in the end they are killed."""
+        """Runs the crowd's processes. Enters the block once the first connection is made, or after 30 s; kills them at
+        the end.
+        """
         addresses = self._ports if case.everywhere else [self._cluster.address]
         at_most = {STALLED: _STREAMS_OF_A_PROCESS, READERS: _STREAMS_OF_A_PROCESS, HUGE: 25, LARGE: 25}.get(
             case.kind, _SOCKETS_OF_A_PROCESS
@@ -137,7 +141,7 @@ class Clients:
         try:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(30.0):
-                    while crowd.there == 0:  # noqa: ASYNC110 - a number, and no event
+                    while crowd.there == 0:  # noqa: ASYNC110 - a number, not an event
                         await asyncio.sleep(0.05)
             yield crowd
         finally:
@@ -211,7 +215,7 @@ def _busy(status: ClusterStatus) -> list[str]:
 
 
 async def every_port(cluster: LocalCluster) -> list[str]:
-    """Addresses of services, links and metrics."""
+    """Addresses of all services, links and metrics."""
     services = [process.address for processes in cluster.processes.values() for process in processes]
     return [*services, *cluster.metrics_targets.values(), *await link_addresses(cluster)]
 
@@ -220,7 +224,7 @@ async def every_port(cluster: LocalCluster) -> list[str]:
 
 
 def _connect(addresses: list[str], count: int) -> list[socket.socket]:
-    """What is refused is left out."""
+    """Opens up to `count` connections; refused ones are left out."""
     found: list[socket.socket] = []
     for number in range(count):
         host, _, port = addresses[number % len(addresses)].rpartition(":")
@@ -252,7 +256,7 @@ async def _stream(address: str, count: int, *, read: bool) -> None:
         stub = inference_pb2_grpc.InferenceServiceStub(channel)
         begun = [stub.Generate(request) for _ in range(min(_STREAMS_OF_A_CONNECTION, count - len(calls)))]
         calls += begun
-        # Their requests are there then; an answer begins when a worker has room, which may be long after.
+        # The requests have arrived by then; an answer begins only when a worker has room, perhaps long after.
         await asyncio.wait([asyncio.ensure_future(call.wait_for_connection()) for call in begun], timeout=0.2)
     _say(f"there {len(calls)}")
     if read:
@@ -266,7 +270,7 @@ async def _read(call: _Call) -> None:
 
 
 def _flood(address: str, data: bytes, count: int) -> None:
-    """Threads of gRPC's own do the sending. The answers come as they come."""
+    """Sends `data` `count` times from gRPC's own threads, and prints the answers as they arrive."""
     options = (("grpc.max_send_message_length", -1),)
     with grpc.insecure_channel(address, options=options) as channel:
         tokenize = cast(Any, channel.unary_unary)(_TOKENIZE)
@@ -278,7 +282,7 @@ def _flood(address: str, data: bytes, count: int) -> None:
     time.sleep(1 << 20)
 
 
-# Any: a call of gRPC.
+# Any: a gRPC call.
 def _answer(call: Any) -> str:
     try:
         call.result()
@@ -307,7 +311,7 @@ def main(kind: str, addresses: list[str], count: int) -> None:
 
 
 def _field(number: int, data: bytes) -> bytes:
-    """A message in that field of another one."""
+    """Encodes bytes as a length-delimited protobuf field."""
     length, left = b"", len(data)
     while left > 0x7F:
         length, left = length + bytes([left & 0x7F | 0x80]), left >> 7

@@ -1,4 +1,4 @@
-"""Short words for stories about the dispatcher's core. `Story` checks all invariants after every event."""
+"""Shorthand for tests of the dispatcher's core. `Story` checks all invariants after every event."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -53,7 +53,7 @@ def key(name: str, incarnation: int = 1) -> WorkerKey:
 
 
 def load(**changes: int | bool) -> LoadReport:
-    """An idle worker with 64 blocks of 16 tokens, 8 running and as many as it likes waiting."""
+    """The report of an idle worker with 64 blocks of 16 tokens and at most 8 running requests; waiting is unbounded."""
     idle = LoadReport(
         block_tokens=BLOCK_TOKENS,
         block_count=64,
@@ -74,7 +74,7 @@ def load(**changes: int | bool) -> LoadReport:
 
 
 def view_of(load: LoadReport) -> WorkerView:
-    """What routing sees of a worker that says this and has been given nothing since."""
+    """How routing sees a worker with this report that has received nothing since."""
     worker = Worker(key=key("w"), address="", group_id="", connected=True, load=load, max_waiting_count=8)
     return worker.view()
 
@@ -94,7 +94,7 @@ def layout(epoch: int, *workers: WorkerKey, draining: Sequence[WorkerKey] = ()) 
 
 
 def merged(epoch: int, *groups: Sequence[WorkerKey], draining: Sequence[WorkerKey] = ()) -> Layout:
-    """Groups of several members, in stage order, each with a share of the layers."""
+    """A layout of groups with their members in stage order, each with a share of the layers."""
     return Layout(Epoch(epoch), 4, tuple(_group(group, draining) for group in groups), "overload")
 
 
@@ -120,8 +120,8 @@ def request(
     begins: int = 1,
     caller: str = "",
 ) -> Request:
-    """`begins`: the id of all its tokens. `answer`: what has come of it at another dispatcher; each token is a
-    character.
+    """`begins`: the id of every prompt token. `answer`: tokens already generated at another dispatcher, one character
+    each.
     """
     return Request(
         request_id=RequestId(name),
@@ -165,7 +165,7 @@ def _submission_of(make: Callable[_P, Request]) -> Callable[Concatenate["Story",
 
 
 class Story:
-    """A core with a clock. Workers are idle and wait for requests unless told otherwise."""
+    """A dispatcher's core with a clock. Reports are those of idle workers unless given."""
 
     def __init__(
         self,
@@ -197,16 +197,16 @@ class Story:
         return self.handle(LayoutChanged(self.now_s, layout(self.epoch, *workers, draining=draining)))
 
     def adopt_groups(self, *groups: Sequence[WorkerKey], draining: Sequence[WorkerKey] = ()) -> Answer:
-        """Each with its leader first."""
+        """Adopts a layout of these groups, each with its leader first."""
         self.epoch += 1
         return self.handle(LayoutChanged(self.now_s, merged(self.epoch, *groups, draining=draining)))
 
     def merge(self, *groups: str) -> Answer:
-        """A layout with these groups: "ab" is worker a leading worker b."""
+        """Adopts a layout of these groups: "ab" is worker a leading worker b."""
         return self.adopt_groups(*([key(name) for name in group] for group in groups))
 
     def move(self, worker: str, name: str, to: str) -> Answer:
-        """The worker has handed the request over."""
+        """`worker` reports that it has handed the request over to `to`."""
         return self.step(worker, endings=[Ending(self.handle_of(name), None, moved_to=to)])
 
     def connect(self, worker: str, report: LoadReport | None = None, *, incarnation: int = 1) -> Answer:
@@ -237,7 +237,7 @@ class Story:
         marks: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
-        """Tokens by request; the load report has seen everything unless told otherwise."""
+        """`tokens` are by request name. Unless `seen_handle` is given, the report covers every placement."""
         by_handle = {self.handle_of(name): ids for name, ids in (tokens or {}).items()}
         return self.raw_step(
             worker,
@@ -291,7 +291,7 @@ class Story:
 
 
 def delivered(answers: Sequence[Answer], name: str) -> list[int]:
-    """All tokens that a client got, in order."""
+    """All tokens delivered to a client, in order."""
     return [t for answer in answers for d in answer.of(Deliver) if d.request_id == name for t in d.token_ids]
 
 

@@ -30,7 +30,7 @@ SERVICE = "ballastpb.inference.v1.InferenceService"
 
 @dataclass
 class Answer:
-    """All that a client got."""
+    """Everything that a client received."""
 
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
@@ -43,7 +43,7 @@ class Answer:
 
 
 class Dispatcher:
-    """One process and a channel to it."""
+    """A dispatcher process and a channel to it."""
 
     def __init__(self, model: Path, folder: Path, redis_url: str, name: str, flags: Sequence[str]) -> None:
         command = [
@@ -62,7 +62,7 @@ class Dispatcher:
         self.stub = inference_pb2_grpc.InferenceServiceStub(self.channel)
 
     def narrow_stub(self) -> "inference_pb2_grpc.InferenceServiceAsyncStub":
-        """Over a connection whose window does not grow: what nobody reads backs up after 64 KiB."""
+        """A stub on a connection whose flow-control window does not grow: unread data backs up after 64 KiB."""
         options = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
         self._narrow = grpc.aio.insecure_channel(self.address, options=options)
         return inference_pb2_grpc.InferenceServiceStub(self._narrow)
@@ -88,7 +88,7 @@ class Dispatcher:
     async def generate(
         self, request: pb.GenerateRequest, timeout_s: float | None = 60.0, answer: Answer | None = None
     ) -> Answer:
-        """`answer` takes what comes, for who wants to look at it meanwhile."""
+        """Sends a request. `answer` receives the results as they arrive, for callers that inspect it meanwhile."""
         answer = Answer() if answer is None else answer
         try:
             async for response in self.stub.Generate(request, timeout=timeout_s):
@@ -101,14 +101,14 @@ class Dispatcher:
 
 
 class Arena:
-    """`async with Arena(TimedSettings(), flags=[...]) as arena:` everything runs and every dispatcher is ready."""
+    """`async with Arena(TimedSettings(), flags=[...]) as arena:` starts everything; then every dispatcher is ready."""
 
     def __init__(self, *workers: TimedSettings, dispatchers: int = 1, flags: Sequence[str] = ()) -> None:
         self.workers = [TimedWorker(settings) for settings in workers]
         self.dispatchers: list[Dispatcher] = []
         self.state = PrivateStateServer()
         self.epoch = 0
-        self.place = (Path(), Path(), "")  # model, folder for logs and state server of one more dispatcher
+        self.place = (Path(), Path(), "")  # for starting another dispatcher: model, log folder, state server's URL
         self._count = dispatchers
         self._flags = flags
         self._stack = contextlib.AsyncExitStack()
@@ -149,7 +149,7 @@ class Arena:
         publish_layout(self.state.url, self.epoch, members or [worker.member() for worker in self.workers])
 
     async def connected(self, *workers: TimedWorker) -> None:
-        """Waits until every dispatcher has a stream to each of them and is ready."""
+        """Waits until every dispatcher is ready and has a stream to each of these workers."""
         wanted = {(w.settings.worker_id, w.settings.incarnation) for w in workers}
 
         async def all_there() -> bool:
@@ -164,7 +164,7 @@ class Arena:
 
 
 async def until(found: Callable[[], Any], what: str, story: Callable[[], str] = str, timeout_s: float = 60.0) -> Any:
-    """Waits for something that must come; says what when it does not."""
+    """Waits for a truthy result of `found` and returns it; a timeout fails with `what` and `story()`."""
     give_up_at_s = time.monotonic() + timeout_s
     while not (result := found()):
         assert time.monotonic() < give_up_at_s, f"waited {timeout_s} s for {what}\n{story()}"

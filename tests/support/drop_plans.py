@@ -1,4 +1,4 @@
-"""Snapshots for tests of drop and restore plans, the snapshot that follows a plan, and slow, obvious oracles."""
+"""Snapshots for tests of drop and restore plans, the snapshot after a plan, and slow but simple oracles."""
 
 import hashlib
 import itertools
@@ -25,7 +25,7 @@ def model(layer_count: int = 8, **changes: object) -> ModelShape:
 
 
 def stage(name: str, first_layer: int, last_layer: int, shape: ModelShape, kv_bytes: int = 4000) -> InstanceState:
-    """An instance with memory for a full copy and `kv_bytes` of KV, which holds what it executes."""
+    """An instance with memory for a full copy and `kv_bytes` of KV, which holds exactly the layers that it executes."""
     budget_bytes = shape.copy_bytes + shape.other_parameter_bytes + kv_bytes
     return InstanceState(WorkerId(name), budget_bytes, first_layer, last_layer, tuple(range(first_layer, last_layer)))
 
@@ -48,7 +48,7 @@ def singles(count: int, shape: ModelShape, used: Sequence[int] = (), kv_bytes: i
 
 
 def after(snapshot: Snapshot, done: DropPlan) -> Snapshot:
-    """The cluster once the plan is carried out."""
+    """The cluster after the plan has been executed."""
     return Snapshot(snapshot.model, (*done.unchanged, *(_as_state(planned) for planned in done.groups)))
 
 
@@ -72,7 +72,7 @@ def parameter_bytes(snapshot: Snapshot) -> int:
 
 
 def all_splits(candidates: Sequence[SplitMember], shape: ModelShape) -> Iterator[list[SplitStage]]:
-    """Every order and every cut in which each member executes something, and only what it holds."""
+    """Every order and every split in which each member executes at least one layer, and only layers that it holds."""
     for order in itertools.permutations(candidates):
         for inner in itertools.combinations(range(1, shape.layer_count), len(candidates) - 1):
             cuts = (0, *inner, shape.layer_count)
@@ -88,7 +88,7 @@ def longest(stages: Sequence[SplitStage]) -> int:
 
 
 def blocks_of(stages: Sequence[SplitStage], shape: ModelShape) -> int:
-    """KV blocks of the smallest stage."""
+    """KV blocks of the stage with the fewest."""
     members = [(stage.candidate.instance, stage.first_layer, stage.last_layer) for stage in stages]
     return min(shape.at(m.extent_bytes).block_count(m.budget_bytes, first, last) for m, first, last in members)
 
@@ -107,7 +107,7 @@ def kept_bytes(stages: Sequence[SplitStage]) -> int:
 def acceptable_splits(
     candidates: Sequence[SplitMember], shape: ModelShape, tolerance: SplitTolerance
 ) -> list[list[SplitStage]]:
-    """Those that conditions 1 to 3 of `services.planner.policy.split` leave."""
+    """The splits that satisfy conditions 1 to 3 of `services.planner.policy.split`."""
     feasible = [s for s in all_splits(candidates, shape) if blocks_of(s, shape) >= 1]
     if not feasible:
         return []
@@ -119,7 +119,7 @@ def acceptable_splits(
 
 
 def history(seed: int) -> str:
-    """Drops and restores on clusters of many kinds, as a hash."""
+    """A hash of drop and restore plans on many random clusters."""
     rng = random.Random(seed)
     digest = hashlib.sha256()
     for _ in range(30):

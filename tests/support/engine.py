@@ -1,4 +1,4 @@
-"""Drives an engine without a scheduler: as many sequences at once as asked, chunk by chunk, on shuffled blocks."""
+"""Drives an engine without a scheduler: a given number of sequences at once, in chunks, on shuffled blocks."""
 
 import random
 from collections.abc import Iterable, Sequence
@@ -26,20 +26,20 @@ class Job:
     prompt: tuple[int, ...]
     count: int
     sampling: SamplingParams = GREEDY
-    output: tuple[int, ...] = ()  # generated before: the sequence resumes behind it
+    output: tuple[int, ...] = ()  # generated earlier: the sequence resumes after it
     forced: tuple[int, ...] | None = None
     chosen: list[int] = field(default_factory=list[int])
     logprobs: list[TokenLogprobs | None] = field(default_factory=list[TokenLogprobs | None])
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """All that the sequence consists of so far."""
+        """The whole sequence so far."""
         made = self.chosen if self.forced is None else self.forced[: len(self.chosen)]
         return self.prompt + self.output + tuple(made)
 
 
 class BlockPool:
-    """Hands out blocks in random order, so that a paging mistake shows."""
+    """Allocates blocks in random order, so that a paging error shows."""
 
     def __init__(self, block_count: int, block_tokens: int, seed: int = 0, first_block: int = 0) -> None:
         self._block_tokens = block_tokens
@@ -57,7 +57,7 @@ class BlockPool:
 
 
 def generate(engine: Engine, jobs: Sequence[Job], *, at_once: int = 32, chunk_tokens: int = 512, seed: int = 0) -> None:
-    """Run the jobs to their ends; `chosen` and `logprobs` of each are filled. New ones start as others end."""
+    """Runs the jobs to their ends, at most `at_once` at a time, and fills `chosen` and `logprobs` of each."""
     pool = BlockPool(engine.block_count, engine.block_tokens, seed, engine.memory.kv.window.first_block)
     waiting = list(reversed(jobs))
     running: dict[SequenceId, tuple[Job, tuple[int, ...]]] = {}
@@ -103,7 +103,7 @@ def _take_in(
 
 @torch.inference_mode()
 def forward(engine: Engine, slices: Sequence[Slice], tables: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Logits after every token of every slice: one [tokens, vocabulary] per slice."""
+    """Logits after every token of every slice: one tensor of shape [tokens, vocabulary] per slice."""
     packed = Packer(engine.block_tokens).pack(
         [Slice(s.sequence_id, s.first_position, s.token_ids, True) for s in slices], tables
     )

@@ -1,6 +1,6 @@
-"""A worker without threads and sockets: the real core, the real engine, and the calls of the shell's engine thread.
+"""A worker without threads and sockets: the real core, the real engine, and what the shell's engine thread calls.
 
-Time is virtual. After every step the books of the core and of the device's memory are checked.
+Time is virtual. The books of the core and of device memory are checked after every step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,19 +26,19 @@ _STEP_S = 0.001
 
 @dataclass
 class Answer:
-    """What a dispatcher has got for one request."""
+    """What a dispatcher has received for one request."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
-    text_chars: list[int] = field(default_factory=list[int])  # of the text so far, after each token
+    text_chars: list[int] = field(default_factory=list[int])  # length of the text so far, after each token
     logprobs: list[TokenLogprobs] = field(default_factory=list[TokenLogprobs])
     ending: w.Ending | None = None
 
 
 class EngineLoop:
-    """`block_count` below the engine's own makes KV scarce. The engine outlives this loop; `finish` leaves it clean."""
+    """A small `block_count` makes KV scarce. The engine outlives this loop; `finish` leaves it clean."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class EngineLoop:
                 max_batch_tokens=max_batch_tokens,
                 max_waiting_count=max_waiting_count,
                 max_waiting_tokens=1 << 20,
-                admission_reserve_fraction=0.0,  # no caution: preemption is what the tests are after
+                admission_reserve_fraction=0.0,  # the tests need preemption
                 swap_block_count=swap_block_count,
                 swap_blocks_per_step=swap_blocks_per_step,
                 prefix_caching=prefix_caching,
@@ -125,7 +125,7 @@ class EngineLoop:
     # ---------------------------------------------------------------- what the engine thread does
 
     def turn(self) -> bool:
-        """Takes in what has come and runs one step. Whether there was one to run."""
+        """Processes pending events and runs one step. Returns whether the core had work."""
         self._at_s += _STEP_S
         events, self._events = self._events, []
         for event in (*events, w.Tick(self._at_s)):
@@ -138,15 +138,15 @@ class EngineLoop:
         return stepping
 
     def run(self, before_turn: Callable[[], bool] = lambda: False, max_turns: int = 100_000) -> None:
-        """Turns until nothing is left to do and `before_turn` has nothing more to submit."""
+        """Takes turns until there is no work left and `before_turn` submits nothing more."""
         for _ in range(max_turns):
             more = before_turn()
             if not self.turn() and not more and not self._events:
                 return
-        raise AssertionError(f"still at work after {max_turns} turns")
+        raise AssertionError(f"work left after {max_turns} turns")
 
     def finish(self) -> None:
-        """Nothing is left behind: every request has one ending, no block is held, the engine forgets all."""
+        """Checks that every request has ended and no block is held, and removes all sequences from the engine."""
         assert all(answer.ending is not None for answer in self.answers.values())
         load = self.load()
         held = (load.used_block_count, load.waiting_block_count, load.running_count, load.waiting_count)
@@ -206,7 +206,7 @@ class EngineLoop:
         tokens, logprobs = iter(emit.token_ids), iter(emit.logprobs)
         for index, handle in enumerate(emit.handles):
             answer = self.answers[w.SequenceKey(emit.stream_id, handle)]
-            assert answer.ending is None, f"request {handle} goes on after its end"
+            assert answer.ending is None, f"request {handle} gets tokens after its end"
             for _ in range(emit.token_counts[index]):
                 answer.token_ids.append(next(tokens))
                 if answer.sampling.logprobs is not None:

@@ -1,7 +1,6 @@
-"""Random histories of a cluster of real workers whose layout changes, and what an undisturbed worker answers.
+"""Random histories of a cluster of real workers with changing layouts, and the answers of an undisturbed worker.
 
-Everything random comes from the seed, but not when things happen: threads race. A seed that fails fails often, not
-always.
+All random choices come from the seed, but timing does not, since threads race. A failing seed fails often, not always.
 """
 
 import asyncio
@@ -38,7 +37,7 @@ from tests.support.shells import until
 from tests.support.wishes import Wish, alike
 
 OnMessage = Callable[[Link, Message], None]
-# How pipelines form microbatches: by token counts, or by a cost that cuts prompts finely or hardly at all.
+# How pipelines form microbatches: by token counts, or with cost models that split prompts finely or hardly at all.
 _COSTS = (None, CostModel(1e-6, 1e-5, 1e-6, 0.0), CostModel(1e-8, 1e-5, 1e-3, 1e-3), CostModel(1e-7, 1e-5, 1e-4, 5e-5))
 
 
@@ -52,7 +51,7 @@ class Expected:
 
 
 def _harvest(seed: int) -> Harvest | None:
-    """Two of three clusters have offline work, and preempt it within its steps."""
+    """Two of three clusters have offline work, which may be preempted within a step."""
     cost = CostModel(1e-7, 1e-5, 1e-4, 5e-5)
     return None if seed % 3 == 0 else Harvest(lambda: cost, 1.0, targets=for_all(ttft_s=1e-4), layer_count=32)
 
@@ -61,7 +60,7 @@ _with_donors = GroupScheduler.with_donors
 
 
 async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HERE) -> list[Expected]:
-    """One worker, nothing happens."""
+    """The answers of a single worker without any disturbance."""
     sizes = Sizes(memory_bytes=8 << 20, max_waiting_count=len(wishes), place=place)
     async with running_group(model_dir, ["w0"], sizes) as cluster:
         answers = [await cluster.dispatcher.submit("w0", w.prompt, w.sampling) for w in wishes]
@@ -70,16 +69,16 @@ async def undisturbed(model_dir: Path, wishes: Sequence[Wish], place: Place = HE
     return [Expected(tuple(a.token_ids), a.text, a.finish_reason, a.matched_stop, tuple(a.logprobs)) for a in answers]
 
 
-_MOST_DISTURBANCES = 12  # of a kind: on a slow machine there is time for so many that nothing would come to its end
+_MOST_DISTURBANCES = 12  # of each kind: more would keep a slow machine from finishing
 _OVER = (Phase.DONE, Phase.ABORTED)
-_LOSES = 0.15  # share of the changes that begin with a loss, where that is possible
-_CACHING = 0.75  # of clusters have a prefix cache
+_LOSES = 0.15  # share of the transitions preceded by a loss, if possible
+_CACHING = 0.75  # share of the clusters with a prefix cache
 Spans = list[list[tuple[str, int, int]]]  # groups of (worker, first layer, last layer)
 
 
 @dataclass
 class Tally:
-    """So that a test can tell that it has seen what it is about."""
+    """Counts of what happened, so that a test can check its coverage."""
 
     requests: int = 0
     whole: int = 0
@@ -89,22 +88,22 @@ class Tally:
     unprepared: int = 0
     victims: int = 0
     recomputed: int = 0
-    by_tokens: int = 0  # of them, from pipelines that dissolved
-    later_waves: int = 0  # of victims, as there was no room for all at once
+    by_tokens: int = 0  # of these, from pipelines that dissolved
+    later_waves: int = 0  # victims' additional waves, for lack of room
     exchanged_bytes: int = 0
     moved: int = 0
     migrated: int = 0  # by live migrations
-    not_migrated: int = 0  # begun, and given up
+    not_migrated: int = 0  # begun, but given up
     migrated_anew: int = 0  # without all of their KV
-    stand_ins: int = 0  # of lost followers
-    refilled: int = 0  # tokens that they computed from a log
+    stand_ins: int = 0  # replacements of lost followers
+    refilled: int = 0  # tokens recomputed by stand-ins from a log
     swapped_in_pipelines: int = 0  # copies to host memory and back
-    steps_ahead: int = 0  # of lone workers: launched before all their tokens were known
-    offline: int = 0  # requests
-    yields: int = 0  # of those, and
-    preempted: int = 0  # steps of theirs that gave way between two layers
+    steps_ahead: int = 0  # lone workers' steps launched before all their tokens were known
+    offline: int = 0  # offline requests
+    yields: int = 0  # of offline requests
+    preempted: int = 0  # offline steps preempted between two layers
     hits: int = 0  # tokens whose KV was found in the prefix cache
-    sharing: int = 0  # victims whose first blocks another one has sent
+    sharing: int = 0  # victims whose first blocks were sent for another one
     epochs: list[int] = field(default_factory=list[int])
 
     def add(self, other: "Tally") -> None:
@@ -113,7 +112,7 @@ class Tally:
 
 
 class History:
-    """One cluster, requests and transitions as the seed has it."""
+    """One cluster with the requests and transitions that the seed determines."""
 
     def __init__(
         self,
@@ -127,8 +126,8 @@ class History:
         layouts_change: bool = True,
         place: Place = HERE,
     ) -> None:
-        """With `crowded_bytes` two workers have so much memory, and long requests for all of it come at once: a
-        drop has no room for all KV at the same time then.
+        """With `crowded_bytes`, two workers have that much memory, and long requests fill it at once: a drop has no
+        room for all KV at the same time.
         """
         self._layouts_change = layouts_change
         self._seed = seed
@@ -198,7 +197,7 @@ class History:
         self._compare()
         return self.tally
 
-    # ------------------------------------------------------------ what happens
+    # ------------------------------------------------------------ actions
 
     async def _ask(self, cluster: Cluster) -> None:
         rng, pause_s = self._rng, self._rng.choice([0.0, 0.002, 0.01])
@@ -222,7 +221,7 @@ class History:
         return not self._all_asked or any(a.finish_reason is None for _, a in self._asked)
 
     async def _disturb(self, cluster: Cluster) -> None:
-        """Clients that withdraw, streams that end, messages that come late."""
+        """Cancels requests, breaks streams, and sends stale messages."""
         rng, cancelled, reattached = self._rng, 0, 0
         while self._under_way():
             await asyncio.sleep(rng.expovariate(1 / 0.05))
@@ -240,7 +239,7 @@ class History:
                     cluster.post(name, event)
 
     async def _migrate(self, cluster: Cluster) -> None:
-        """Orders as a planner gives them, that of another layout and that of nobody's interest among them."""
+        """Orders migrations as a planner does, also for an outdated layout."""
         rng = random.Random(f"migrations {self._seed}")
         while self._under_way():
             await asyncio.sleep(rng.expovariate(1 / (0.4 if self._layouts_change else 0.03)))
@@ -249,7 +248,7 @@ class History:
             cluster.migrate(source, target, rng.choice([1, 5, 20, 1000]), rng.uniform(0.01, 0.3), epoch)
 
     async def _make_pipelines(self, cluster: Cluster) -> None:
-        """Two groups, of which one at least has several stages with borders of its own."""
+        """Makes two groups, at least one of which has several stages at random borders."""
         count, rng = cluster.layer_count, random.Random(f"pipelines {self._seed}")
         groups: Spans = []
         for names in (self._names[:2], self._names[2:]):
@@ -269,8 +268,8 @@ class History:
                 said, give_up_at_s, silent = now_said, time.monotonic() + 90.0, 0
             elif time.monotonic() > give_up_at_s:
                 stuck = [a.story for _, a in self._asked if a.finish_reason is None]
-                raise AssertionError(f"epoch {epoch}; without an end: {stuck}; {cluster.describe()}")
-            # On a slow machine a request may be computed again after each change, and come to no token between two.
+                raise AssertionError(f"epoch {epoch}; requests do not end: {stuck}; {cluster.describe()}")
+            # On a slow machine a request may be recomputed after each change, and get no token in between.
             await asyncio.sleep(rng.choice([0.0, 0.02, 0.1]) * rng.random() + 0.05 * max(0, silent - 10))
             epoch, silent = epoch + 1, silent + 1
             if losses.random() < _LOSES and await self._lose_follower(cluster, losses, epoch):
@@ -289,8 +288,8 @@ class History:
                 missed = {why for why in said if "no link" in why}
                 if not missed or not said - missed <= {"the leader has given it up"}:
                     raise
-                # Somebody was so busy with the plan before that the others have not waited for it. If it is the
-                # leader who has not, those behind it may have heard that already.
+                # A member was busy with the previous plan until the others gave up. If this was the leader, its
+                # followers may already have received its abort.
                 await cluster.abort(cluster.members(target), target.epoch)
                 self.tally.unprepared += 1
                 continue
@@ -305,13 +304,13 @@ class History:
             else:
                 self.tally.restores += 1
                 self._restores.add(epoch)
-            if rng.random() < 0.6:  # else the next plan comes while KV is on its way
+            if rng.random() < 0.6:  # otherwise the next plan arrives during the KV exchange
                 await cluster.done(members, target.epoch)
         await _all_done(cluster)
 
     async def _lose_follower(self, cluster: Cluster, rng: random.Random, epoch: int) -> bool:
-        """One of a pipeline hears nobody of its links any more, and one that serves alone takes its place. It is whole
-        again, and alone, afterwards. False: there is no such pipeline, or a layout changes.
+        """A pipeline's follower loses its links, and a lone worker takes its place. The lost worker becomes whole and
+        serves alone. Returns False if there is no such pipeline.
         """
         groups = cluster.in_force.groups
         followers = [m.worker_id for g in groups for m in g.members[1:]]
@@ -339,7 +338,7 @@ class History:
         return True
 
     def _next_layout(self, cluster: Cluster, epoch: int) -> tuple[TransitionKind, Layout]:
-        """Some pipelines dissolved, or some groups merged, several at once."""
+        """Dissolves some pipelines or merges some groups, several at once."""
         spans: Spans = [
             [(m.worker_id, m.first_layer, m.last_layer) for m in g.members] for g in cluster.in_force.groups
         ]
@@ -376,7 +375,9 @@ class History:
         return made if len(made) < len(spans) else None
 
     def _split(self, members: list[tuple[str, int, int]], layer_count: int) -> list[tuple[str, int, int]] | None:
-        """A random order and random cuts, but nobody gets a layer that it does not hold."""
+        """A random order with random borders in which no member gets a layer that it does not hold; None if none is
+        found.
+        """
         for _ in range(300):
             order = self._rng.sample(members, len(members))
             cuts = [0, *sorted(self._rng.sample(range(1, layer_count), len(members) - 1)), layer_count]
@@ -384,7 +385,7 @@ class History:
                 return [(w, cuts[i], cuts[i + 1]) for i, (w, _, _) in enumerate(order)]
         return None
 
-    # ------------------------------------------------------------ what has come of it
+    # ------------------------------------------------------------ results
 
     def _count(self, cluster: Cluster) -> None:
         for worker in cluster.workers.values():
@@ -416,8 +417,8 @@ class History:
 
 
 def compare(expected: Expected, answer: Answer, place: Place = HERE) -> bool:
-    """Whether it has come to its end."""
-    tolerance = 2e-7 if place.dtype == "float64" else 1e-3  # of log-probabilities, relative
+    """Checks an answer, and returns whether it was complete, not cancelled or past its deadline."""
+    tolerance = 2e-7 if place.dtype == "float64" else 1e-3  # relative, of logprobs
     cut = answer.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE)
     count = len(answer.token_ids) if cut else len(expected.token_ids)
     assert not answer.error, f"{answer.story}: {answer.error}"
@@ -436,7 +437,7 @@ def compare(expected: Expected, answer: Answer, place: Place = HERE) -> bool:
 def _compare_logprobs(
     expected: Sequence[TokenLogprobs], found: Sequence[TokenLogprobs], name: str, tolerance: float
 ) -> None:
-    """Members tell each other single precision. KV that is wrong for one token of small weight shows all the same."""
+    """Members exchange single precision. The tolerance still reveals wrong KV of one token with a small weight."""
     assert len(found) == len(expected), name
     for at, (one, other) in enumerate(zip(expected, found, strict=True)):
         assert one.token_id == other.token_id, f"{name}: token {at}"
@@ -448,15 +449,15 @@ def _compare_logprobs(
 
 
 async def _all_done(cluster: Cluster) -> None:
-    """Every worker has carried out the last plan that it has a part in."""
+    """Waits until every worker has finished its last transition."""
     for group in cluster.in_force.groups:
         for member in group.members:
             worker = cluster.workers[member.worker_id]
             await until(lambda w=worker: all(p.phase in _OVER for p in w.member.progress.values()))
-            # Aborted is said before what had begun is undone.
+            # A member reports ABORTED before it has undone its preparation.
             await until(lambda w=worker: not w.member._driver.undoing)
         leader = cluster.workers[group.leader.worker_id]
-        # It hears over links what the others have.
+        # The leader learns the others' block counts over links.
         await until(lambda g=group, w=leader: w.shell.load().block_count == _smallest(cluster, g))
 
 
@@ -479,7 +480,7 @@ def _checksums(cluster: Cluster) -> list[bytes]:
 
 
 def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
-    """Nothing is left of the requests, every byte is accounted for (I3), and each group has a complete copy (I1)."""
+    """Checks that requests left nothing, every byte is accounted for (I3), and each group has a complete copy (I1)."""
     for group in cluster.in_force.groups:
         held: set[int] = set()
         for member in group.members:
@@ -509,7 +510,7 @@ def _check_at_rest(cluster: Cluster, pristine: Sequence[bytes]) -> None:
 
 
 def _delay(cluster: Cluster, seed: int) -> None:
-    """Messages come late, and those of one link after those of another that were sent later."""
+    """Delays messages at random, so that messages of different links arrive out of order."""
     for name, worker in cluster.workers.items():
         hub, rng = worker.member._hub, random.Random(f"{seed} {name}")
 
@@ -522,7 +523,7 @@ def _delay(cluster: Cluster, seed: int) -> None:
 
 
 def _stale(rng: random.Random, cluster: Cluster, name: str) -> list[MemberEvent]:
-    """Messages of an epoch that is over, and of one that nobody knows. They must change nothing (I5)."""
+    """Events of past or unknown epochs, which must change nothing (I5)."""
     worker = cluster.workers[name]
     own, leaving = int(worker.member._role.epoch), worker.member._driver.leaving
     peer = WorkerId(rng.choice(sorted(set(cluster.workers) - {name})))

@@ -1,4 +1,4 @@
-"""Breadth-first search over all states that pure cores and a small model around them can reach."""
+"""Breadth-first search over all states that pure cores can reach with a small model of their surroundings."""
 
 import functools
 import io
@@ -12,41 +12,41 @@ from typing import Any, Protocol
 
 
 class World(Protocol):
-    """A state. Actions change it; the search copies it before."""
+    """A state. Actions modify it, so the search copies it first."""
 
     def actions(self) -> Iterable[tuple[str, Callable[[Any], None]]]:
-        """All that can happen next, by name; each is called with a copy of this world."""
+        """All actions possible in this state, by name; each is called with a copy of this world."""
         ...
 
     def check(self) -> None:
-        """Raises AssertionError or InvariantViolation where a promise is broken."""
+        """Raises AssertionError or InvariantViolation if a promise is broken in this state."""
         ...
 
     def check_end(self) -> None:
-        """Likewise of a state in which nothing can happen any more."""
+        """The same for a state in which no action but faults is possible."""
         ...
 
     def key(self) -> object:
-        """What `frozen` is to tell states apart by."""
+        """The parts of the state that `frozen` compares."""
         ...
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a search has seen."""
+    """The result of a search."""
 
     states: int
     ends: int
-    whole: bool  # all states have been reached: the limit was not met
+    whole: bool  # all states were reached before the limit
     depth: int
 
 
 class Broken(AssertionError):
-    """A promise is broken; its message holds the shortest way there."""
+    """A promise is broken; the message contains the shortest path to the state."""
 
 
 def search(first: Any, limit: int) -> Found:
-    """Looks at no more than `limit` states.
+    """Visits at most `limit` states.
 
     Raises:
         Broken: with the actions that lead there.
@@ -79,7 +79,7 @@ def search(first: Any, limit: int) -> Found:
 
 
 class _Original:
-    """Something to be copied many times. Copies share functions, and records that cannot change."""
+    """A value to be copied many times. Copies share functions and immutable records."""
 
     def __init__(self, value: object) -> None:
         self._shared: list[object] = []
@@ -114,8 +114,8 @@ def _judge(look: Callable[[], None], seen: dict[int, tuple[int, str] | None], ke
 
 
 def frozen(value: object, *, now_s: float = 0.0, unseen: Collection[str] = (), _above: tuple[int, ...] = ()) -> object:
-    """A value that equals another one's where the objects hold the same. References up the tree count as their depth.
-    Of instants it is told which have passed by `now_s`; fields named `unseen` are left out.
+    """A hashable value that is equal for objects of equal content. A reference to an enclosing object becomes its
+    depth, and a float (a time) becomes whether it is later than `now_s`. Fields named in `unseen` are left out.
     """
     if isinstance(value, float):
         return value > now_s
@@ -150,12 +150,12 @@ def _names_of(value: object) -> list[str]:
 
 @functools.cache
 def _is_record(kind: type) -> bool:
-    """A dataclass whose objects have a hash of what they hold."""
+    """Whether `kind` is a dataclass with a hash of its content."""
     return is_dataclass(kind) and kind.__hash__ is not None and kind.__hash__ is not object.__hash__
 
 
 def _is_immutable(value: object) -> bool:
-    """Nothing that it holds can change, either."""
+    """Whether everything in the record is hashable too, hence immutable."""
     try:
         hash(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""The real bindings of the CUDA driver over one that is made here (`fake_libcuda.c`), whose memory is the CPU's."""
+"""The real CUDA driver bindings on a fake driver (`fake_libcuda.c`), which uses host memory."""
 
 import ctypes
 import functools
@@ -19,16 +19,16 @@ _SOURCE = Path(__file__).with_name("fake_libcuda.c")
 
 
 class Counts(NamedTuple):
-    """What the driver has that was not given back."""
+    """Resources of the driver that have not been released."""
 
     handles: int
     reservations: int
     mappings: int
-    inaccessible: int  # mappings to which nobody has access yet
+    inaccessible: int  # mappings without access rights so far
 
 
 class FakeDriver:
-    """The one that this process has: a library called libcuda.so.1 is loaded once."""
+    """Controls this process's fake driver: a library named libcuda.so.1 is loaded only once."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -38,27 +38,27 @@ class FakeDriver:
         library.fake_calls.restype = ctypes.c_long
 
     def set_peers(self, reach_each_other: bool) -> None:
-        """Whether devices map each other's memory."""
+        """Sets whether devices can map each other's memory."""
         self._library.fake_set_peers(reach_each_other)
 
     def set_granularity(self, size_bytes: int) -> None:
-        """While nothing is allocated."""
+        """Sets the allocation granularity; nothing may be allocated."""
         self._library.fake_set_granularity(size_bytes)
 
     def fail_at(self, call: int | None, *, unmaps: bool = False) -> None:
-        """The call that comes after so many more is refused, once; None: none is. Calls are counted from here, those
-        that unmap with `unmaps` only: a driver has little reason to refuse them.
+        """Lets one call fail, after `call` more calls from now; None: no call fails. With `unmaps`, only calls that
+        unmap count: a real driver has little reason to refuse these.
         """
         self._library.fake_fail_at(-1 if call is None else call, unmaps)
 
     @property
     def calls(self) -> int:
-        """Those that a driver may refuse, since `fail_at`."""
+        """The number of calls since `fail_at` that a driver may refuse."""
         return self._library.fake_calls()
 
     @property
     def violation(self) -> str:
-        """The first rule of the driver that was broken, or nothing."""
+        """The first driver rule that was violated, or ""."""
         return self._library.fake_violation().decode()
 
     def said(self) -> tuple[str, Counts]:
@@ -72,7 +72,7 @@ class FakeDriver:
 
 
 class OnTheCpu(BindingsDriver):
-    """The product's driver, but for what torch does on a GPU."""
+    """The production driver, except for what torch does on a GPU."""
 
     @property
     def device(self) -> torch.device:
@@ -87,7 +87,7 @@ class OnTheCpu(BindingsDriver):
 @functools.cache
 def load() -> FakeDriver:
     if torch.cuda.is_available():
-        pytest.skip("there is a driver")
+        pytest.skip("a real CUDA driver is installed")
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / "libcuda.so.1"
         command = ["gcc", "-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libcuda.so.1"]
@@ -95,7 +95,7 @@ def load() -> FakeDriver:
         library = ctypes.CDLL(str(made), ctypes.RTLD_GLOBAL)
     driver = FakeDriver(library)
     cuda = importlib.import_module("cuda.bindings.driver")
-    assert cuda.cuInit(0)[0] == cuda.CUresult.CUDA_SUCCESS  # the bindings have found this one
+    assert cuda.cuInit(0)[0] == cuda.CUresult.CUDA_SUCCESS  # so the bindings use the fake driver
     return driver
 
 
@@ -105,9 +105,10 @@ def open_fake(index: int = 0) -> CudaBackend:
 
 
 def load_share(model_dir: Path, *, peers: Peers, extent_bytes: int, **named: Any) -> Engine:
-    """`load_engine` for a rank of an instance, each on a device of this driver.
+    """`load_engine` for one rank of an instance, each on a device of this driver.
 
-    What the first rank tells others of a change of memory, a test tells them of the driver, by the same way.
+    Adds `fail_at` and `said` to the methods of the engine's memory, so that a test can call them on every rank by the
+    same mechanism with which rank 0 changes the other ranks' memory.
     """
     driver = load()
     driver.set_granularity(extent_bytes)

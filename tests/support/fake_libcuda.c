@@ -1,8 +1,8 @@
-// A libcuda.so.1 in plain memory: the driver's calls for virtual memory, and its documented rules. The real Python
-// bindings run on top. A device's memory is one memfd, so that a CPU can compute in it; what is mapped is inaccessible until
-// access was given to the device of the calling thread, and fresh memory is full of NaN bits. A call that breaks a rule
-// fails and is written down; one call that a real driver may refuse can be made to fail. Other processes map memory that
-// was exported to them: the file says by its name on which device it lies, and by its position where and how much.
+// A libcuda.so.1 in host memory: the driver's calls for virtual memory, and its documented rules. The real Python
+// bindings run on top. Each device's memory is one memfd, so that a CPU can compute in it. A mapping is inaccessible until
+// access has been granted to the device of the calling thread, and fresh memory is full of NaN bits. A call that breaks a
+// rule fails and is recorded; one call that a real driver may refuse can be made to fail. Other processes map memory that
+// was exported to them: the file's name encodes the device, and its position encodes offset and size.
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <pthread.h>
@@ -87,7 +87,7 @@ static CUresult broken(const char *rule) {
 
 static int here(void) { return (int)(intptr_t)context - 4096; } // the device of the calling thread
 
-static CUresult begin(CUresult refusal) { // refusal: what a real driver may say at this call; 0: nothing
+static CUresult begin(CUresult refusal) { // refusal: the error with which a real driver may refuse this call; 0: none
   if (!context) return broken("a call from a thread without a context"), INVALID_CONTEXT;
   return refusal && calls++ == fail_at ? refusal : SUCCESS;
 }
@@ -116,7 +116,7 @@ static Mapping *mapping_at(u64 address) {
   return NULL;
 }
 
-static int whole_mappings(u64 address, u64 size) { // from the address on, without a hole
+static int whole_mappings(u64 address, u64 size) { // mappings that cover the range without a hole
   u64 at = address;
   while (at < address + size) {
     Mapping *found = mapping_at(at);
@@ -126,7 +126,7 @@ static int whole_mappings(u64 address, u64 size) { // from the address on, witho
   return at == address + size;
 }
 
-static int device_of(int file) { // -1: not the memory of one
+static int device_of(int file) { // -1: not a device's memory
   char path[64], name[64] = "";
   snprintf(path, sizeof path, "/proc/self/fd/%d", file);
   if (readlink(path, name, sizeof name - 1) < 0) return -1;
@@ -138,11 +138,11 @@ static int same_file(int one, int other) {
   return !fstat(one, &a) && !fstat(other, &b) && a.st_ino == b.st_ino && a.st_dev == b.st_dev;
 }
 
-static void close_unused(int file, int device) { // nothing is left of memory that nobody uses
+static void close_unused(int file, int device) { // closes the file unless a live handle uses it
   for (u64 i = 1; i < handle_count; i++)
     if (handles[i].live && handles[i].file == file) return;
   for (u64 i = 1; i < handle_count; i++)
-    if (handles[i].file == file) handles[i].file = -1; // its place is no place any more
+    if (handles[i].file == file) handles[i].file = -1; // the slot must not be reused
   close(file);
   if (memory[device].file == file) memory[device].file = -1;
 }
@@ -172,7 +172,7 @@ LOCKED((u64 * out, const Properties *properties, int option), cuMemGetAllocation
 LOCKED((u64 * out, u64 size, const Properties *properties, u64 flags), cuMemCreate, (out, size, properties, flags), OUT_OF_MEMORY) {
   if (!size || misaligned(size) || flags) return broken("create: size is no multiple of the granularity");
   if (properties->type != 1 || properties->location.type != 1) return broken("create: not pinned on a device");
-  if (properties->handle_types & ~POSIX_FD) return NOT_PERMITTED; // a fabric that this process may not use
+  if (properties->handle_types & ~POSIX_FD) return NOT_PERMITTED; // like a fabric without permission
   int device = properties->location.id;
   if (device < 0 || device >= DEVICES) return broken("create: on no device");
   if (memory[device].file < 0) {
@@ -181,7 +181,7 @@ LOCKED((u64 * out, u64 size, const Properties *properties, u64 flags), cuMemCrea
     memory[device].file = memfd_create(name, MFD_CLOEXEC), memory[device].end = 0;
   }
   int file = memory[device].file;
-  u64 at = 1; // one of the same size that was released has its place
+  u64 at = 1; // reuse the slot of a released handle of the same size
   while (at < handle_count && (handles[at].live || handles[at].size != size || handles[at].file != file)) at++;
   if (at == MOST) return OUT_OF_MEMORY;
   if (at == handle_count) {
@@ -212,7 +212,7 @@ LOCKED((int *out, u64 handle, int kind, u64 flags), cuMemExportToShareableHandle
   if (kind != POSIX_FD || !(h->kinds & POSIX_FD) || h->imported) return broken("export: the memory was not made for that");
   char path[64];
   snprintf(path, sizeof path, "/proc/self/fd/%d", h->file);
-  int file = open(path, O_RDWR | O_CLOEXEC); // with a position of its own
+  int file = open(path, O_RDWR | O_CLOEXEC); // with its own file position
   if (file < 0) return OUT_OF_MEMORY;
   lseek(file, (off_t)(h->offset | h->size / granularity), SEEK_SET);
   return *out = file, SUCCESS;
@@ -226,7 +226,7 @@ LOCKED((u64 * out, void *os_handle, int kind), cuMemImportFromShareableHandle, (
   u64 at = 1;
   while (at < handle_count && handles[at].live) at++;
   if (at == MOST) return OUT_OF_MEMORY;
-  int kept = -1; // one file for all that lies in the same memory
+  int kept = -1; // one file per device memory
   for (u64 i = 1; i < handle_count && kept < 0; i++)
     if (handles[i].live && handles[i].imported && same_file(handles[i].file, file)) kept = handles[i].file;
   if (kept < 0) kept = fcntl(file, F_DUPFD_CLOEXEC, 0);
@@ -273,7 +273,7 @@ LOCKED((u64 address, u64 size), cuMemAddressFree, (address, size), 0) {
 LOCKED((u64 address, u64 size, u64 offset, u64 handle, u64 flags), cuMemMap, (address, size, offset, handle, flags), OUT_OF_MEMORY) {
   if (misaligned(address) || misaligned(size) || offset || flags) return broken("map: alignment, offset or flags");
   if (handle >= handle_count || !handles[handle].live || handles[handle].size != size) return broken("map: not the handle's size");
-  if (handles[handle].mappings) return broken("map: the handle is mapped elsewhere"); // allowed, and never meant here
+  if (handles[handle].mappings) return broken("map: the handle is mapped elsewhere"); // CUDA allows this, but Ballast never intends it
   int inside = 0;
   for (u64 i = 0; i < reservation_count; i++) {
     const Reservation *r = &reservations[i];

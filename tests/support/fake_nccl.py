@@ -1,8 +1,8 @@
-"""Two groups that behave as NCCL's do, where it is awkward to those who use them.
+"""Two process groups that imitate NCCL, including its pitfalls.
 
-What both have asked for in the same turn moves, if each sends what the other receives; else both wait for ever. A work
-that has failed or was aborted counts as completed, and leaves anything in the receiver's memory. A wait for what was
-aborted returns as if all were well. A dead peer is waited for until the abort.
+Operations that both sides post in the same turn are carried out if each side sends what the other receives; otherwise
+both wait forever. A failed or aborted work counts as completed, and leaves garbage in the receiver's memory. Waiting
+for an aborted work returns as if it had succeeded. A wait for a dead peer lasts until the abort.
 """
 
 import random
@@ -31,7 +31,7 @@ class Fate(Enum):
 
 @dataclass
 class Asked:
-    """What one side asks for in a turn."""
+    """The operations that one side posts in a turn."""
 
     out: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
     into: list[torch.Tensor] = field(default_factory=list[torch.Tensor])
@@ -52,18 +52,18 @@ class FakeWork:
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
         with self._wires.changed:
             self._wires.changed.wait_for(lambda: self._asked.ended, 30.0)
-            assert self._asked.ended, "nobody has aborted what never ends"
+            assert self._asked.ended, "the work never ends, and was not aborted"
             if self._asked.error:
                 raise RuntimeError(self._asked.error)
         return True
 
 
 class Wires:
-    """Between the two groups of a pair. `fates` are those of the turns, one after the other; then all is fine."""
+    """Connects the two groups of a pair. `fates` are those of the first turns; all later turns succeed."""
 
     def __init__(self, fates: Sequence[Fate] = (), late_s: float = 0.002) -> None:
         self.changed = Condition()
-        self.turns: list[tuple[int, ...]] = []  # that have begun: bytes each way
+        self.turns: list[tuple[int, ...]] = []  # begun turns: bytes in each direction
         self.mismatched = False
         self._fates = list(fates)
         self._late_s = late_s
@@ -120,7 +120,7 @@ class Wires:
 
 
 class FakeGroup:
-    """See `channels.nccl.NcclGroup`."""
+    """Stands in for `channels.nccl.NcclGroup`."""
 
     def __init__(self, wires: Wires, rank: int) -> None:
         self._wires = wires
@@ -136,12 +136,12 @@ class FakeGroup:
         self._asks = Asked()
 
     def send(self, tensors: Sequence[torch.Tensor], dst: int, tag: int) -> Work:
-        assert self._asks is not None, "outside of a turn it would have a communicator of its own"
+        assert self._asks is not None, "outside of a turn NCCL would use a separate communicator"
         self._asks.out.extend(tensors)
         return cast(Work, None)
 
     def recv(self, tensors: Sequence[torch.Tensor], src: int, tag: int) -> Work:
-        assert self._asks is not None, "outside of a turn it would have a communicator of its own"
+        assert self._asks is not None, "outside of a turn NCCL would use a separate communicator"
         self._asks.into.extend(tensors)
         return cast(Work, None)
 
@@ -162,7 +162,7 @@ class FakeGroup:
 
 
 class HostStream:
-    """See `channels.nccl.NcclStream`: a fake group is through when its work is."""
+    """Stands in for `channels.nccl.NcclStream`; host work is complete when its wait returns."""
 
     def __init__(self, device: torch.device | None = None) -> None:
         pass
@@ -171,11 +171,11 @@ class HostStream:
         return nullcontext()
 
     def finish(self, work: Work) -> None:
-        """The wait for the work does."""
+        """Does nothing, since waiting for the work suffices."""
 
 
 def fates(chance: random.Random, count: int) -> list[Fate]:
-    """Most are fine; at most one is the last."""
+    """Mostly fine fates; in half of all cases one turn fails or never ends."""
     drawn = [chance.choices((Fate.FINE, Fate.LATE), (6, 1))[0] for _ in range(count)]
     if chance.random() < 0.5:
         drawn[chance.randrange(count)] = chance.choice((Fate.FAILS, Fate.NEVER_ENDS))

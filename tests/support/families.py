@@ -1,6 +1,6 @@
-"""Families of decoders that `transformers` knows, as small random checkpoints.
+"""Decoder families of `transformers`, as small random checkpoints.
 
-python -m tests.support.families writes the table of docs/your-model.md; each family's test holds its line.
+python -m tests.support.families writes the table of docs/your-model.md; each family's test checks its row.
 """
 
 import functools
@@ -26,7 +26,7 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-EXPERTS = {  # those that a family has
+EXPERTS = {  # used if the family's configuration has them
     "num_experts": 4,
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
@@ -49,7 +49,7 @@ _LATENT: dict[str, Any] = {
     "num_key_value_heads": 4,
 }
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 16}
-# name -> what differs; a name with a colon is a variant of a family.
+# name -> changed configuration values; a name with a colon is a variant of a family.
 _DENSE: dict[str, dict[str, Any]] = {
     "afmoe": {"num_dense_layers": 1},
     "apertus": {},
@@ -109,7 +109,7 @@ _DENSE: dict[str, dict[str, Any]] = {
     "starcoder2": {},
 }
 _OTHER_STATE = "keeps other state than keys and values, or does not say how it attends"
-_QUANTISED: dict[str, dict[str, Any]] = {  # a family and how it is quantised
+_QUANTISED: dict[str, dict[str, Any]] = {  # quantised variants of families
     "deepseek_v3:fp8": _LATENT,
     "gpt_oss:mxfp4": {**_HEAD, **_WINDOW},
     "llama:awq": {},
@@ -128,9 +128,9 @@ _QUANTISED: dict[str, dict[str, Any]] = {  # a family and how it is quantised
     "qwen3_moe:fp8 ragged": _HEAD,
 }
 FAMILIES = {**_DENSE, **_QUANTISED}
-_UNDIVIDED = {"bitnet", "gpt2", "gpt_oss", "gpt_oss:mxfp4", "opt", "stablelm"}  # that have no plan for ranks
+_UNDIVIDED = {"bitnet", "gpt2", "gpt_oss", "gpt_oss:mxfp4", "opt", "stablelm"}  # without a tensor-parallel plan
 DIVIDED = sorted(FAMILIES.keys() - _UNDIVIDED)
-REFUSED = {  # name -> why, in the words of the error
+REFUSED = {  # name -> part of the error that gives the reason
     "bert": "is neither causal nor a window nor a chunk",
     "bloom": _OTHER_STATE,
     "diffllama": "attends more than once in a layer",
@@ -142,8 +142,8 @@ _BEGIN, _END = "| family | class | attention, where it is not plain |\n|---|---|
 
 
 def write_family(name: str, folder: Path) -> Path:
-    """A checkpoint of random weights, with norms that are not exactly one: they would hide mistakes. If it is quantised
-    `dense_of` it is what it stands for.
+    """Writes a checkpoint of random weights, including norms, since norms of exactly one would hide mistakes. For a
+    quantised checkpoint, `dense_of` gives the equivalent dense one.
     """
     form = name.partition(":")[2]
     if form in FORMATS:
@@ -203,7 +203,7 @@ def _alone(folder: Path) -> Any:
 
 @torch.inference_mode()
 def greedy_alone(folder: Path, prompts: Sequence[Sequence[int]], count: int) -> list[Reference]:
-    """Of each prompt by itself, without a cache: the model as it stands in `transformers`."""
+    """Greedy tokens of `transformers`' unmodified model, one prompt at a time, without a KV cache."""
     model = _alone(folder)
     found: list[Reference] = []
     for prompt in prompts:

@@ -1,4 +1,4 @@
-"""Several workers in one process, each with a real engine, its own thread and real links; the test is the planner."""
+"""Several workers in one process, with real engines, threads and links; the test acts as planner."""
 
 import asyncio
 import contextlib
@@ -67,7 +67,7 @@ def alone(epoch: int, names: Sequence[str], layer_count: int) -> Layout:
 
 @dataclass
 class Answer:
-    """What a request's dispatcher has, over all attempts."""
+    """What the dispatcher has for one request, over all attempts."""
 
     prompt: tuple[int, ...]
     sampling: SamplingParams
@@ -83,7 +83,7 @@ class Answer:
     matched_stop: str = ""
     deadline_at_s: float | None = None
     cancelled: bool = False
-    place: tuple[str, int] | None = None  # worker and handle of the attempt that is under way
+    place: tuple[str, int] | None = None  # worker and handle of the current attempt
     steps: list[str] = field(default_factory=list[str])
 
     @property
@@ -93,19 +93,19 @@ class Answer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where workers compute, and what moves their tensors."""
+    """The device and dtype of workers, and how their tensors are transferred."""
 
     device: str = "cpu"
     dtype: str = "float64"
     backend: Callable[[], MemoryBackend] | None = None  # None: the device's own
     transport: str = "auto"
-    ranks: int = 1  # of each worker
-    hosts: int = 1  # of each worker: loopback addresses
-    share: Callable[..., Engine] = load_engine  # loads a rank's
+    ranks: int = 1  # per worker
+    hosts: int = 1  # per worker: loopback addresses
+    share: Callable[..., Engine] = load_engine  # loads one rank
     kv_cache_dtype: str = "auto"
     adapters: Mapping[str, Path] = field(default_factory=dict[str, Path])  # by name
     host_copy: str = "off"  # of the parameters, for all workers
-    memory_factor: int = 1  # of all sizes: extents of a GPU are not smaller than 2 MiB
+    memory_factor: int = 1  # scales all sizes, since extents of a GPU have at least 2 MiB
 
 
 def _gpu_like() -> MemoryBackend:
@@ -115,17 +115,17 @@ def _gpu_like() -> MemoryBackend:
     return fake_driver.open_fake()
 
 
-# Two workers on one GPU: NCCL refuses that, and links go through the host.
+# Two workers on one GPU: since NCCL refuses that, links go through host memory.
 ONE_GPU = Place(device="cuda", dtype="float32", transport="tcp", memory_factor=8)
-# Where `pytest --device` puts workers. With `driver` they compute on the CPU, in memory mapped by the calls of the CUDA
-# driver, in extents of a GPU's size.
+# What `pytest --device` selects. With `driver`, workers compute on the CPU in memory that is mapped through CUDA driver
+# calls, with extents of a GPU's size.
 PLACES = {"cpu": Place(), "driver": replace(ONE_GPU, device="cpu", dtype="float64", backend=_gpu_like), "cuda": ONE_GPU}
 HERE = PLACES[os.environ.get(DEVICE, "cpu")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What the workers of a cluster have. `transport` may differ from worker to worker."""
+    """Sizes and options of a cluster's workers. `transport` may differ between workers."""
 
     memory_bytes: int = 4 << 20
     max_running_count: int = 16
@@ -135,16 +135,16 @@ class Sizes:
     swap_block_count: int = 0
     activation_log_bytes: int = 0
     prefix_caching: bool = False
-    cost: CostModel | None = None  # with one, pipelines form their microbatches by it
-    harvest: Harvest | None = None  # by what offline work is bounded
+    cost: CostModel | None = None  # if set, pipelines use it to form microbatches
+    harvest: Harvest | None = None  # limits of offline work
     place: Place = HERE
-    async_scheduling: bool = False  # of lone workers
-    step_s: float = 0.0  # the least that a step takes: no machine is so fast that requests end before a test acts
+    async_scheduling: bool = False  # for lone workers
+    step_s: float = 0.0  # minimum of a step, so that requests do not end before the test acts
     transport: TransportConfig = field(default_factory=TransportConfig)
 
 
 class Paced:
-    """A model runner whose steps take at least so long. Any: whatever it has else."""
+    """A model runner with a minimum step time. Any: passes everything else on."""
 
     def __init__(self, runner: Any, step_s: float) -> None:
         self._runner, self._step_s = runner, step_s
@@ -162,7 +162,7 @@ class Paced:
 
 
 class Copier(HostBlocks):
-    """Counts the copies that a stage of several has made."""
+    """Counts the copies made by stages of pipelines."""
 
     in_pipelines = 0
 
@@ -175,7 +175,7 @@ _FIRST_HOST = "127.0.0.2"
 
 
 def _load(name: str, model_dir: Path, sizes: Sizes, stop: threading.Event) -> Engine:
-    """`stop`: ends the other hosts."""
+    """`stop`: ends the threads that play the other hosts."""
     place, memory_bytes = sizes.place, sizes.memory_bytes * sizes.place.memory_factor
     if place.ranks == 1:
         return load_engine(
@@ -262,7 +262,7 @@ class GroupWorker:
 
     @property
     def book(self) -> BlockBook:
-        """Of the group in force."""
+        """The block book of the current group."""
         return self.member._context.book
 
     def progress(self, epoch: int) -> TransitionProgress | None:
@@ -270,7 +270,7 @@ class GroupWorker:
 
 
 class Dispatcher:
-    """One stream to each worker; follows `moved_to` as the real one does, and goes elsewhere when it is refused."""
+    """One stream to each worker; follows `moved_to` like the real dispatcher, and retries elsewhere if refused."""
 
     def __init__(self, workers: dict[str, GroupWorker]) -> None:
         self._workers = workers
@@ -283,7 +283,7 @@ class Dispatcher:
         self._serial = count(1)
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._placing: set[asyncio.Task[None]] = set()
-        self.closed_streams = 0  # by workers
+        self.closed_streams = 0  # closed by workers
 
     async def attach(self) -> None:
         for name in self._workers:
@@ -311,14 +311,14 @@ class Dispatcher:
         await self._done[answer.request_id].wait()
 
     async def cancel(self, answer: Answer) -> None:
-        """Also if the request is between two workers at the moment."""
+        """Also works while the request moves between two workers."""
         answer.cancelled = True
         if answer.place is not None:
             name, handle = answer.place
             await self._workers[name].shell.post(Aborted(time.monotonic(), self._key(name, handle)))
 
     async def reattach(self, name: str) -> None:
-        """The stream to a worker is lost; what ran over it is replayed over a new one."""
+        """Breaks the stream to a worker; its requests are replayed over a new one."""
         self._tasks[name].cancel()
         self._workers[name].shell.close_stream(self._streams[name])
         await self._open(name)
@@ -357,7 +357,7 @@ class Dispatcher:
             await self.cancel(answer)
 
     def _text_of(self, answer: Answer) -> str:
-        """The answer's text as a worker's servicer makes it of the tokens."""
+        """The answer's text as the worker's servicer detokenises it."""
         new = NewSequence(0, answer.prompt, (), answer.sampling)
         return "".join(map(self._detokenizer(new).push, answer.token_ids))
 
@@ -403,7 +403,7 @@ class Dispatcher:
         await self._place(others[answer.attempts % len(others)], answer, follows=False)
 
     def _later(self, work: Coroutine[None, None, None]) -> None:
-        """Not in the task that listens: that may end with its stream."""
+        """Runs `work` outside the listening task, which may end with its stream."""
         task = asyncio.get_running_loop().create_task(work)
         self._placing.add(task)
         task.add_done_callback(self._placing.discard)
@@ -418,7 +418,7 @@ class Dispatcher:
 
 
 class Unprepared(AssertionError):
-    """Members have failed, and say why."""
+    """Members failed to prepare, with their reasons."""
 
     def __init__(self, why: dict[WorkerId, str]) -> None:
         super().__init__(str(why))
@@ -426,7 +426,7 @@ class Unprepared(AssertionError):
 
 
 class Cluster:
-    """The test is its planner."""
+    """Workers and a dispatcher; the test acts as planner."""
 
     def __init__(self, workers: dict[str, GroupWorker], layer_count: int) -> None:
         self.workers = workers
@@ -438,12 +438,12 @@ class Cluster:
         self.workers[name].shell.post_member(event)
 
     def members(self, target: Layout) -> list[WorkerId]:
-        """Those for whom something changes."""
+        """Members of groups that the target changes."""
         kept = set(self.in_force.groups) & set(target.groups)
         return [m.worker_id for g in target.groups if g not in kept for m in g.members]
 
     def ask_to_prepare(self, kind: TransitionKind, target: Layout) -> list[WorkerId]:
-        """A planner says so again and again until it is heard."""
+        """Sends the plan once; a planner repeats this until members answer."""
         members = self.members(target)
         addresses = {WorkerId(n): w.membership.plane.store_address for n, w in self.workers.items()}
         holders = {m.worker_id: range(m.first_layer, m.last_layer) for g in self.in_force.groups for m in g.members}
@@ -484,7 +484,7 @@ class Cluster:
         return {name: progress for name, progress in found.items() if progress is not None}
 
     async def abort(self, members: Sequence[WorkerId], epoch: Epoch) -> None:
-        """Aborts, and waits until all that have heard of the plan have undone it."""
+        """Aborts, and waits until all members that know the plan have undone it."""
         stale = {n: self.workers[n].member.published.stale_total for n in members}
         for name in members:
             self.post(name, Told(epoch, AbortRequested(time.monotonic(), epoch, "test")))
@@ -498,7 +498,7 @@ class Cluster:
         await until(lambda: all(undone(name) for name in members))
 
     async def goes_on(self, answers: Sequence[Answer]) -> None:
-        """Waits until each has a new token, or all that it is to have: a fast machine may have been done before."""
+        """Waits until each answer has a new token or all its tokens, since a fast machine may have finished it."""
         counts = [len(answer.token_ids) for answer in answers]
 
         def more(answer: Answer, count: int) -> bool:
@@ -523,7 +523,7 @@ class Cluster:
     def migrate(
         self, source: str, target: str, block_budget: int = 1000, within_s: float = 0.5, epoch: int = 0
     ) -> None:
-        """The order that a planner gives to all members of their groups. By default in the layout that is in force."""
+        """Sends a planner's migration order to all members of both groups, by default for the current layout."""
         groups = [group_of(self.in_force, WorkerId(name)) for name in (source, target)]
         if groups[0] == groups[1]:
             return
@@ -542,7 +542,7 @@ class Cluster:
         return {name: _left(worker) for name, worker in self.workers.items()}
 
     async def quiet(self) -> None:
-        """Waits until workers hold retained blocks only, and no group dissolves; KV may wait for its request."""
+        """Waits until workers hold only retained blocks and no group dissolves."""
         try:
             await until(lambda: not any(_occupied(worker) for worker in self.workers.values()))
         except AssertionError as error:
@@ -581,7 +581,7 @@ _PLAIN = Sizes()
 async def running_group(
     model_dir: Path, names: Sequence[str], sizes: Sizes = _PLAIN, within_s: float = 240.0, **own: Sizes
 ) -> AsyncGenerator[Cluster]:
-    """`own`: sizes of single workers by name."""
+    """`own`: sizes for individual workers."""
     workers = {name: GroupWorker(name, model_dir, i + 1, own.get(name, sizes)) for i, name in enumerate(names)}
     layer_count = next(iter(workers.values())).engine.info.layer_count
     cluster = Cluster(workers, layer_count)

@@ -1,4 +1,4 @@
-"""In the place of the kernel that gathers a GPU's memory: the same by addresses of the host."""
+"""Stands in for the kernel that gathers GPU memory: does the same with host addresses."""
 
 import ctypes
 from collections.abc import Callable
@@ -9,7 +9,7 @@ from services.worker.memory.runs import Runs
 
 
 class HostGatherer:
-    """Notes each launch: which, of how many runs, and on which stream."""
+    """Records each launch: kind, number of runs, stream."""
 
     def __init__(self, stream: Callable[[], object] = lambda: None) -> None:
         self._stream = stream

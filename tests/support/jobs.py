@@ -1,4 +1,4 @@
-"""A jobs store in a folder, lines to put there, and a gateway that answers in this process."""
+"""A jobs store in a folder, lines to put into it, and a gateway in this process."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def line(number: int, **changes: object) -> str:
 
 
 class ScriptedGateway:
-    """Answers each prompt with itself; every so often it fails as gateways do."""
+    """Answers each prompt with itself; with probability `fails` it fails in one of a gateway's ways."""
 
     def __init__(self, seed: int = 0, *, fails: float = 0.0, takes_s: float = 0.0) -> None:
         self.asked: Counter[str] = Counter()
@@ -55,7 +55,7 @@ class ScriptedGateway:
         return GatewayAnswer(status, "r", None, {"said": prompt})
 
     def close(self) -> None:
-        """Has nothing open."""
+        """Does nothing."""
 
 
 def put_file(store: Store, lines: Sequence[str], file_id: str = "file-in", owner: str = "") -> StoredFile:
@@ -82,7 +82,7 @@ def batch(batch_id: str = "batch_1", file_id: str = "file-in", *, window_s: floa
 async def running(
     store: Store, gateway: ScriptedGateway, rules: Rules = RULES, now_s: Callable[[], float] = lambda: START_S
 ) -> AsyncGenerator[Runner, None]:
-    # It only asks, so anything that answers will do.
+    # The runner only calls `ask`, so any object with that method will do.
     runner = Runner(store, gateway, rules, now_s)  # pyright: ignore[reportArgumentType]
     task = asyncio.create_task(runner.run())
     try:
@@ -114,7 +114,7 @@ async def ended(runner: Runner, batch_id: str = "batch_1", owner: str = "") -> J
 
 
 def results(folder: Path, one: JobBatch) -> dict[str, object]:
-    """By custom id: a status, or the code of an error. Every line has exactly one, and those of a file are in order."""
+    """custom id -> HTTP status or error code. Checks that no line has two results and that files are in line order."""
     found: dict[str, object] = {}
     for file_id in (one.output_file_id, one.error_file_id):
         if file_id is None:

@@ -1,4 +1,4 @@
-"""A leader with one dispatcher and no model: a step gives whatever tokens a story wants."""
+"""A leader's core with one dispatcher and no model: the test chooses each step's tokens."""
 
 from collections.abc import Mapping
 from itertools import count
@@ -15,12 +15,12 @@ from services.worker.policy.microbatching import Microbatching, by_token_count
 from services.worker.policy.token_target import TokenTarget
 from tests.support.worker_core import MEMORY, greedy, limits
 
-TEXT = "ab"  # of every token
+TEXT = "ab"  # text of every token
 W2 = WorkerId("w2")
 
 
 class Leader:
-    """A core with one dispatcher; `at_s` is the time of its next event."""
+    """A leader's core with one dispatcher; `at_s` is the time of the next event."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class Leader:
         return self.feed(w.StepDone(self.at_s, result, (TEXT,) * sampled))
 
     def step(self, token: int = 5) -> list[SequenceId]:
-        """One step; who took part in it."""
+        """Runs one step; returns the ids of the sequences in it."""
         execute = self.batch()
         if execute is None:
             return []
@@ -111,14 +111,14 @@ class Leader:
         return tuple(s for _, snapshots in handed_over.snapshots for s in snapshots)
 
     def adopt(self, snapshots: tuple[SequenceSnapshot, ...], *, travels: bool = False, last: bool = False) -> None:
-        """With blocks for the KV here, as the shell sees to."""
+        """Adopts sequences after reserving blocks for their KV, as the shell does."""
         for snapshot in snapshots:
             self.book.hold(snapshot.sequence_id, snapshot.computed_tokens)
         ids = frozenset(s.sequence_id for s in snapshots)
         self.feed(w.Adopted(self.at_s, snapshots, suspended_ids=ids if travels else frozenset(), last=last))
 
     def heard(self, key: w.SequenceKey) -> tuple[list[int], str, w.Ending | None]:
-        """What the dispatcher got for one handle."""
+        """What the dispatcher received for one handle."""
         tokens: list[int] = []
         text, ending = "", None
         for emit in self.emits:
@@ -137,7 +137,7 @@ def reserved(leader: Leader) -> int:
 
 
 def handed_over(steps: int = 3, **bounds: int) -> tuple[Leader, tuple[SequenceSnapshot, ...]]:
-    """One sequence that has come through so many steps, and goes to w2."""
+    """A leader that has run a sequence for `steps` steps and handed it over to w2, and the sequence's snapshot."""
     old = Leader(**bounds)  # pyright: ignore[reportArgumentType]
     old.submit()
     for _ in range(steps):

@@ -1,12 +1,10 @@
-"""Every model type for which `transformers` has a causal language model, or one of text and images: equal, or refused
-before anything starts.
+"""Every model type with a causal or image-text-to-text model in `transformers`: equal, or refused at startup.
 
     python -m tests.support.model_types --out FILE [--part 1/4]     # compares, and adds a line for each to FILE
     python -m tests.support.model_types --out FILE --write          # puts what FILE has into docs/your-model.md
 
-Each is a small random checkpoint of the type's own configuration class, with the sizes that it knows made small; the
-prompts are text. Those
-that remain large are not compared, and neither are those whose configuration cannot be made small.
+Each is a small random checkpoint of the type's own configuration class, with the known sizes reduced; prompts are text.
+Types that remain large, or whose configuration cannot be made small, are not compared.
 """
 
 import argparse
@@ -40,7 +38,7 @@ _LATENT = {
     "first_k_dense_replace": 1,
 }
 _SMALL = SMALL | EXPERTS | _LATENT | {"head_dim": 16, "sliding_window": 16, "rotary_dim": 16}
-_SMALL_PARTS = {  # of what sees or hears
+_SMALL_PARTS = {  # of vision and audio towers
     "hidden_size": 32,
     "embed_dim": 32,
     "intermediate_size": 32,
@@ -58,7 +56,7 @@ _MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 48_000_000
 _PATIENCE_S = 90
 README = Path(__file__).parents[2] / "README.md"
 _BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
-_WHY = {  # part of an error -> what it is called on the page
+_WHY = {  # part of an error -> reason as the page words it
     "keeps other state than keys and values": "state that is no KV, or attention of its own kind",
     "is neither causal nor a window": "not causal",
     "is more than a decoder of text": "more than text",
@@ -85,10 +83,12 @@ def model_types() -> list[str]:
 
 
 def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
-    """ "equal", "refused", "refused at load", "wrong" or "not compared", and why."""
+    """Compares one model type. Returns the outcome ("equal", "refused", "refused at load", "wrong" or "not compared")
+    and why.
+    """
     try:
         config, cls = small_configuration(model_type)
-    except Exception as error:  # noqa: BLE001 of many kinds: a configuration that needs others, or a package
+    except Exception as error:  # noqa: BLE001 many kinds: a configuration that needs others, a missing package
         return "not compared", f"no small configuration: {type(error).__name__}: {str(error)[:100]}"
     config.architectures = [cls.__name__]
     config.save_pretrained(folder)
@@ -97,7 +97,7 @@ def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
     except ConfigError as error:
         if any(part in str(error) for part in ("does not run on packed rows", "cannot make the model")):
             with torch.inference_mode():
-                cls(config)(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)  # or the sizes are wrong
+                cls(config)(input_ids=torch.ones(1, 4, dtype=torch.int64), use_cache=False)  # raises for wrong sizes
         return "refused", str(error)
     torch.manual_seed(1)
     with torch.device("meta"):
@@ -137,7 +137,7 @@ def _made_small(config: Any, sizes: Mapping[str, int]) -> Any:
     known = config.to_dict()
     names = {key: getattr(config, "attribute_map", {}).get(key, key) for key in sizes}
     small = {name: sizes[key] for key, name in names.items() if name in known or key in known}
-    if "qk_rope_head_dim" in known:  # heads have two parts, whose sizes say all
+    if "qk_rope_head_dim" in known:  # heads have two parts with their own sizes
         small = {name: size for name, size in small.items() if name != "head_dim"} | {"num_key_value_heads": 4}
     modeling = importlib.util.find_spec(type(config).__module__.replace(".configuration_", ".modeling_"))
     if modeling is not None and "mrope_section" in Path(str(modeling.origin)).read_text():
@@ -190,7 +190,7 @@ def scan(out: Path, part: int, parts: int, types: Sequence[str]) -> None:
             try:
                 with _patient():
                     verdict, why = query_dispatchers(model_type, Path(folder))
-            except Exception as error:  # noqa: BLE001 of the modelling code, with sizes that it is not made for
+            except Exception as error:  # noqa: BLE001 modelling code raises anything for unexpected sizes
                 verdict, why = "not compared", f"{type(error).__name__}: {str(error)[:120]}"
         with out.open("a") as file:
             file.write(json.dumps({"type": model_type, "verdict": verdict, "why": why.replace(folder, "")}) + "\n")

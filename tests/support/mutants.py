@@ -1,8 +1,8 @@
-"""Faults put back into production code, one at a time: which seed of the whole-cluster campaign sees each.
+"""Puts known faults back into production code, one at a time, and finds the first campaign seed that detects each.
 
     python -m tests.support.mutants [--seeds N] [NAME ...]
 
-Each is a patch in a process of its own.
+Each mutant is a patch, applied in a separate process.
 """
 
 # Patches replace methods of any signature.
@@ -40,7 +40,7 @@ Patch = Callable[[], None]
 
 
 def instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
-    """`made` gets what was there."""
+    """A patch that replaces an attribute by `made(attribute)`."""
     return lambda: setattr(owner, name, made(getattr(owner, name)))
 
 
@@ -53,7 +53,7 @@ def nothing(_: Any) -> Any:
 
 
 def _without_answer(handle: Any) -> Any:
-    """B3: an abort after the commit is not answered, and the planner waits for the answer."""
+    """B3: the answer to an abort after the commit is ignored, and the planner keeps waiting for it."""
 
     def said(self: Coordinator, event: Any) -> Any:
         forward, planner_transition._FORWARD = planner_transition._FORWARD, ()
@@ -70,7 +70,7 @@ def _waits_for_aborts(overdue: Any) -> Any:
 
 
 def _untold(pass_on: Any) -> Any:
-    """The leader gives a restore up, and its followers do not hear of it."""
+    """The leader gives up a restore without notifying its followers."""
 
     def kept(self: TransitionDriver, epoch: Epoch) -> Any:
         links = self._links.pass_on
@@ -84,7 +84,7 @@ def _untold(pass_on: Any) -> Any:
 
 
 def _kept_too(hand_over: Any) -> Any:
-    """Two owners: what is given away is led here as well."""
+    """Two owners: sequences that were handed over also stay with this leader."""
 
     def give(self: Handover, event: Any) -> Any:
         from services.worker.core.events import Adopted
@@ -97,17 +97,17 @@ def _kept_too(hand_over: Any) -> Any:
 
 
 def _wrong_block(blocks: Any) -> Any:
-    """The sender takes the blocks in another order than the sequence has them."""
+    """The sender reads the blocks in another order than the sequence's table."""
     return lambda self, piece: (*reversed(blocks(self, piece)),)
 
 
 def _only_out(block_copies: Any) -> Any:
-    """A stage that follows brings no KV back from host memory."""
+    """A follower stage never copies KV back from host memory."""
     return lambda batch, book: tuple(copy for copy in block_copies(batch, book) if copy.out)
 
 
 def _forgets_early(dissolve: Any) -> Any:
-    """A roster that has come before this member's commit is not looked at."""
+    """A roster that arrives before this member's commit is discarded."""
 
     def dissolved(self: TransitionDriver) -> Any:
         self._early = []
@@ -121,7 +121,7 @@ def _deaf_to_losses(handle: Any) -> Any:
 
 
 def _leader_only(landed: Any) -> Any:
-    """A sequence that comes into a pipeline runs when its leader's stage has its KV."""
+    """A migrated sequence runs in a pipeline as soon as the leader's stage has its KV."""
 
     def one(self: KvArrivals, at_s: float, migration_id: int, stage: Any, span: Any) -> Any:
         if (arrival := self._open.get(migration_id)) is not None and span is not None and stage in arrival.writing:
@@ -132,17 +132,17 @@ def _leader_only(landed: Any) -> Any:
 
 
 def _without_minority_rule(gone: Any) -> Any:
-    """Who answers neither monitor nor planner is gone, though it may be these that are cut off."""
+    """A worker that answers neither monitor nor planner is removed, even if it is these that are cut off."""
     return lambda self, _, groups, left: gone(self, 1 << 30, groups, left)
 
 
 def _silence_is_death(_: Any) -> Any:
-    """R1: whom the monitor does not hear is gone, whatever it answers to the planner."""
+    """R1: a worker that does not report to the monitor is removed, even if it answers the planner."""
     return lambda self, *_: [(w, suspect.incarnation, suspect.why) for w, suspect in sorted(self._by_id.items())]
 
 
 def _at_once(bind: Any) -> Any:
-    """A moved request runs as soon as it is submitted, while its KV is on its way."""
+    """A moved request runs as soon as it is submitted, although its KV has not arrived."""
     return lambda *args: bind(*args) or True
 
 
@@ -155,7 +155,7 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
         instead(Coordinator, "_on_member_status", _without_answer),
         instead(Coordinator, "_overdue", _waits_for_aborts),
     ),
-    "B9-refused-transfer": (instead(Mover, "refused", nothing),),  # what the link has no room for is never sent
+    "B9-refused-transfer": (instead(Mover, "refused", nothing),),  # a transfer that the link refuses is never retried
     "migrated-without-copy": (instead(Phantom, "clone", lambda _: lambda self: self),),
     "migrated-before-all-stages-have-it": (instead(KvArrivals, "landed", _leader_only),),
     "resumed-before-its-KV": (instead(Suspended, "bind", _at_once),),
@@ -173,19 +173,23 @@ MUTANTS: Mapping[str, tuple[Patch, ...]] = {
 
 
 def look_for(name: str, seeds: int) -> str:
-    """The first error that the mutant causes, in this process: it is of no use for anything else afterwards."""
+    """The first error that the mutant causes. Patches this process, which must not be used for anything else
+    afterwards.
+    """
     for patch in MUTANTS[name]:
         patch()
     for seed in range(seeds):
         try:
             story(seed)
-        except Exception as error:  # noqa: BLE001 whatever breaks has been seen
+        except Exception as error:  # noqa: BLE001 any error detects the mutant
             return f"seed {seed}: {type(error).__name__}: {str(error).splitlines()[0][:140]}"
     return f"not seen in {seeds} seeds"
 
 
 def run_each(module: str, names: Iterable[str], look: Callable[[str, int], str], seeds: int) -> None:
-    """Print what `look(name, seeds)` says of each mutant, or of those of the command line: a process for each."""
+    """Prints the result of `look(name, seeds)` for each mutant, or for those named on the command line, in separate
+    processes.
+    """
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="all if none is given")
     parser.add_argument("--seeds", type=int, default=seeds)

@@ -1,4 +1,4 @@
-"""A name server for tests: every name stands for the addresses that it is given, as a service in containers does."""
+"""A DNS server for tests that resolves every name to the given addresses, like a headless service of containers."""
 
 import socket
 import struct
@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 
 _A = 1
-_ANSWER, _NO_ERROR = 0x8180, 0xC00C  # flags of an answer; a pointer to the name that was asked for
+_ANSWER, _NO_ERROR = 0x8180, 0xC00C  # flags of an answer; pointer to the queried name
 
 
 class NameServer:
@@ -42,7 +42,7 @@ class NameServer:
             self._socket.sendto(self._answer(question), sender)
 
     def _answer(self, question: bytes) -> bytes:
-        end = question.index(0, 12) + 5  # behind name, type and class
+        end = question.index(0, 12) + 5  # after name, type and class
         [kind] = struct.unpack("!H", question[end - 4 : end - 2])
         found = self.addresses if kind == _A else []
         self.question_count += kind == _A

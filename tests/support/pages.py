@@ -1,7 +1,7 @@
-"""Pages of the documentation as sessions: commands with what they print, run anew and compared, or put into the page.
+"""Reruns the commands of documentation pages, and compares their output with the page or updates the page.
 
-A block ```sh is pasted into a shell; a block ```text right behind it is what comes out, or the end of it if its first
-line is `...`. `ballast up` stays running for the blocks that follow. Written anew, in a checkout whose .venv is active:
+A block ```sh is pasted into a shell; a ```text block right after it shows the output, or its end if the first line is
+`...`. `ballast up` keeps running for the following blocks. To update pages, in a checkout with its .venv activated:
 
     python -m tests.support.pages README.md docs/first-cluster.md
 """
@@ -22,10 +22,10 @@ _READY_WITHIN_S, _COMMAND_WITHIN_S = 180.0, 300.0
 _COLUMNS = "118"
 _ELISION = "..."
 
-# What differs from run to run, and what it becomes. The order matters.
+# Output that differs between runs, and its placeholder. The order matters.
 _SHAPES = (
     (re.compile(r"\(logs: [^)]*\)"), "(logs: PATH)"),
-    (re.compile(r"\(join: [^)]*\)"), "(join: WHO)"),  # one after the other, or both at once
+    (re.compile(r"\(join: [^)]*\)"), "(join: WHO)"),  # workers may join one by one or together
     (re.compile(r"\b(sdk|cmpl|chatcmpl|req)-[0-9a-z-]+"), "ID"),
     (re.compile(r"\d[\d,.]* ?(h|min|s|ms|us)\b( \d+ (min|s)\b)?"), "TIME"),
     (re.compile(r"[+-]?\d[\d,.]* ?[KMGT]?i?B\b"), "SIZE"),
@@ -39,7 +39,7 @@ _SHAPES = (
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Something to paste, and what it prints; None: the page does not say."""
+    """A command to paste and its expected output; None if the page shows none."""
 
     language: str
     source: str
@@ -51,7 +51,7 @@ def steps(page: Path) -> list[Step]:
 
 
 def shape(text: str) -> list[str]:
-    """The lines of an output without what differs from run to run."""
+    """The lines of an output, with everything that differs between runs replaced by placeholders."""
     lines: list[str] = []
     for line in text.splitlines():
         for pattern, name in _SHAPES:
@@ -62,7 +62,7 @@ def shape(text: str) -> list[str]:
 
 
 def differs(printed: str, expected: str) -> str:
-    """Where two outputs are not of one shape; empty: nowhere."""
+    """The first difference in shape between two outputs, or ""."""
     have, want = shape(printed), shape(expected)
     if want[:1] == [_ELISION]:
         have, want = have[-(len(want) - 1) :], want[1:]
@@ -73,18 +73,18 @@ def differs(printed: str, expected: str) -> str:
 
 
 class Session:
-    """Runs steps one behind the other. What it has started ends with it."""
+    """Runs steps one after another; what they start ends with the session."""
 
     def __init__(self, up_flags: str, environ: Mapping[str, str]) -> None:
         self._up_flags = up_flags
         self._environ = {**os.environ, "COLUMNS": _COLUMNS, **environ}
         self._environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._up: subprocess.Popen[str] | None = None
-        self._started = "", ""  # the command of `_up`, and what it has printed
+        self._started = "", ""  # the command of `_up`, and its output
         self._http = "http://127.0.0.1:8000"
 
     def run(self, step: Step) -> str:
-        """Runs a step of a page. Returns its output; fails if its exit status is not 0."""
+        """Runs a step; returns its output, or fails if its exit status is not 0."""
         if step.source.startswith("ballast up"):
             return self._start(step.source)
         source = step.source.replace("http://127.0.0.1:8000", self._http)
@@ -102,7 +102,7 @@ class Session:
         return done.stdout.rstrip() + "\n"
 
     def _start(self, source: str) -> str:
-        """What it prints until it is ready, or has printed if it still runs."""
+        """Starts `ballast up` unless the same command already runs. Returns its output until it is ready."""
         if self._up is not None and self._started[0] == source:
             return self._started[1]
         self.stop()
@@ -123,7 +123,7 @@ class Session:
                 self._http, self._environ["BALLAST_ADDRESS"] = found[1], found[2]
                 self._started = source, printed
                 return printed
-        raise AssertionError(f"{command} was never ready:\n{printed}")
+        raise AssertionError(f"{command} did not become ready:\n{printed}")
 
     def stop(self) -> None:
         if self._up is not None:
@@ -134,7 +134,7 @@ class Session:
 
 @contextlib.contextmanager
 def session(up_flags: str = "", environ: Mapping[str, str] = MappingProxyType({})) -> Generator[Session]:
-    """`up_flags`: more of them for `ballast up`, so that it serves elsewhere than the page says."""
+    """`up_flags`: additional flags for `ballast up`, to use other ports than the page."""
     running = Session(up_flags, environ)
     try:
         yield running
@@ -143,7 +143,7 @@ def session(up_flags: str = "", environ: Mapping[str, str] = MappingProxyType({}
 
 
 def write(page: Path) -> None:
-    """Puts what its commands print here and now into the page."""
+    """Replaces the outputs in the page by those of its commands, run here and now."""
 
     def told(found: re.Match[str]) -> str:
         step = Step(*found.groups())
@@ -160,7 +160,7 @@ def write(page: Path) -> None:
 
 
 def links(page: Path) -> Iterator[str]:
-    """Files that a page points to, relative to it."""
+    """Relative link targets of a page."""
     for target in re.findall(r"\]\(([^)#\s]+)", page.read_text()):
         if "://" not in target:
             yield target

@@ -8,7 +8,7 @@ _SILENCE_S = 60.0
 
 
 class Together:
-    """The sums of threads."""
+    """Shared state for sums across the threads."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -17,7 +17,7 @@ class Together:
 
 
 class OneOf:
-    """`Peers`: one of the threads."""
+    """Implements `Peers` for one of the threads."""
 
     def __init__(self, together: Together, rank: int) -> None:
         self._together = together

@@ -1,4 +1,4 @@
-"""Long histories of a cluster of cores, drawn from a seed and told as a hash. Also a program, run by a test."""
+"""Long histories of a cluster of cores, drawn from a seed and reduced to a hash. Also a program that a test runs."""
 
 import hashlib
 import random
@@ -18,7 +18,7 @@ from tests.support.pipeline_parts import LAYERS, Group, Request
 from tests.support.pipelines import Cluster
 from tests.support.worker_core import VOCAB_SIZE, greedy, limits, undisturbed
 
-# What cuts prompts finely, what hardly at all, and in between.
+# Cost models that split prompts finely, hardly at all, and in between.
 _COSTS = (CostModel(0.2, 1.0, 0.0, 0.0), CostModel(0.01, 1.0, 20.0, 20.0), CostModel(0.05, 1.0, 2.0, 0.5, 0.05))
 _STOPS = ("bcbc", "aba", "babab", "ca aab", "é", "aab ca")
 
@@ -74,13 +74,13 @@ class History:
 
     @property
     def returned_from_mirrors(self) -> int:
-        """Copies to the device of sequences that had yielded: where online ones do not swap, there are no others."""
+        """Copies from host memory of offline sequences that had yielded; 0 if online sequences swap, too."""
         if self.cluster.limits.swaps_online:
             return 0
         told = [command for command in self.cluster.told if isinstance(command, Execute | Removed)]
         return sum(not copy.out for command in told for copy in command.copies)
 
-    # Each action answers whether there was something to do.
+    # Each action returns whether there was anything to do.
 
     def submit(self) -> bool:
         if not self.left:
@@ -107,7 +107,7 @@ class History:
         return True
 
     def _prompt(self) -> tuple[int, ...]:
-        """New tokens; where prefixes are cached, often behind the beginning of what a request before said and got."""
+        """New tokens; with prefix caching, often after a prefix of an earlier request's prompt and answer."""
         rng, cluster = self.rng, self.cluster
         new = tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randrange(1, rng.choice([6, 24]))))
         if not (cluster.limits.prefix_caching and cluster.requests) or rng.random() < 0.3:
@@ -139,7 +139,7 @@ class History:
         return self.finish_step(fail=True)
 
     def step(self) -> bool:
-        """One whole round of a group, without anything between."""
+        """A whole round of a group without interruption."""
         group = self._group()
         self.cluster.want_batch(group)
         self.cluster.drain_pipeline(group)
@@ -160,7 +160,7 @@ class History:
         return True
 
     def forget(self) -> bool:
-        """Its dispatcher is gone; what was handed over for it is never asked for."""
+        """The request's dispatcher is lost, so that its handed-over sequence is never claimed."""
         request = self._request(lambda r: r.claim_at is not None)
         if request is not None:
             request.abandoned = True
@@ -235,7 +235,7 @@ class History:
         return True
 
     def squeeze(self) -> bool:
-        """The capacity is less for a while."""
+        """Reduces a group's capacity for a while."""
         group = self._group()
         self.cluster.tell_capacity(group, missing=self.rng.randrange(1, 20))
         return True

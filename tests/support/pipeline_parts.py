@@ -1,4 +1,4 @@
-"""What a simulated cluster of cores is made of: requests as dispatchers know them, workers, groups."""
+"""Parts of a simulated cluster of cores: requests as seen by dispatchers, workers, groups."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ LAYERS = 5
 
 @dataclass
 class Request:
-    """What its dispatcher knows of a request."""
+    """What the dispatcher knows about a request."""
 
     request_id: RequestId
     prompt: tuple[int, ...]
@@ -34,9 +34,9 @@ class Request:
     past: list[tuple[int, int]] = field(default_factory=lambda: [(0, 0)])  # (tokens, characters) after each message
     attempt: int = 0
     at: tuple["Worker", w.SequenceKey] | None = None
-    claim_at: "Worker | None" = None  # it has moved there, and the dispatcher has yet to follow
+    claim_at: "Worker | None" = None  # the request has moved there, and the dispatcher has not followed yet
     ending: w.Ending | None = None
-    abandoned: bool = False  # its dispatcher has forgotten it
+    abandoned: bool = False  # the dispatcher has forgotten the request
     want: Undisturbed | None = None
 
     @property
@@ -44,7 +44,7 @@ class Request:
         return self.ending is None and not self.abandoned
 
     def roll_back(self, point: tuple[int, int]) -> None:
-        """The dispatcher has lost what came after."""
+        """Truncates the answer to `point`, as if the dispatcher had lost what followed."""
         token_count, char_count = point
         del self.tokens[token_count:]
         del self.logprobs[token_count:]
@@ -52,7 +52,7 @@ class Request:
         self.past = [p for p in self.past if p <= point]
 
     def judge(self, max_model_len: int) -> None:
-        """What the dispatcher has is what the undisturbed request gives, or the beginning of it."""
+        """Checks that the answer equals that of the undisturbed request, or a prefix of it."""
         if self.want is None:
             self.want = undisturbed(self.prompt, self.sampling, max_model_len)
         want = self.want
@@ -64,7 +64,7 @@ class Request:
         if self.ending is None:
             assert wanted_text.startswith(text)
         elif self.ending.finish_reason is FinishReason.ERROR and "out of luck" not in self.ending.error:
-            assert "KV" in self.ending.error  # too long for the smallest group it came to
+            assert "KV" in self.ending.error  # too long for the smallest group that it moved to
         elif self.ending.finish_reason in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.ERROR):
             assert text == ("".join(piece(t) for t in tokens) if self.wants_text else "")
         else:
@@ -81,7 +81,7 @@ class Worker:
     ) -> None:
         self.worker_id = WorkerId(f"w{ordinal}")
         self.clock_ahead_s = 1000.0 * ordinal
-        self.memory_units = memory_units  # a block of one layer takes one
+        self.memory_units = memory_units  # one block of one layer takes one unit
         self.book = BlockBook(self.blocks_with(LAYERS), limits.block_tokens)
         self.core = WorkerCore(
             limits,
@@ -92,14 +92,14 @@ class Worker:
             harvest=harvest,
         )
         self.layers = range(LAYERS)
-        self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, place in it) -> token id
+        self.cache: dict[tuple[int, int, int], int] = {}  # (layer, block, offset) -> token id
         self.known: dict[int, NewSequence] = {}
         self.queue: deque[tuple[Batch, tuple[Table, ...] | None, dict[int, list[int]]]] = deque()
-        self.host: dict[tuple[int, int], dict[int, int]] = {}  # (layer, host block) -> place in it -> token id
-        self.copies: dict[int, tuple[w.BlockCopy, ...]] = {}  # step id -> of the batches in the queue
+        self.host: dict[tuple[int, int], dict[int, int]] = {}  # (layer, host block) -> offset -> token id
+        self.copies: dict[int, tuple[w.BlockCopy, ...]] = {}  # step id -> copies of queued batches
         self.copied_blocks = 0
         self.stream_id = 0
-        self.letters: deque[w.Emit] = deque()  # written and not read yet
+        self.letters: deque[w.Emit] = deque()  # sent but not yet read
         self.detokenizers: dict[int, list[int]] = {}
 
     def copy(self, copies: tuple[w.BlockCopy, ...], block_tokens: int) -> None:
@@ -120,9 +120,9 @@ class Worker:
 @dataclass(eq=False)
 class Group:
     members: list[Worker]
-    results: deque[StepResult | int] = field(default_factory=deque)  # or the number of one that was preempted
+    results: deque[StepResult | int] = field(default_factory=deque)  # or the step id of a preempted batch
     batches: dict[int, Batch] = field(default_factory=dict)  # step id -> batch in flight
-    handovers: list[tuple[SequenceSnapshot, ...]] = field(default_factory=list)  # on their way to the leader
+    handovers: list[tuple[SequenceSnapshot, ...]] = field(default_factory=list)  # on the way to the leader
 
     @property
     def leader(self) -> Worker:

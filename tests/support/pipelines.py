@@ -1,11 +1,11 @@
-"""A cluster of worker cores without threads and wires: groups that merge and split, stages with caches of their own.
+"""A cluster of worker cores without threads or network: groups merge and split, and every stage has its own cache.
 
 Every worker has its own block book and its own cache, in which a block holds token ids for each layer. A stage runs a
-batch for its layers only; the token that comes out is a hash of what all layers read back through all those tables. A
-layer whose KV did not travel, arrived in the wrong block or was overwritten by somebody else therefore shows.
+batch for its layers only. The output token is a hash of what all layers read back through all block tables, so a layer
+whose KV was not sent, arrived in the wrong block or was overwritten yields a wrong token.
 
-Stages take their turns one by one and in any order, messages between workers and to the dispatcher wait until they are
-delivered, and every worker's clock is ahead by another amount.
+Stages run one at a time in any order, messages wait until they are delivered, and each worker's clock has a different
+offset.
 """
 
 from collections.abc import Collection, Sequence
@@ -69,13 +69,13 @@ class Cluster:
         self.at_s = 0.0
         self.requests: list[Request] = []
         self.by_key: dict[tuple[WorkerId, SequenceKey], Request] = {}
-        self.where: dict[int, dict[int, Worker]] = {}  # sequence id -> layer -> who has its KV, while it travels
-        self.kv_tokens: dict[int, int] = {}  # of those
+        self.where: dict[int, dict[int, Worker]] = {}  # sequence id -> layer -> holder of its KV in transit
+        self.kv_tokens: dict[int, int] = {}  # of these sequences
         self.told: list[Command] = []
         self.resumed_from_kv = 0
-        self.overlapped = 0  # chunks that followed one that was in flight
+        self.overlapped = 0  # chunks dispatched while the previous one was in flight
         self.swapped_in_pipelines = 0
-        self.preempted = 0  # batches, within their step
+        self.preempted = 0  # batches preempted within a step
         self._stream_ids, self._handles = count(1), count(1)
 
     # ---------------------------------------------------------------- workers
@@ -88,7 +88,7 @@ class Cluster:
             self.told.append(command)
             match command:
                 case Emit():
-                    assert command.stream_id == worker.stream_id, "news for a stream that is closed"
+                    assert command.stream_id == worker.stream_id, "output for a closed stream"
                     worker.letters.append(command)
                 case Execute():
                     self._depart(worker, command)
@@ -109,7 +109,7 @@ class Cluster:
                 assert not before.samples, "the token is not known yet"
                 assert part.first_position == before.first_position + len(before.token_ids)
                 self.overlapped += 1
-        assert len(group.batches) <= len(group.members)  # one ahead at most
+        assert len(group.batches) <= len(group.members)  # at most one ahead
         assert sum(len(s.token_ids) for s in batch.slices) <= self.limits.max_batch_tokens
         group.batches[batch.step_id] = batch
         self._drop_texts(leader, batch)
@@ -127,7 +127,7 @@ class Cluster:
         return next(group for group in self.groups if worker in group.members)
 
     def run_stage(self, worker: Worker, *, preempted: bool = False) -> None:
-        """The worker's stage runs the next batch that waits there; `preempted`: of one with safepoints only a part."""
+        """Runs the worker's next queued batch; `preempted`: only its first layers, if it has safepoints."""
         group = self.group_of(worker)
         batch, tables, read = worker.queue.popleft()
         if worker is not group.leader:
@@ -136,7 +136,7 @@ class Cluster:
         assert tables is not None
         copies = worker.copies.pop(batch.step_id, ()) if worker is group.leader else block_copies(batch, worker.book)
         self.swapped_in_pipelines += len(copies) if len(group.members) > 1 else 0
-        if batch.step_id % 2:  # copies may be made at any time while the step runs
+        if batch.step_id % 2:  # copies may be made at any time during the step
             worker.copy(copies, self.limits.block_tokens)
         for sequence_id in batch.removed:
             worker.known.pop(sequence_id, None)
@@ -186,17 +186,17 @@ class Cluster:
         return [worker.cache[layer, table[p // size], p % size] for p in range(token_count)]
 
     def want_batch(self, group: Group) -> bool:
-        """Whether one was formed."""
+        """Returns whether a batch was formed."""
         if not group.leader.core.has_work:
             return False
         idle = not group.batches
         commands = self.feed(group.leader, BatchWanted(0.0))
         formed = any(isinstance(c, Execute) or (isinstance(c, Removed) and c.copies) for c in commands)
-        assert formed or not idle or not group.leader.core.has_work, "work to do, and no batch"
+        assert formed or not idle or not group.leader.core.has_work, "no batch although there is work"
         return formed
 
     def finish_step(self, group: Group, *, fail: bool = False) -> None:
-        """The leader hears of the oldest batch that has come through."""
+        """The leader receives the result of its oldest finished batch."""
         result = group.results.popleft()
         if isinstance(result, int):
             del group.batches[result]
@@ -211,7 +211,7 @@ class Cluster:
         for sequence_id, token_id in zip(sampling, result.token_ids, strict=True):
             detokenizer = group.leader.detokenizers.get(sequence_id)
             if detokenizer is not None:
-                assert next_token(detokenizer) == token_id, "the detokeniser has seen other tokens"
+                assert next_token(detokenizer) == token_id, "the detokeniser saw different tokens"
                 detokenizer.append(token_id)
             texts.append("" if detokenizer is None else piece(token_id))
         self.feed(group.leader, StepDone(0.0, result, tuple(texts)))
@@ -222,7 +222,7 @@ class Cluster:
                 self.run_stage(worker)
         while group.results:
             self.finish_step(group)
-        for worker in group.members:  # what the last results have removed
+        for worker in group.members:  # removals from the last results
             while worker.queue:
                 self.run_stage(worker)
         assert not group.batches
@@ -295,7 +295,7 @@ class Cluster:
             self.feed(worker, Aborted(0.0, key))
 
     def lose_stream(self, worker: Worker) -> None:
-        """The connection breaks: what was not read is gone, and the dispatcher will place its requests again."""
+        """The connection breaks: unread output is lost, and the dispatcher will resubmit its requests."""
         self.feed(worker, StreamClosed(0.0, worker.stream_id))
         worker.letters.clear()
         worker.stream_id = 0
@@ -311,14 +311,14 @@ class Cluster:
             due_at_s = worker.core.next_deadline_at_s
             assert due_at_s is None or due_at_s > self.at_s + worker.clock_ahead_s
 
-    # ---------------------------------------------------------------- KV on its way
+    # ---------------------------------------------------------------- KV in transit
 
     def _holders(self, group: Group, sequence_id: int) -> dict[int, Worker]:
         found = self.where.get(sequence_id)
         return found or {layer: worker for worker in group.members for layer in worker.layers}
 
     def travelling(self, group: Group) -> list[tuple[int, int]]:
-        """(sequence id, layer) of KV that is not where it is going to be used."""
+        """(sequence id, layer) of KV that has not reached the worker which will use it."""
         return [
             (sequence_id, layer)
             for sequence_id in group.leader.core.group_scheduler.suspended_ids
@@ -327,7 +327,7 @@ class Cluster:
         ]
 
     def carry(self, group: Group, sequence_id: int, layer: int) -> None:
-        """The KV of one layer arrives, and the sequence goes on if it was the last."""
+        """The KV of one layer arrives; after the last one, the sequence resumes."""
         source = self.where[sequence_id][layer]
         target = next(w for w in group.members if layer in w.layers)
         tokens = self._read(source, layer, source.book.table(sequence_id), self.kv_tokens[sequence_id])
@@ -354,13 +354,13 @@ class Cluster:
     # ---------------------------------------------------------------- groups
 
     def _foreign_blocks(self, group: Group, worker: Worker, adopting: Collection[int]) -> int:
-        """Held for KV that is on its way out, or for sequences that the leader has not adopted yet."""
+        """Blocks held for KV being sent away, or for sequences that the leader has not adopted yet."""
         core = group.leader.core
         own = {*core.sequence_ids, *core.group_scheduler.scheduler.suspended, *adopting}
         return sum(len(worker.book.table(s)) for s in self.where if s not in own)
 
     def _end(self, group: Group) -> None:
-        """The group comes to its boundary: no KV travels, and its stages are told of all that they are to forget."""
+        """Ends the group's work: all KV arrives, and its stages apply all pending removals."""
         self.drain_pipeline(group)
         for sequence_id, layer in self.travelling(group):
             self.carry(group, sequence_id, layer)
@@ -370,8 +370,8 @@ class Cluster:
     def tell_capacity(
         self, group: Group, missing: int = 0, adopting: Collection[int] = (), swap_blocks: int | None = None
     ) -> None:
-        """What the smallest stage has; `missing` blocks of it cannot be had for a while. `adopting`: these are about
-        to be the leader's. `swap_blocks`: of host memory, if that is not all there is.
+        """Sends the smallest stage's capacity to the leader, less `missing` blocks. `adopting`: sequences that are
+        about to become the leader's. `swap_blocks`: blocks in host memory; by default the limit.
         """
         block_count = min(w.blocks_with(len(w.layers)) for w in group.members)
         free = min(w.blocks_with(len(w.layers)) - self._foreign_blocks(group, w, adopting) for w in group.members)
@@ -380,7 +380,7 @@ class Cluster:
         self.feed(group.leader, CapacityChanged(0.0, block_count, lent, swap_block_count=swap_blocks))
 
     def merge(self, groups: Sequence[Group], ends: Sequence[int]) -> Group:
-        """One pipeline out of several. `ends`: behind which layer each member's range ends."""
+        """Merges groups into one pipeline. `ends`: end of each member's layer range, without the last."""
         merged = Group([w for group in groups for w in group.members])
         new_leader = merged.leader
         for group in groups:
@@ -398,7 +398,7 @@ class Cluster:
         return merged
 
     def split(self, group: Group) -> list[Group]:
-        """Every member on its own again, with a share of the sequences."""
+        """Splits a group into lone members, each with a share of the sequences."""
         self.settle_handovers(group)
         self._end(group)
         self._note_kv(group)
@@ -420,7 +420,7 @@ class Cluster:
         return alone
 
     def _note_kv(self, group: Group) -> None:
-        """Where the KV of all sequences lies before layers move."""
+        """Records where all sequences' KV is before layers move."""
         for sequence_id, token_count in group.leader.core.group_scheduler.kv_tokens.items():
             self.where[sequence_id] = self._holders(group, sequence_id)
             self.kv_tokens[sequence_id] = token_count
@@ -431,19 +431,19 @@ class Cluster:
         return dict(handed_over.snapshots)
 
     def _take_layers(self, group: Group, ranges: Sequence[range]) -> None:
-        """The new roles. The engines forget what they knew; the books keep the tables."""
+        """Starts the new roles. Engines forget their sequences; block books keep the tables."""
         for worker, layers in zip(group.members, ranges, strict=True):
             worker.layers = layers
             worker.known.clear()
             worker.detokenizers.clear()
-            if worker is not group.leader:  # who leads forgets them when it is told
+            if worker is not group.leader:  # the leader forgets them when its role changes
                 worker.book.forget_numbers()
             if (more := worker.blocks_with(len(layers)) - worker.book.block_count) > 0:
                 worker.book.grow(more)
         leader = group.leader
         had = leader.core.group_scheduler.kv_tokens
         self.feed(leader, RoleChanged(0.0, leads=True, stage_count=len(group.members)))
-        self.tell_capacity(group)  # of the new roles: each sequence is about to hold blocks of its own
+        self.tell_capacity(group)  # before each sequence holds its own blocks there
         own = {s for s in leader.core.group_scheduler.kv_tokens if s in self.where}
         for preempted in sorted(had.keys() - own):
             self._stop_travelling(group, preempted)
@@ -455,7 +455,7 @@ class Cluster:
         self._arrive_unmoved(group, own)
 
     def _hold(self, group: Group, sequence_id: int) -> bool:
-        """Whether all stages have blocks for the KV that is going to arrive."""
+        """Reserves blocks on all stages for the arriving KV; returns False if one has too few."""
         token_count = self.kv_tokens[sequence_id]
         needed = blocks_for(token_count, self.limits.block_tokens)
         if any(len(w.book.table(sequence_id)) + w.book.free_count < needed for w in group.members):
@@ -472,7 +472,7 @@ class Cluster:
                 self.feed(group.leader, KvArrived(0.0, sequence_id))
 
     def deliver_handover(self, group: Group) -> None:
-        """Between two batches: a stage must not give away blocks that a batch on its way counts on."""
+        """Delivers a handover between batches, since a stage must not give away blocks that a batch in flight uses."""
         self.drain_pipeline(group)
         self.tell_capacity(group)
         self.drain_pipeline(group)
@@ -494,7 +494,7 @@ class Cluster:
             self.deliver_handover(group)
 
     def shrink(self, worker: Worker) -> bool:
-        """Give back what the worker's layers leave no room for, if what lies there fits into the rest."""
+        """Shrinks the book to the room that the worker's layers leave, if all used blocks fit."""
         group = self.group_of(worker)
         target = worker.blocks_with(len(worker.layers))
         self.drain_pipeline(group)
@@ -519,7 +519,7 @@ class Cluster:
     # ---------------------------------------------------------------- the end
 
     def run_to_end(self, max_rounds: int = 1_000) -> None:
-        """Nothing happens any more except that everything gets on."""
+        """Finishes all work without further disturbances."""
         for group in self.groups:
             self.feed(group.leader, AdmissionLimited(0.0, None))
             self.tell_capacity(group)
@@ -527,7 +527,7 @@ class Cluster:
             if not self._round():
                 break
         else:
-            raise AssertionError(f"still at work after {max_rounds} rounds")
+            raise AssertionError(f"work left after {max_rounds} rounds")
         self.pass_time(self.limits.handover_timeout_s + 1.0)
         for group in self.groups:
             self.drain_pipeline(group)
@@ -557,20 +557,20 @@ class Cluster:
             return True
         if not any(request.is_open for request in self.requests):
             return False
-        self.pass_time(0.1 if followed else 1.0)  # what was refused comes again, or what is waited for does not come
+        self.pass_time(0.1 if followed else 1.0)  # for retries of refused requests, or for handovers that time out
         return True
 
     def follow(self, request: Request, otherwise: Worker) -> None:
-        """The dispatcher submits the request where it has moved to, or where else it likes."""
+        """The dispatcher submits the request where it has moved to, or to `otherwise`."""
         if request.claim_at is not None:
             self.submit(request, request.claim_at, expects_handover=True)
         else:
             self.submit(request, otherwise)
 
-    # ---------------------------------------------------------------- what must hold
+    # ---------------------------------------------------------------- invariants
 
     def assert_empty(self) -> None:
-        """Nobody holds anything any more, and every request has its ending."""
+        """Checks that no worker holds anything and that every request has ended or was abandoned."""
         for request in self.requests:
             assert request.ending is not None or request.abandoned
         assert not self.where
@@ -585,7 +585,7 @@ class Cluster:
 
 
 def _placements(group_scheduler: GroupScheduler) -> list[PlacementView]:
-    """All that waits, runs or is suspended."""
+    """All waiting, running and suspended sequences."""
     scheduler = group_scheduler.scheduler
     running = (*scheduler.running, *scheduler.suspended.values())
     return [

@@ -1,4 +1,4 @@
-"""Drives the planner's core through transitions: answers for store, monitor and members."""
+"""Drives the planner's core through transitions, and answers for store, monitor and members."""
 
 from dataclasses import replace
 
@@ -21,13 +21,13 @@ MODEL = replace(model_info(4), layer_parameter_bytes=(8 * EXTENT,) * 4, block_by
 # 64 extents: 32 for parameters, 8 for the KV of each layer, of 4 blocks each.
 MEMORY = MemoryReport(budget_bytes=64 * EXTENT, parameter_bytes=32 * EXTENT, kv_bytes=32 * EXTENT, free_bytes=0)
 LOAD = replace(load_report(8), block_count=32, used_block_count=8, memory=MEMORY)
-# Of four layers of a small model: a token takes 10 ms, a thousand tokens of prompts 0.1 s more.
+# For four layers of a small model: a decode step takes 10 ms, each thousand prompt tokens 0.1 s more.
 PACE = Pace(CostModel(attention_s=0.0, token_s=1e-4, chunk_s=0.01, shared_s=0.01), 4, 512)
 
 
 class Planner:
-    """A core, checked after each event, on a store that does as asked, and members that answer as told. Unless rules
-    say otherwise overloads are met by need.
+    """A core, checked after each event, with a compliant store and members that answer as the test says. By default,
+    overloads are handled by need, without comparing candidates.
     """
 
     def __init__(self, **rules: object) -> None:
@@ -39,19 +39,19 @@ class Planner:
         self.timer_s: float | None = None
         self.token = 1_700_000_000_000
         self.stored: p.StoredLayout | None = None
-        self.outcomes: list[p.WriteOutcome] = []  # of the next writes, instead of WRITTEN
+        self.outcomes: list[p.WriteOutcome] = []  # for the next writes, instead of WRITTEN
         self.journal: list[Stage] = []
-        self.phases: dict[str, Phase] = {}  # what members answer; absent: they are silent
+        self.phases: dict[str, Phase] = {}  # answers by member; a missing member is silent
         self.said: list[p.Command] = []
         self.events: list[p.Event] = []
-        self.answered = 0  # events that have been handled
+        self.answered = 0  # number of handled events
         self.load: LoadReport | None = LOAD
-        self.traffic, self.pace = Traffic(), PACE  # nothing is known of what comes
-        self.fresh_traffic: Traffic | None = None  # of the dispatchers that speak; None: all do
+        self.traffic, self.pace = Traffic(), PACE  # nothing is known about arrivals
+        self.fresh_traffic: Traffic | None = None  # of reachable dispatchers; None: all are
         self.lives: dict[str, int] = {}
 
     def tell(self, event: p.Event) -> None:
-        """And what the store and the monitor answer to the commands that follow."""
+        """Handles an event, and then the answers of store and monitor to the resulting commands."""
         self.events.append(event)
         while len(self.events) > self.answered:
             commands = self.core.handle(self.events[self.answered])
@@ -112,7 +112,7 @@ class Planner:
         self.tell(p.InstanceUp(self.now_s, "c", WorkerId(worker), life, f"{worker}:1", MODEL, False, f"{worker}:2"))
 
     def says(self, worker: str, group: Group | None = None, *, epoch: int | None = None) -> None:
-        """The same life is announced once more, and says which group it is in: that of the layout, or `group`."""
+        """The same incarnation announces itself again, as a member of `group` or of its group in the layout."""
         group = group or group_of(self.core.layout, WorkerId(worker))
         assert group is not None
         place = Place(self.core.layout.epoch if epoch is None else Epoch(epoch), group)

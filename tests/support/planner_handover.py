@@ -1,7 +1,7 @@
-"""A drop of two workers, two planners one after the other, one store, for `tests.support.exhaustive`.
+"""A drop of two workers by two successive planners with one store, for `tests.support.exhaustive`.
 
-Planners are the real cores. Calls to members and operations of the store are under way for a while, and come in every
-order; some are lost on either way. The planner that was replaced goes on until it hears of it.
+Planners are the real cores. Calls to members and store operations take time and complete in any order; some are lost,
+or their answers are. A replaced planner continues until it learns of its replacement.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +18,7 @@ from tests.support.exhaustive import frozen
 from tests.support.planner_core import LOAD, MODEL
 
 A, B = WorkerId("a"), WorkerId("b")
-_QUIET_S = 20.0  # later timers change nothing here
+_QUIET_S = 20.0  # later timers do not matter here
 _NEXT = {Phase.PREPARING: Phase.PREPARED, Phase.COMMITTING: Phase.EXCHANGING, Phase.EXCHANGING: Phase.DONE}
 _TAKEN_BACK = (Phase.NONE, Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 _UNSEEN = (
@@ -28,13 +28,13 @@ _UNSEEN = (
     "_requests",
     "sizing",
     "events",
-)  # of a core: nothing is decided by it
+)  # of a core: they influence no decision
 
 Operation = p.LoadLayout | p.WriteLayout | p.WriteJournal | p.ReadLoads
 
 
 class Seat:
-    """A planner and what is under way from it."""
+    """A planner with its outstanding operations and calls."""
 
     def __init__(self) -> None:
         rules = ConductorRules(restores=False, request_timeout_s=5.0, retry_s=1000.0)
@@ -43,12 +43,12 @@ class Seat:
         )
         self.timer_s: float | None = None
         self.operations: list[Operation] = []
-        self.calls: dict[WorkerId, list[tuple[p.CallMember, int]]] = {A: [], B: []}  # with the token of then
+        self.calls: dict[WorkerId, list[tuple[p.CallMember, int]]] = {A: [], B: []}  # with the token at that time
 
 
 class Handover:
     def __init__(self, losses: int, only: Sequence[str] = ("",)) -> None:
-        """`losses`: so many faults in all. `only`: those whose names hold one of these words."""
+        """`losses`: total number of faults. `only`: allows only faults whose names contain one of these strings."""
         self.only = only
         self.seats = [Seat(), Seat()]
         self.losses, self.now_s, self.token = losses, 0.0, 1_000
@@ -56,7 +56,7 @@ class Handover:
         self.stored: p.StoredLayout | None = None
         self.in_force: list[Epoch] = []
         self.phases: dict[tuple[WorkerId, Epoch], Phase] = {}
-        self.fences: dict[WorkerId, int] = {A: 0, B: 0}  # the highest token that has called a member
+        self.fences: dict[WorkerId, int] = {A: 0, B: 0}  # the highest token seen by each member
         self.lead(0)
         for _ in range(20):
             self._settle(0)
@@ -73,11 +73,11 @@ class Handover:
         return seats, self.losses, self.token, self.leader, self.stored, self.phases, self.fences
 
     def _late(self, seat: Seat) -> int:
-        """For how long a stage lasts, roughly: in a while it is given up."""
+        """How long the current stage has lasted, coarsely, since a deadline ends it."""
         coordinator = seat.core.conductor.coordinator
         return min(8, int((self.now_s - coordinator._entered_s) / 8.0)) if coordinator is not None else 0
 
-    # ------------------------------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------------------------------ actions
 
     def tell(self, seat: int, event: p.Event) -> None:
         one = self.seats[seat]
@@ -166,7 +166,7 @@ class Handover:
             self.operate(seat)
 
     def operate(self, seat: int, *, lost: bool = False) -> None:
-        """The store does what it was asked for first. `lost`: its answer does not come."""
+        """The store executes its first outstanding operation. `lost`: its answer is lost."""
         self.losses -= lost
         operation = self.seats[seat].operations.pop(0)
         match operation:
@@ -214,7 +214,7 @@ class Handover:
         self.seats[seat].calls[worker].pop(0)
 
     def call(self, seat: int, worker: WorkerId, lost: bool = False) -> None:
-        """A member hears a call. `lost`: its answer does not come."""
+        """A member receives its first outstanding call. `lost`: its answer is lost."""
         self.losses -= lost
         command, token = self.seats[seat].calls[worker].pop(0)
         if token < self.fences[worker]:
@@ -226,12 +226,12 @@ class Handover:
             case p.WorkerCall.PREPARE if phase is Phase.NONE:
                 self.phases[key] = Phase.PREPARING
             case p.WorkerCall.COMMIT:
-                assert command.journal.epoch in self.in_force, "commit is told before it is decided"
+                assert command.journal.epoch in self.in_force, "commit was called before it was stored"
                 assert phase not in (Phase.NONE, Phase.PREPARING, Phase.ABORTED), f"commit while {phase}"
                 if phase is Phase.PREPARED:
                     self.phases[key] = Phase.COMMITTING
             case p.WorkerCall.ABORT:
-                assert phase in _TAKEN_BACK, f"{worker} is to abort while {phase}"
+                assert phase in _TAKEN_BACK, f"{worker} was asked to abort while {phase}"
                 self.phases[key] = Phase.ABORTED
             case _:
                 pass
@@ -246,16 +246,16 @@ class Handover:
         self.losses -= 1
         self.phases[key] = Phase.FAILED
 
-    # ------------------------------------------------------------------------------------------ what is promised
+    # ------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
         for seat in self.seats:
             seat.core.check()
-        assert self.in_force == sorted(set(self.in_force)), f"an epoch goes back: {self.in_force}"
+        assert self.in_force == sorted(set(self.in_force)), f"an epoch decreased or was repeated: {self.in_force}"
         for epoch in {epoch for _, epoch in self.phases}:
             said = {self.phases.get((worker, epoch), Phase.NONE) for worker in (A, B)}
             gone_on = said & {Phase.EXCHANGING, Phase.DONE}
-            assert not (gone_on and Phase.ABORTED in said), f"one goes on, one has taken it back: {said}"
+            assert not (gone_on and Phase.ABORTED in said), f"one member continued, one took it back: {said}"
 
     def check_end(self) -> None:
         assert self.stored is not None
@@ -265,6 +265,6 @@ class Handover:
         assert journal.stage.over, f"the journal stays in {journal.stage}"
         said = {self.phases.get((worker, journal.epoch), Phase.NONE) for worker in (A, B)}
         if self.stored.layout.epoch == journal.epoch:
-            assert said == {Phase.DONE}, f"the layout is in force, and members are {said}"
+            assert said == {Phase.DONE}, f"the layout is in force, but members are {said}"
         else:
             assert said <= {Phase.NONE, Phase.FAILED, Phase.ABORTED}, f"it was taken back, and members are {said}"

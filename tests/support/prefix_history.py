@@ -1,8 +1,8 @@
-"""Histories of a worker's core whose prompts begin alike, drawn from a seed: alone, or with stages that follow it.
+"""Random histories of a worker's core with common prefixes, drawn from a seed: a lone worker, or with follower stages.
 
-A stage has a book and a cache of its own, with other blocks and more of them; its batches come late, and it moves its
-blocks about at random. A block that is given to two, a table that lost its order or a number that means other tokens
-shows as a wrong token.
+A stage has its own block book and cache, with more blocks at other numbers. Its batches arrive late, and it moves
+blocks at random. A block in use twice, a table in the wrong order or a number with the wrong tokens yields a wrong
+token.
 """
 
 import random
@@ -22,13 +22,13 @@ _SALTS = (b"", b"", b"", b"other")
 
 
 class Stage:
-    """A follower."""
+    """A follower of the pipeline."""
 
     def __init__(self, leader_blocks: int, block_tokens: int, rng: random.Random) -> None:
         self._block_tokens = block_tokens
         self.book = BlockBook(leader_blocks + rng.randrange(9), block_tokens, first_block=rng.randrange(50))
         self.engine = FakeEngine(block_tokens)
-        self.late: list[tuple[Batch, tuple[bool, ...], list[int]]] = []  # with what the leader's engine says
+        self.late: list[tuple[Batch, tuple[bool, ...], list[int]]] = []  # with the output of the leader's engine
         self.moved_blocks = 0
 
     def run_one(self) -> None:
@@ -47,7 +47,7 @@ class Stage:
 
 
 class World(Driver):
-    """A leader, and stages behind it."""
+    """A leader, and the stages that follow it."""
 
     def __init__(self, bounds: WorkerLimits, block_count: int, rng: random.Random, stage_count: int) -> None:
         super().__init__(bounds, block_count)
@@ -115,13 +115,15 @@ class PrefixHistory:
         self.world.open(1)
         self.trunks = [self._tokens(rng.randrange(4, 30)) for _ in range(3)]
         self.asked: dict[SequenceKey, tuple[tuple[int, ...], Undisturbed]] = {}
-        self.said: list[tuple[int, ...]] = []  # prompts with their answers
+        self.said: list[tuple[int, ...]] = []  # prompts with their answers, for later prompts to extend
 
     def _tokens(self, count: int) -> tuple[int, ...]:
         return tuple(self.rng.randrange(VOCAB_SIZE) for _ in range(count))
 
     def _prompt(self) -> tuple[int, ...]:
-        """A part of a trunk, or of a prompt before with its answer: the next turn, or the same question again."""
+        """Part of a common prefix, or of an earlier prompt and its answer (a next turn, or a repeated question), plus
+        new tokens.
+        """
         rng = self.rng
         start = rng.choice(self.said if self.said and rng.random() < 0.4 else self.trunks)
         start = start[: rng.choice([len(start), rng.randrange(1, len(start) + 1)])]
@@ -163,10 +165,10 @@ class PrefixHistory:
             self.counts["ahead"] += any(IN_FLIGHT in part.token_ids for part in execute.batch.slices)
             group_scheduler = world.core.group_scheduler
             has_room = world.index.retained_count <= max(0, group_scheduler.free_block_count)
-            assert has_room or not group_scheduler.settled, "more is retained than there is room for"
+            assert has_room or not group_scheduler.settled, "more blocks are retained than are free"
 
     def _have_less(self) -> None:
-        """For a moment. What is retained goes first."""
+        """Reduces the capacity for a moment; retained blocks must be evicted before any preemption."""
         world, group_scheduler = self.world, self.world.core.group_scheduler
         block_count = group_scheduler.book.block_count
         less = max(self.least_blocks, block_count - self.rng.randrange(1, 4))

@@ -1,9 +1,9 @@
-"""Faults put into prefix caching, one at a time: which history of `tests.support.prefix_history` sees each, or which
-unit test.
+"""Puts faults into prefix caching, one at a time, and finds the first history of `tests.support.prefix_history`, or the
+unit test, that detects each.
 
     python -m tests.support.prefix_mutants [--seeds N] [NAME ...]
 
-Each is a patch of production code in a process of its own.
+Each mutant is a patch of production code, applied in a separate process.
 """
 
 # Patches replace methods of any signature.
@@ -49,7 +49,7 @@ def _one_claim_more(name: Any) -> Any:
 
 
 def _keeps_key(forget: Any) -> Any:
-    """Sequences find what is being given up."""
+    """Matching still finds evicted blocks."""
 
     def forgotten(self: PrefixIndex, number: int, used_at_s: float = 0.0) -> bool:
         key = self._keys[number]
@@ -62,7 +62,7 @@ def _keeps_key(forget: Any) -> Any:
 
 
 def _alone(chain: Any) -> Any:
-    """A key says nothing of what is before its block."""
+    """A key does not depend on the preceding blocks."""
 
     def made(self: PrefixIndex, sequence: Any, block_count: int) -> Any:
         size = self._block_tokens
@@ -107,7 +107,7 @@ def _names_ahead(name: Any) -> Any:
 
 
 def _names_at_departure(dispatch: Any) -> Any:
-    """A prompt's blocks get numbers when the batch that computes them is formed."""
+    """A prompt's blocks get numbers as soon as the batch that computes them is formed."""
 
     def formed(self: Any, plan: Any) -> Any:
         execute = dispatch(self, plan)
@@ -152,7 +152,7 @@ def _numbers_stay(compacted: Any) -> Any:
 
 
 def _gives_up_too_early(apply: Any) -> Any:
-    """A follower gives up a number that its leader has not told it to."""
+    """A follower drops a number before its leader tells it to."""
 
     def applied(self: BlockBook, batch: Any) -> Any:
         if self._first and self._numbered and batch.step_id % 7 == 0:
@@ -171,7 +171,7 @@ def _not_told(needs_release_batch: Any) -> Any:
 
 
 def _begins_late(begin: Any) -> Any:
-    """It is let in as computed before any batch says so."""
+    """A sequence counts as computed before any batch announces it."""
 
     def taken(self: PrefixIndex, sequence: Any, from_host: int = 0) -> int:
         count = begin(self, sequence, from_host)
@@ -182,7 +182,7 @@ def _begins_late(begin: Any) -> Any:
 
 
 def _without_seed(chain: Any) -> Any:
-    """A key says nothing of the model, its revision, dtype and adapter."""
+    """A key does not depend on model, revision, dtype and adapter."""
 
     def made(self: PrefixIndex, sequence: Any, block_count: int) -> Any:
         self._seed = b""
@@ -192,7 +192,7 @@ def _without_seed(chain: Any) -> Any:
 
 
 def _without_adapter(chain: Any) -> Any:
-    """A key says nothing of the adapter with which its block was computed."""
+    """A key does not depend on the adapter that computed its block."""
 
     def made(self: PrefixIndex, sequence: Any, block_count: int) -> Any:
         sampling, sequence.sampling = sequence.sampling, replace(sequence.sampling, adapter="")
@@ -205,7 +205,7 @@ def _without_adapter(chain: Any) -> Any:
 
 
 def _holds_once(take: Any) -> Any:
-    """The leader counts one holder of a block, however many there are."""
+    """The leader counts only one holder per block."""
 
     def taken(self: PrefixIndex, sequence: Any, from_host: int = 0) -> int:
         before = dict(self._holders)
@@ -217,7 +217,7 @@ def _holds_once(take: Any) -> Any:
 
 
 def _gives_up_held(leave: Any) -> Any:
-    """The first that leaves gives up what another one holds."""
+    """The first holder that leaves releases a block that another one still holds."""
 
     def left(self: PrefixIndex, sequence: Any, *, kept: bool) -> int:
         for number in self._held.get(sequence.sequence_id, ()):
@@ -245,7 +245,7 @@ def _taken_though_gone(leave: Any) -> Any:
 
 
 def _moved_twice(compaction_plan: Any) -> Any:
-    """A block that two tables have is moved once for each."""
+    """A block in two tables is moved twice."""
 
     def planned(self: BlockBook, block_count: int) -> Any:
         moves = compaction_plan(self, block_count)
@@ -256,7 +256,7 @@ def _moved_twice(compaction_plan: Any) -> Any:
 
 
 def _landed_at_once(copy: Any) -> Any:
-    """A copy on the host is used before the batch beside which it is made has landed."""
+    """A host copy is used before the batch that makes it has completed."""
 
     def copied(self: HostPrefixes, numbers: Any) -> Any:
         blocks = copy(self, numbers)
@@ -282,7 +282,7 @@ def _good_though_gone(gone: Any) -> Any:
 
 
 def _from_anybody(donors: Any) -> Any:
-    """A donor may be a sequence that has its blocks on some stages only."""
+    """A donor may have its blocks on some stages only."""
     return lambda self, coming, _waiting: donors(self, coming, ())
 
 
@@ -296,12 +296,12 @@ def _without_donors(led: Any) -> Any:
 
 
 def _by_block_alone(_: Any) -> Any:
-    """Treat blocks of equal ids as shared, even with different prefixes or of different leaders."""
+    """Blocks with equal ids are treated as shared, despite different prefixes or leaders."""
     return lambda victims, _epoch: {v.sequence_id: tuple(-1 - b for b in v.shared_blocks) for v in victims}
 
 
 def _computed_at_once(bring: Any) -> Any:
-    """One whose KV comes back is computed on before it has."""
+    """A sequence that is swapped in is computed before its KV has arrived."""
 
     def brought(self: SwapSpace, sequence: Any, first: int, keys: Any) -> None:
         bring(self, sequence, first, keys)
@@ -353,14 +353,16 @@ def _forget_none_displaced(self: Scheduler) -> None:
 
 
 def look_for(name: str, count: int) -> str:
-    """The first error that the mutant causes, in this process: it is of no use for anything else afterwards."""
+    """The first history or unit test that fails with the mutant. Patches this process, which must not be used
+    afterwards.
+    """
     for patch in MUTANTS[name]:
         patch()
     for seed in range(count):
         for made in (PrefixHistory(seed, seed % 3), History(seed)):
             try:
                 made.play()
-            except Exception as error:  # noqa: BLE001 whatever breaks has been seen
+            except Exception as error:  # noqa: BLE001 any error detects the mutant
                 words = (str(error).splitlines() or [""])[0][:90]
                 return f"{type(made).__name__} {seed}: {type(error).__name__}: {words}"
     files = (
@@ -379,7 +381,7 @@ def look_for(name: str, count: int) -> str:
 
 
 class _Failed:
-    """Notes the test that fails."""
+    """Records the first test that fails."""
 
     test = ""
 

@@ -1,7 +1,7 @@
-"""A public set of JSON schemas that ships in a package: those of the Kubernetes API (kubernetes-validate).
+"""A public set of JSON schemas from a package: those of the Kubernetes API (kubernetes-validate).
 
-They were written by others for another purpose: nested up to dozens of levels, some recursive, with patterns, formats,
-unions and free-form maps. What others define in a file beside them is put into each, so that it stands by itself.
+They were written independently and for another purpose: nested up to dozens of levels, some recursive, with patterns,
+formats, unions and free-form maps. Referenced definitions are copied into each, so that it is self-contained.
 """
 
 import json
@@ -16,19 +16,19 @@ import kubernetes_validate
 Schema = dict[str, Any]
 _FOLDER = Path(kubernetes_validate.__file__).parent / "kubernetes-json-schema" / "v1.37.0-local-strict"
 _REFERENCE = re.compile(r'"\$ref": "[^"#]*#/\$defs/([^"]+)"')
-MAX_CHARS = 200_000  # a dispatcher takes grammars of up to 256 KiB
+MAX_CHARS = 200_000  # a dispatcher accepts grammars of up to 256 KiB
 
 
 @cache
 def _definitions() -> dict[str, str]:
-    """Name -> its schema as JSON."""
+    """Name -> schema as JSON text."""
     defined = json.loads((_FOLDER / "_definitions.json").read_text())["$defs"]
     return {name: json.dumps(schema) for name, schema in defined.items()}
 
 
 @cache
 def public_schemas() -> tuple[Schema, ...]:
-    """All that a dispatcher takes by their length, by name of their files."""
+    """All schemas of at most MAX_CHARS characters, in the order of their file names."""
     texts = [_bundled(path) for path in sorted(_FOLDER.glob("*.json")) if not path.name.startswith(("_", "all"))]
     return tuple(json.loads(text) for text in texts if len(text) <= MAX_CHARS)
 

@@ -1,11 +1,11 @@
-"""Defects that a GPU would show at once, put back one at a time: the test that holds each must fail.
+"""Puts back defects that a GPU would reveal at once, one at a time: the test against each must fail.
 
     python -m tests.support.put_back
 
-Each is a line of a function as it once was. In a process of its own, as torch gets a device for the rest of it.
+Each defect restores an earlier line of a function. Run it in a new process, since torch gets a fake device for good.
 """
 
-from __future__ import annotations  # what is compiled here inherits it
+from __future__ import annotations  # inherited by the code compiled here
 
 import inspect
 import textwrap
@@ -30,7 +30,7 @@ _SEEN_ON_A_FAKE_DEVICE = ""
 class Defect:
     owner: type
     function: str
-    line: str  # a part of it
+    line: str  # part of a line
     once: str
     test: str
     says: str
@@ -69,7 +69,7 @@ DEFECTS: Mapping[str, Defect] = {
         f"{_LINKS}/test_nccl.py::test_torch_does_not_watch_over_groups_when_the_first_is_made",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING",
     ),
-    "hidden states stay where they came": Defect(  # the last: the device stays
+    "hidden states stay where they came": Defect(  # must be last, since the fake device stays
         ModelRunner,
         "compute",
         "hidden_TD.to(device)",
@@ -84,7 +84,7 @@ DEFECTS: Mapping[str, Defect] = {
 def put_back(defect: Defect) -> Generator[None]:
     now = getattr(defect.owner, defect.function)
     source = textwrap.dedent(inspect.getsource(now))
-    assert source.count(defect.line) == 1, f"{defect.function} has changed: this is no line of it: {defect.line}"
+    assert source.count(defect.line) == 1, f"{defect.function} has changed, it must have one line with {defect.line}"
     made: dict[str, Any] = {}
     exec(source.replace(defect.line, defect.once), now.__globals__, made)
     setattr(defect.owner, defect.function, made[defect.function])
@@ -95,7 +95,7 @@ def put_back(defect: Defect) -> Generator[None]:
 
 
 class _Failures:
-    """A plugin of pytest."""
+    """A pytest plugin that collects failures."""
 
     def __init__(self) -> None:
         self.said = ""
@@ -108,13 +108,13 @@ class _Failures:
 
 
 def failure(test: str) -> str:
-    """What the test says, or nothing if it passes."""
+    """The test's failure report, or "" if it passes."""
     if test == _SEEN_ON_A_FAKE_DEVICE:
         from tests.unit.worker.engine import fake_device
 
         try:
             fake_device.main()
-        except Exception:  # noqa: BLE001 whatever it is, it was seen
+        except Exception:  # noqa: BLE001 any error detects the defect
             return traceback.format_exc()
         return ""
     failures = _Failures()

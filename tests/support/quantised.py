@@ -1,4 +1,4 @@
-"""Checkpoints in the layouts of quantisers, and beside each one the dense checkpoint that it stands for."""
+"""Checkpoints in the formats of quantisers, each with the equivalent dense checkpoint."""
 
 import json
 import shutil
@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 Tensors = dict[str, torch.Tensor]
-Quantised = tuple[Tensors, torch.Tensor]  # what the checkpoint has in a matrix's place, and what that stands for
+Quantised = tuple[Tensors, torch.Tensor]  # stored tensors that replace a matrix, and its dequantised value
 
 DENSE = "dense"
 _GROUP = 16
@@ -18,13 +18,13 @@ _FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -
 
 
 def dense_of(folder: Path) -> Path:
-    """The checkpoint that a folder stands for: itself, unless it is quantised."""
+    """The equivalent dense checkpoint of a folder: itself, unless it is quantised."""
     beside = folder.parent / DENSE
     return beside if folder.name != DENSE and beside.exists() else folder
 
 
 def quantise(dense: Path, out: Path, form: str) -> Path:
-    """Write what a quantiser of that format makes of `dense`, which is changed to what it stands for."""
+    """Writes `dense`, quantised in the format `form`, to `out`; overwrites `dense` with the dequantised values."""
     config, quantiser = FORMATS[form]
     tensors = {name: tensor for file in sorted(dense.glob("*.safetensors")) for name, tensor in load_file(file).items()}
     stored: Tensors = {}
@@ -59,7 +59,7 @@ def _is_quantised(name: str, tensor: torch.Tensor, form: str) -> bool:
 
 
 def _blocked(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """For each element the largest of its block."""
+    """The largest absolute value of each block of rows x columns."""
     n, k = tensor.shape
     padded = torch.nn.functional.pad(tensor.abs(), (0, -k % columns, 0, -n % rows))
     return padded.unflatten(0, (-1, rows)).unflatten(2, (-1, columns)).amax((1, 3))
@@ -91,7 +91,7 @@ def _int8(name: str, tensor: torch.Tensor) -> Quantised:
 
 
 def _packed(bits: int, asymmetric: bool = False) -> Callable[[str, torch.Tensor], Quantised]:
-    """compressed-tensors: unsigned values along the inputs, zero points along the outputs."""
+    """compressed-tensors: unsigned values packed along the inputs, zero points along the outputs."""
 
     def quantise_one(name: str, tensor: torch.Tensor) -> Quantised:
         unsigned, scale, zero = _grouped(tensor, bits, asymmetric)
@@ -110,7 +110,7 @@ def _packed(bits: int, asymmetric: bool = False) -> Callable[[str, torch.Tensor]
 def _gptq(bits: int) -> Callable[[str, torch.Tensor], Quantised]:
     def quantise_one(name: str, tensor: torch.Tensor) -> Quantised:
         unsigned, scale, zero = _grouped(tensor, bits, True)
-        zero = zero.clamp(min=1)  # less one is stored
+        zero = zero.clamp(min=1)  # the format stores zero points minus one
         base = name.removesuffix(".weight")
         stored = {
             f"{base}.qweight": _in_words(unsigned.t().contiguous(), bits, 0),
@@ -139,7 +139,7 @@ def _awq(name: str, tensor: torch.Tensor) -> Quantised:
 
 
 def _mxfp4(name: str, tensor: torch.Tensor) -> Quantised:
-    """GPT-OSS: of [E, K, N] the blocks of each output, [E, N, K / 32, 16]."""
+    """GPT-OSS: from [E, K, N], values in blocks along K, [E, N, K / 32, 16] bytes, with scales [E, N, K / 32]."""
     grouped = tensor.transpose(1, 2).unflatten(2, (-1, 32))
     exponents = (grouped.abs().amax(3, keepdim=True) / 6.0).clamp(min=1e-6).log2().ceil()
     codes = ((grouped / exponents.exp2())[..., None] - _FP4).abs().argmin(-1).to(torch.uint8)
@@ -151,7 +151,7 @@ def _mxfp4(name: str, tensor: torch.Tensor) -> Quantised:
 
 
 def _grouped(tensor: torch.Tensor, bits: int, asymmetric: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Unsigned values [N, K], scales and zero points [N, K / 16]."""
+    """Unsigned values [N, K], with scales and zero points [N, K / 16]."""
     groups = tensor.unflatten(1, (-1, _GROUP))
     most, middle = (1 << bits) - 1, 1 << (bits - 1)
     if asymmetric:
@@ -184,7 +184,7 @@ def _groups(form: str, weights: Mapping[str, Any]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": {"g": group}}
 
 
-# name -> quantization_config, and what makes a matrix
+# name -> quantization_config, and the function that quantises a matrix
 FORMATS: dict[str, tuple[dict[str, Any], Callable[[str, torch.Tensor], Quantised]]] = {
     "fp8": (
         {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 16]},

@@ -1,7 +1,7 @@
-"""What `transformers` says: the reference that the engine's tokens are compared with (I2).
+"""The `transformers` reference for the engine's tokens (I2).
 
-Models are loaded once per process. Greedy decoding is done here, on the raw logits, since `generate` rounds them to
-float32 before it takes the best.
+Models are loaded once per process. Greedy decoding is done here on the raw logits, since `generate` rounds them to
+float32 before the argmax.
 """
 
 import functools
@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-NEAR_TIE = 1e-5  # two best logits closer than this may change places in float32
+NEAR_TIE = 1e-5  # closer top-two logits may swap in float32
 _BATCH_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """Greedy tokens, and for each how far the best logit was above the second best."""
+    """Greedy tokens, and for each the gap between the two highest logits."""
 
     token_ids: tuple[int, ...]
     gaps: tuple[float, ...]
@@ -40,14 +40,14 @@ def reference_model(model_dir: Path, dtype: str) -> Any:  # transformers' classe
 
 
 def reference_greedy(model_dir: Path, prompt: Sequence[int], count: int, dtype: str = "float32") -> Reference:
-    """The `count` tokens that follow the prompt. End-of-sequence tokens do not end it."""
+    """The `count` greedy tokens after the prompt; end-of-sequence tokens do not stop generation."""
     return reference_greedy_batch(model_dir, [prompt], [count], dtype)[0]
 
 
 def reference_greedy_batch(
     model_dir: Path, prompts: Sequence[Sequence[int]], counts: Sequence[int], dtype: str = "float32"
 ) -> list[Reference]:
-    """What `reference_greedy` gives for many prompts, aligned with them."""
+    """`reference_greedy` for many prompts, in their order."""
     model = reference_model(model_dir, dtype)
     order = sorted(range(len(prompts)), key=lambda i: (len(prompts[i]), counts[i]))
     found: dict[int, Reference] = {}
@@ -62,7 +62,7 @@ def reference_greedy_batch(
 
 @torch.inference_mode()
 def reference_logits(model_dir: Path, token_ids: Sequence[int], dtype: str = "float32") -> torch.Tensor:
-    """Logits after every token of one sequence, [tokens, vocabulary]."""
+    """Logits after every token of one sequence: [tokens, vocabulary]."""
     return reference_model(model_dir, dtype)(torch.tensor([list(token_ids)])).logits[0]
 
 

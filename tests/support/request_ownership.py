@@ -1,7 +1,7 @@
-"""One request, a dispatcher's core, two workers, and what may go wrong between them, for `tests.support.exhaustive`.
+"""One request, a dispatcher's core, two workers, and the faults between them, for `tests.support.exhaustive`.
 
-The workers are as little as they can be: they say tokens, end, hand over, refuse, fail, vanish and come back, in every
-order. A token is its place in the answer, so one that is lost, doubled or out of place shows.
+The workers are minimal: in any order, they generate tokens, end, hand over, refuse, fail, vanish and return. A token is
+its position in the answer, so that a lost, duplicated or misplaced one is obvious.
 """
 
 from collections.abc import Callable, Iterator
@@ -32,11 +32,11 @@ from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 from tests.support.dispatcher_core import MODEL, key, layout, load, request
 
 NAME = RequestId("r")
-_SOON_S = 20.0  # later timers are for clusters without a worker, which this one is not for so long
+_SOON_S = 20.0  # later timers matter only to clusters that lack workers for long
 
 
 class Peer:
-    """A worker at the other end of a stream. Both ways are in order, and end together."""
+    """A worker at the other end of a stream. Both directions are ordered, and end together."""
 
     def __init__(self) -> None:
         self.connected = True
@@ -48,7 +48,7 @@ class Peer:
 
 class Ownership:
     def __init__(self, losses: int, token_count: int = 2) -> None:
-        """`losses`: so many faults in all; `token_count`: of the answer."""
+        """`losses`: total number of faults; `token_count`: length of the answer."""
         self.core = DispatcherCore(DispatcherId("d"), Limits(), PlacementRules(), RoutingRules(growth_tokens=0))
         self.losses, self.token_count = losses, token_count
         self.peers = {key("a"): Peer(), key("b"): Peer()}
@@ -70,7 +70,7 @@ class Ownership:
         ]
         return books, tracked, self.peers, self.received, self.ending, self.withdrawn, self.losses
 
-    # ------------------------------------------------------------------------------------------ what happens
+    # ------------------------------------------------------------------------------------------ actions
 
     def tell(self, event: Event) -> None:
         for command in self.core.handle(event):
@@ -190,7 +190,7 @@ class Ownership:
         self.now_s = max(self.now_s, self.core.next_timer_s())
         self.tell(DispatcherTick(self.now_s))
 
-    # ------------------------------------------------------------------------------------------ what is promised
+    # ------------------------------------------------------------------------------------------ invariants
 
     def check(self) -> None:
         self.core.check()
@@ -205,8 +205,8 @@ class Ownership:
         assert len(owners) <= (not self.ending), f"{self.ending or 'it goes on'}, and workers have it: {owners}"
 
     def check_end(self) -> None:
-        assert self.ending, "the request waits for ever"
-        assert not any(peer.running for peer in self.peers.values()), "a worker goes on with what has ended"
+        assert self.ending, "the request waits forever"
+        assert not any(peer.running for peer in self.peers.values()), "a worker still runs a request that has ended"
 
 
 def _what(message: PlaceOnWorker | AbortOnWorker) -> str:

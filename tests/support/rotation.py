@@ -1,7 +1,7 @@
-"""Tests that take turns: with `--rotate`, as in the gate, a commit runs its share of those marked `rotating`.
+"""Rotating tests: with `--rotate`, as in the gate, a commit runs only its share of the tests marked `rotating`.
 
-`@pytest.mark.rotating` or `rotating(5)`: one of three, or of five; a marked module is taken whole, as its tests share a
-cluster. Without the option, as in `make test ROTATE=`, all of them run.
+`@pytest.mark.rotating` runs one in three, `rotating(5)` one in five; a marked module counts as one test, since its
+tests share a cluster. Without the option, as in `make test ROTATE=`, all of them run.
 """
 
 import subprocess
@@ -21,7 +21,7 @@ def _turn() -> int:
 
 
 def of_other_commits(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The rotating tests that it is not the turn of."""
+    """The rotating tests that this commit skips."""
     marked: list[tuple[pytest.Item, str, int]] = []
     for item in items:
         for node, mark in item.iter_markers_with_node(MARK):

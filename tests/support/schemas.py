@@ -1,4 +1,4 @@
-"""Random JSON schemas whose answers end soon, whatever a model with random weights would like to write."""
+"""Random JSON schemas whose answers end soon, whatever a model with random weights generates."""
 
 import random
 from typing import Any
@@ -8,7 +8,7 @@ Schema = dict[str, Any]
 
 
 def random_schema(seed: int) -> Schema:
-    """An object at the top, as OpenAI asks for."""
+    """A schema with an object at the top level, as OpenAI requires."""
     rng = random.Random(seed)
     return _object(rng, 3)
 

@@ -1,4 +1,4 @@
-"""An InferenceService whose behaviour a test writes down in advance: the other end of the SDK and the CLI."""
+"""An InferenceService with scripted behaviour: the server for tests of the SDK and the CLI."""
 
 import asyncio
 import contextlib
@@ -17,20 +17,20 @@ from ballastpb.inference.v1 import inference_pb2_grpc
 
 
 class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
-    """Answers with `tokens` tokens `t0 t1 ...`, one per response; what differs is set on the attributes."""
+    """Answers with `tokens` tokens `t0 t1 ...`, one per response, unless attributes say otherwise."""
 
     def __init__(self, name: str = "d0") -> None:
         self.name = name
         self.tokens = 3
-        self.refuse: list[BallastError] = []  # raised by the next calls of Generate, one each
+        self.refuse: list[BallastError] = []  # each fails one of the next Generate calls
         self.fail_after: tuple[int, BallastError] | None = None  # (tokens, error)
-        self.die_after: int | None = None  # tokens of each call, as if the process had been killed
-        self.end_early = False  # OK, but without a finish reason
+        self.die_after: int | None = None  # tokens before UNAVAILABLE, as if the process had been killed
+        self.end_early = False  # ends with OK, but without a finish reason
         self.pause_s = 0.0  # before each token
         self.requests: list[pb.GenerateRequest] = []
-        self.abandoned = asyncio.Event()  # a caller went away in the middle
+        self.abandoned = asyncio.Event()  # a caller left during an answer
         self.running: dict[str, asyncio.Event] = {}  # request id -> set when cancelled by id
-        self.started = asyncio.Event()  # a request has come
+        self.started = asyncio.Event()  # a request has arrived
         self.drained = False
         self.status = pb.GetStatusResponse(dispatcher_id=name, version="0.1.0", state_server_reachable=True)
 
@@ -114,7 +114,7 @@ class ScriptedDispatcher(inference_pb2_grpc.InferenceServiceServicer):
 
 @contextlib.asynccontextmanager
 async def serving(dispatcher: ScriptedDispatcher, port: int = 0) -> AsyncGenerator[str, None]:
-    """Its address, for as long as the context lasts."""
+    """Serves on a local port; yields the address."""
     bugs: list[object] = []
 
     def register(server: grpc.aio.Server) -> None:
@@ -133,7 +133,7 @@ async def serving(dispatcher: ScriptedDispatcher, port: int = 0) -> AsyncGenerat
 
 @contextlib.contextmanager
 def serving_in_thread(name: str = "d0") -> Generator[tuple[ScriptedDispatcher, str], None, None]:
-    """A dispatcher with an event loop and a thread of its own, for tests that block."""
+    """A dispatcher in a thread with its own event loop, for tests that block."""
     loop, started, stop = asyncio.new_event_loop(), threading.Event(), asyncio.Event()
     found: list[tuple[ScriptedDispatcher, str]] = []
 
@@ -156,7 +156,7 @@ def serving_in_thread(name: str = "d0") -> Generator[tuple[ScriptedDispatcher, s
 
 
 def worker_status(worker_id: str = "worker-0", *, used: int = 25, kv_bytes: int = 700 << 20) -> pb.WorkerStatus:
-    """A worker with a budget of 1 GiB whose books balance."""
+    """Status of a worker with a memory budget of 1 GiB whose parts add up."""
     parameter_bytes = 100 << 20
     memory = cluster_pb2.MemoryReport(
         budget_bytes=1 << 30,

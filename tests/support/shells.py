@@ -28,7 +28,7 @@ _handles = count(1)
 
 
 class Disturbed:
-    """Passes everything on to a real engine. `before_step` may raise, or keep the engine thread waiting."""
+    """Delegates to a real engine. `before_step` may raise, or block the engine thread."""
 
     def __init__(self, engine: StepEngine, before_step: Callable[[int], None]) -> None:
         self._engine = engine
@@ -56,7 +56,7 @@ class Disturbed:
 
 
 class Gate:
-    """A step waits while it is shut."""
+    """Blocks steps until it is opened."""
 
     def __init__(self) -> None:
         self._open = threading.Event()
@@ -87,7 +87,9 @@ async def running_shell(
     max_waiting_count: int = 64,
     max_batch_tokens: int = 512,
 ) -> AsyncGenerator[WorkerShell]:
-    """Leaving stops the shell and looks for what it left behind. Raises what broke it."""
+    """A running shell. On exit, stops it, and checks that its thread and engine have ended. Raises the shell's error,
+    if any.
+    """
     real = load_engine(model_dir, device_memory_bytes=MEMORY_BYTES)
     engine = Disturbed(real, before_step)
     limits = WorkerLimits(
@@ -120,18 +122,18 @@ async def running_shell(
 
 
 def submission(stream: OutputStream, max_tokens: int, prompt: Sequence[int] = (9, 8, 7), **given: object) -> Submitted:
-    """A greedy request that only its length ends. `given` replaces fields of Submitted."""
+    """A greedy request that ends only by its length. `given` replaces fields of Submitted."""
     sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True)
     fields = {"prompt_token_ids": tuple(prompt), "sampling": sampling, "attempt": 1} | given
     handle = next(_handles)
     key = SequenceKey(stream.stream_id, handle)
-    # Any combination of fields is checked by the dataclass' own users.
+    # Tests choose the fields, so the type checker cannot verify them.
     return Submitted(at_s=time.monotonic(), key=key, request_id=RequestId(f"r{handle}"), **fields)  # pyright: ignore[reportArgumentType]
 
 
 @dataclass
 class Heard:
-    """What came over one stream for one handle."""
+    """What one stream delivered for one handle."""
 
     token_ids: list[int] = field(default_factory=list[int])
     text: str = ""
@@ -149,7 +151,7 @@ async def listen(stream: OutputStream, handles: Sequence[int]) -> dict[int, Hear
         tokens = iter(emit.token_ids)
         for index, handle in enumerate(emit.handles):
             one = heard[handle]
-            assert one.ending is None, f"{handle} goes on after its end"
+            assert one.ending is None, f"{handle} gets output after its end"
             assert handle <= output.seen_handle
             one.token_ids += [next(tokens) for _ in range(emit.token_counts[index])]
             one.text += emit.texts[index] if emit.texts else ""
@@ -162,7 +164,7 @@ async def listen(stream: OutputStream, handles: Sequence[int]) -> dict[int, Hear
 async def until(holds: Callable[[], bool], within_s: float = 60.0) -> None:
     give_up_at_s = time.monotonic() + within_s
     while not holds():
-        assert time.monotonic() < give_up_at_s, f"not so after {within_s} s"
+        assert time.monotonic() < give_up_at_s, f"the condition is still false after {within_s} s"
         await asyncio.sleep(0.005)
 
 

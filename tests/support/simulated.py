@@ -1,4 +1,4 @@
-"""Small simulated clusters, whose memory a few requests fill."""
+"""Small simulated clusters whose memory a few requests fill."""
 
 import random
 
@@ -39,7 +39,9 @@ def world(policy: str = "drop", arrivals: list[Arrival] | None = None, *, check_
 
 
 def long_answers(seed: int, count: int = 160) -> list[Arrival]:
-    """What reasoning models answer: lognormal with a median of 1,000 tokens, at most 6,000, at a rate of its own."""
+    """Arrivals with a reasoning model's answer lengths: lognormal, median 1,000 tokens, at most 6,000, at a random
+    rate.
+    """
     rng = random.Random(seed)
     arrivals: list[Arrival] = []
     at_s, per_s = 0.0, rng.uniform(1.5, 5.0)

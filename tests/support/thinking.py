@@ -1,4 +1,4 @@
-"""Models that have tokens for the tags of thoughts, as Qwen 3 and the distillations of R1 have."""
+"""Models with special tokens for reasoning tags, like Qwen 3 and the R1 distillations."""
 
 import json
 from pathlib import Path

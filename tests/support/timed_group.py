@@ -1,7 +1,7 @@
 """Timed workers that hand requests over to one another, as workers do when groups form and dissolve.
 
-The request comes from its dispatcher, the word that it was handed over from the other worker; it goes on once both are
-there.
+The request comes from its dispatcher, and the notice of its handover from the other worker. It resumes once both have
+arrived.
 """
 
 import asyncio
@@ -14,14 +14,16 @@ class TimedMember(TimedWorker):
     def __init__(self, settings: TimedSettings, port: int = 0) -> None:
         super().__init__(settings, port)
         self.leads = True
-        self.hold_s = 10.0  # how long a request waits for the word of the other worker
+        self.hold_s = 10.0  # how long a request waits for its notice
         self.resumed_count = 0
         self.refused_count = 0
-        self._handed_over: set[str] = set()  # requests that are not here yet
+        self._handed_over: set[str] = set()  # requests with a notice, whose submission has not arrived
         self._waiting: dict[str, tuple[TimedStream, pb.Submit]] = {}
 
     def hand_over(self, to: "TimedMember", names: set[str] | None = None, *, tell_s: float = 0.0) -> int:
-        """All requests, or those named, go on there; `to` hears of them after `tell_s`."""
+        """Hands over all requests, or those named, to `to`, which is notified after `tell_s` seconds. Returns their
+        number.
+        """
         count = 0
         for sequence in [*self.running, *self.waiting]:
             submit = sequence.submit

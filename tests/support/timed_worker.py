@@ -1,8 +1,8 @@
 """A worker whose engine is a timer. It speaks the real WorkerService protocol over real gRPC.
 
-Its tokens are a function of prompt, seed and position, so whoever knows the request can say what must arrive, whatever
-happened on the way. Run it inside a test (`async with TimedWorker(...)`) or as a process of its own:
-`python -m tests.support.timed_worker --worker-id w0`.
+Its tokens are a function of prompt, seed and position, so a test can compute what must arrive, whatever happens in
+between. Run it inside a test (`async with TimedWorker(...)`) or as a process: `python -m tests.support.timed_worker
+--worker-id w0`.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def scripted_token(base: int, position: int, vocab_size: int) -> int:
 
 
 def scripted_tokens(prompt_token_ids: Sequence[int], seed: int, count: int, vocab_size: int = 1000) -> list[int]:
-    """What a timed worker generates for a request."""
+    """The tokens that a timed worker generates for a request."""
     base = scripted_base(prompt_token_ids, seed)
     return [scripted_token(base, position, vocab_size) for position in range(count)]
 
@@ -70,7 +70,7 @@ class TimedSequence:
     base: int
     generated: int
     ends_at_s: float
-    held_text: str = ""  # of tokens that were given out
+    held_text: str = ""  # text of generated tokens that is still held back
     blocks: int = 0
 
 
@@ -84,13 +84,13 @@ class TimedStream:
 
 
 class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
-    """Use as an async context manager; `address` is set inside."""
+    """Use as an async context manager, which sets `address`."""
 
     def __init__(self, settings: TimedSettings, port: int = 0) -> None:
         self.settings = settings
         self.address = ""
         self.draining = False
-        self.aborted: list[tuple[str, float]] = []  # request id, when
+        self.aborted: list[tuple[str, float]] = []  # (request id, time)
         self.submitted: list[pb.Submit] = []
         self._port = port
         self._streams: list[TimedStream] = []
@@ -217,7 +217,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
         self.waiting.append(sequence)
 
     def tell_cancelled(self, stream: TimedStream, submit: pb.Submit) -> None:
-        """The end is told as by workers: the dispatcher that has asked for the request back goes on with it then."""
+        """Reports the ending as workers do, since a dispatcher that recalled the request resumes it only then."""
         ending = pb.Ending(handle=submit.handle, finish_reason=cluster_pb2.FINISH_REASON_CANCELLED)
         step = pb.StepOutput(endings=[ending], load=self.load(), seen_handle=stream.seen_handle)
         stream.messages.put_nowait(pb.AttachResponse(step=step))
@@ -250,7 +250,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
                 output.load.CopyFrom(load)
                 output.seen_handle = stream.seen_handle
                 if stream.messages.full():
-                    continue  # the dispatcher gets no processor: it is told with the next step
+                    continue  # the dispatcher is slow: merge this output with the next step's
                 stream.messages.put_nowait(pb.AttachResponse(step=output))
                 stream.output = pb.StepOutput()
                 stream.sent_at_s = now_s
@@ -300,7 +300,7 @@ class TimedWorker(worker_pb2_grpc.WorkerServiceServicer):
 
     @staticmethod
     def _next_text(sequence: TimedSequence, token_id: int, *, is_last: bool) -> str:
-        """Lags one token behind, as detokenising does."""
+        """Lags one token behind, like incremental detokenisation."""
         if sequence.submit.omit_text:
             return ""
         text, sequence.held_text = sequence.held_text, f"{token_id} "
@@ -355,12 +355,12 @@ def scripted_logprobs(token_id: int, count: int) -> cluster_pb2.Logprobs:
 
 
 def publish_layout(redis_url: str, epoch: int, members: Sequence[cluster_pb2.Member]) -> None:
-    """What the planner would write: every instance a group of its own."""
+    """Stores a layout as the planner would, with one group per instance."""
     publish_groups(redis_url, epoch, [[member] for member in members])
 
 
 def publish_groups(redis_url: str, epoch: int, groups: Sequence[Sequence[cluster_pb2.Member]]) -> None:
-    """Each in stage order; the members of a group share the layers."""
+    """Stores a layout of groups in stage order, whose members share the layers evenly."""
     layout = cluster_pb2.Layout(epoch=epoch, layer_count=LAYER_COUNT, reason="test")
     for members in groups:
         group = layout.groups.add(group_id="g-" + "-".join(m.worker_id for m in members))

@@ -1,4 +1,4 @@
-"""What `docs/transitions.md` says, out of the tables: `make pages` writes it."""
+"""Generates `docs/transitions.md` from the tables; `make pages` writes it."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -69,7 +69,7 @@ def _way(way: On | Then) -> str:
 
 
 def _diagram(steps: Mapping[str, Iterable[str]]) -> Iterator[str]:
-    """`steps` begin with the first state."""
+    """A Mermaid state diagram. `steps` begins with the initial state."""
     names = {state: state.replace(" ", "_") for state in steps}
     yield "```mermaid"
     yield "stateDiagram-v2"

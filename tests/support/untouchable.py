@@ -1,7 +1,7 @@
-"""Memory that the host may not touch, as a GPU's: who reads or writes it gets EFAULT from the system, or a crash.
+"""Memory that the host may not touch, like a GPU's: an access fails with EFAULT or crashes.
 
-Its pages are mapped twice. What looks like a tensor on a device has the mapping without rights; copies, which on a GPU
-the driver makes, go through the other one.
+Its pages are mapped twice: tensors "on the device" use the mapping without access rights, and copies, which the driver
+makes on a GPU, use the other one.
 """
 
 import ctypes
@@ -19,11 +19,11 @@ _LIBC.mmap.restype = ctypes.c_void_p
 _LIBC.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
 
 _DEVICE_OF = cast(Any, torch.Tensor.device).__get__
-_away: dict[int, tuple[int, int]] = {}  # by address that may not be touched: bytes, address of the same that may
+_away: dict[int, tuple[int, int]] = {}  # inaccessible address -> (bytes, accessible address)
 
 
 class Untouchable(torch.Tensor):
-    """Only its shape is looked at and copies are made: anything else that reads or writes is an error here."""
+    """A tensor that supports only metadata and copies: any other access fails."""
 
     @classmethod
     def __torch_function__(
@@ -44,19 +44,19 @@ class Untouchable(torch.Tensor):
 
 
 def touchable(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes, for the test to look at."""
+    """The same bytes, accessible to the test."""
     if not isinstance(tensor, Untouchable):
         return tensor
     address = tensor.data_ptr()
-    for start, (size_bytes, other) in list(_away.items()):  # another thread may add to it
+    for start, (size_bytes, other) in list(_away.items()):  # another thread may add entries
         if start <= address < start + size_bytes:
             plain = _over(other + address - start, tensor.numel() * tensor.element_size())
             return plain.view(tensor.dtype).view(tensor.shape)
-    raise AssertionError("no memory of a device")
+    raise AssertionError("not memory of the fake device")
 
 
 def on_device(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of it there. Its memory is kept until the process ends."""
+    """A copy in inaccessible memory, which is never freed."""
     size_bytes = max(tensor.nbytes, 1) + -max(tensor.nbytes, 1) % mmap.PAGESIZE
     file = os.memfd_create("device")
     os.ftruncate(file, size_bytes)

@@ -1,4 +1,6 @@
-"""A pipeline in virtual time: the real core of its leader, stages that take what a cost model says, no threads."""
+"""A pipeline in virtual time, without threads: the leader's real core, and stages that take as long as a cost model
+says.
+"""
 
 import random
 import statistics
@@ -17,8 +19,8 @@ from services.worker.core.limits import WorkerLimits
 from services.worker.core.worker import WorkerCore
 from services.worker.policy.microbatching import Microbatching
 
-# Of all layers of no model in particular: a full batch of 512 tokens without attention takes 51 ms, attention to 4,000
-# tokens as much again as all else.
+# For all layers of a fictitious model: a full batch of 512 tokens takes 51 ms without attention; attention to 4,000
+# tokens doubles that.
 COST = CostModel(attention_s=2.5e-8, token_s=1e-4, chunk_s=1e-3, shared_s=8e-4, prefix_s=2e-7)
 HOP_S, HOST_S, JITTER = 0.0005, 0.0005, 0.03
 BATCH_TOKENS, RUNNING = 512, 32
@@ -36,7 +38,7 @@ class Outcome:
 
 
 class Pipeline:
-    """`true` is what a batch takes in all stages together; the policy goes by its own idea of it."""
+    """`true` is the cost of a batch on all stages together; the policy uses its own cost model."""
 
     def __init__(
         self, policy: Microbatching, true: CostModel, requests: Sequence[tuple[int, int]], stages: int, blocks: int

@@ -1,4 +1,4 @@
-"""Random requests of which many begin alike."""
+"""Random requests, many of which share prefixes."""
 
 import random
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ class Wish:
 
 
 def make_wishes(count: int, seed: int) -> list[Wish]:
-    """Half of the longer prompts begin like others."""
+    """Random prompts, half of the longer ones with a common prefix, and random sampling parameters."""
     rng = random.Random(seed)
     trunks = [_tokens(rng, 90) for _ in range(3)]
     return [_wish(rng, i, trunks[i % 3][: rng.choice([0, 0, 30, 85])]) for i in range(count)]
@@ -51,6 +51,6 @@ def _wish(rng: random.Random, seed: int, trunk: tuple[int, ...]) -> Wish:
 
 
 def alike(wishes: Sequence[Wish]) -> list[int]:
-    """Wishes whose prompts begin like one another."""
+    """Indices of wishes whose first 30 tokens occur in several prompts."""
     beginnings = [wish.prompt[:30] for wish in wishes]
     return [i for i, beginning in enumerate(beginnings) if len(beginning) == 30 and beginnings.count(beginning) > 1]

@@ -1,7 +1,7 @@
 """Drives a WorkerCore as the engine thread does, with a model that is a hash of the tokens found in its KV cache.
 
-The fake cache stores token ids in blocks and the fake model reads them back through the block tables. A block given to
-two sequences, a table that lost its order, or a stale chunk therefore shows as a wrong token.
+The fake cache stores token ids in blocks, and the fake model reads them back through the block tables. A block used by
+two sequences, a table in the wrong order, or a stale chunk therefore yields a wrong token.
 """
 
 import zlib
@@ -23,7 +23,7 @@ from services.worker.policy.token_target import TokenTarget
 
 VOCAB_SIZE = 97
 EOS = 96
-# Few letters, so that stop strings match and almost match often. A token may also have no text of its own.
+# Few letters, so that stop strings match and almost match often. A token may also have no text.
 PIECES = ("a", "b", "ab", "", "ba", "aab", "c", "bc", "é", "ca ")
 MEMORY = MemoryReport(budget_bytes=4, parameter_bytes=2, kv_bytes=1, free_bytes=1)
 
@@ -38,7 +38,7 @@ def piece(token_id: int) -> str:
 
 @dataclass(frozen=True)
 class Undisturbed:
-    """What a request gives if nothing ever happens to it."""
+    """The answer of a request that nothing disturbs."""
 
     token_ids: tuple[int, ...]
     text: str
@@ -47,7 +47,9 @@ class Undisturbed:
 
 
 def undisturbed(prompt: tuple[int, ...], sampling: SamplingParams, max_model_len: int) -> Undisturbed:
-    """Straight from the rules, token by token over the whole text: slow and independent of the code under test."""
+    """Computed directly from the rules, token by token over the whole text: slow, and independent of the code under
+    test.
+    """
     output: list[int] = []
     text = ""
     stop_ids = set(sampling.stop_token_ids) | (set() if sampling.ignore_eos else {EOS})
@@ -74,22 +76,22 @@ def undisturbed(prompt: tuple[int, ...], sampling: SamplingParams, max_model_len
 
 
 def certain_chars(text: str, stops: tuple[str, ...]) -> int:
-    """How much of `text` cannot be the beginning of a stop string."""
+    """Number of characters of `text` that cannot be part of a stop string still in progress."""
     begun = [n for n in range(1, len(text) + 1) if any(s != text[-n:] and s.startswith(text[-n:]) for s in stops)]
     return len(text) - max(begun, default=0)
 
 
 class FakeEngine:
-    """Keeps to the contract in core.batch and fails loudly if the core does not."""
+    """Follows the contract in core.batch, and fails if the core does not."""
 
     def __init__(self, block_tokens: int) -> None:
         self._block_tokens = block_tokens
-        self._cache: dict[tuple[int, int], int] = {}  # (block id, place in it) -> token id
+        self._cache: dict[tuple[int, int], int] = {}  # (block id, offset) -> token id
         self._known: dict[int, NewSequence] = {}
         self._text_wanted: dict[int, bool] = {}
         self._computed: dict[int, int] = {}  # sequence id -> tokens with KV
-        self._sampled: dict[int, int] = {}  # sequence id -> its token, of the last batch
-        self._host: dict[int, dict[int, int]] = {}  # host block id -> place in it -> token id
+        self._sampled: dict[int, int] = {}  # sequence id -> its token in the last batch
+        self._host: dict[int, dict[int, int]] = {}  # host block id -> offset -> token id
         self.copied_blocks = 0
 
     @property
@@ -97,14 +99,14 @@ class FakeEngine:
         return list(self._known)
 
     def forget_all(self) -> None:
-        """Forget the sequences as the group changes, not their KV."""
+        """Forgets the sequences, as when the group changes, but not their KV."""
         self._known.clear()
 
     def run(self, execute: w.Execute) -> tuple[StepResult, tuple[str, ...]]:
         batch = execute.batch
         for sequence_id in batch.removed:
             for known in (self._known, self._computed, self._text_wanted):
-                known.pop(sequence_id, None)  # one whose KV came back has not entered yet
+                known.pop(sequence_id, None)  # a sequence whose KV was swapped in may not have entered yet
         for new, text_wanted in zip(batch.added, execute.text_wanted, strict=True):
             assert new.sequence_id not in self._known
             self._known[new.sequence_id] = new
@@ -115,7 +117,7 @@ class FakeEngine:
         touched = {block for table in execute.block_tables for block in table}
         for copy in execute.copies:
             assert not (written_blocks if copy.out else touched).intersection(copy.device_blocks)
-        early = batch.step_id % 2 == 0  # copies may be made at any time while the step runs
+        early = batch.step_id % 2 == 0  # copies may be made at any time during the step
         if early:
             self._copy(execute.copies)
         slices = [self._with_known(part) for part in batch.slices]
@@ -155,7 +157,7 @@ class FakeEngine:
                 self._cache.update({(device, place): token_id for place, token_id in self._host[host].items()})
 
     def move(self, moves: Iterable[tuple[int, int]]) -> None:
-        """The content of blocks, (from, to) each."""
+        """Moves the content of blocks, given as (from, to) pairs."""
         for source, to in moves:
             for place in range(self._block_tokens):
                 if (token_id := self._cache.pop((source, place), None)) is not None:
@@ -165,7 +167,7 @@ class FakeEngine:
         assert part.first_position == self._computed.setdefault(part.sequence_id, part.first_position)
         assert part.token_ids
         new = self._known[part.sequence_id]
-        known = (new.prompt_token_ids + new.output_token_ids)[part.first_position :]  # when it entered
+        known = (new.prompt_token_ids + new.output_token_ids)[part.first_position :]  # as of its entry
         assert part.token_ids[: len(known)] == known[: len(part.token_ids)]
         for position, token_id in enumerate(part.token_ids, part.first_position):
             self._cache[table[position // self._block_tokens], position % self._block_tokens] = token_id
@@ -176,13 +178,13 @@ class FakeEngine:
 
 
 def _blocks_of(part: Slice, block_tokens: int) -> range:
-    """Places in its table of the blocks that it writes into. What it only reads others may copy meanwhile."""
+    """Table indices of the blocks that the slice writes. Others may copy the blocks that it only reads."""
     return range(part.first_position // block_tokens, -(-(part.first_position + len(part.token_ids)) // block_tokens))
 
 
 @dataclass
 class Received:
-    """What a dispatcher has got for one handle."""
+    """What a dispatcher received for one handle."""
 
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
@@ -191,7 +193,7 @@ class Received:
 
 
 class Driver:
-    """Feeds events, keeps what comes out, calls check() after each event."""
+    """Feeds events to the core, collects its output, and calls check() after each event."""
 
     def __init__(
         self,
@@ -208,8 +210,8 @@ class Driver:
         self.received: dict[w.SequenceKey, Received] = {}
         self.sampling: dict[w.SequenceKey, SamplingParams] = {}
         self.executed: list[w.Execute] = []
-        self.copied_alone = False  # the last batch computed nothing
-        self.preempted: set[w.SequenceKey] = set()  # what is known to wait after it had been let in
+        self.copied_alone = False  # the last batch only copied
+        self.preempted: set[w.SequenceKey] = set()  # admitted before, and reported to wait again
         self._handles: Iterator[int] = count(1)
 
     @property
@@ -219,7 +221,7 @@ class Driver:
 
     @property
     def may_want(self) -> bool:
-        """Whether a batch may be in flight besides those that are."""
+        """Whether another batch may be in flight."""
         return not self._launched or (self.core.has_work and len(self._launched) < 1 + self.limits.async_scheduling)
 
     def feed(self, event: w.Event) -> list[w.Command]:
@@ -244,8 +246,8 @@ class Driver:
         return commands
 
     def _launch(self, execute: w.Execute) -> None:
-        """A device takes batches in order, and a batch is over when its result is taken; one with safepoints may not
-        run at all.
+        """With async scheduling, runs the batch at launch, in launch order; one with safepoints may be preempted, so it
+        runs later.
         """
         ahead = self.limits.async_scheduling and not execute.batch.safepoint_layers
         self._launched.append((execute, self.engine.run(execute) if ahead else None))
@@ -259,9 +261,9 @@ class Driver:
             assert handle <= emit.seen_handle
             key = w.SequenceKey(emit.stream_id, handle)
             received = self.received[key]
-            assert received.ending is None, f"{key} goes on after its end"
+            assert received.ending is None, f"{key} gets tokens after its end"
             for _ in range(emit.token_counts[index]):
-                assert key not in self.preempted, f"{key} has been said to wait"
+                assert key not in self.preempted, f"{key} gets tokens although reported to wait"
                 received.token_ids.append(next(tokens))
                 if self.sampling[key].logprobs is not None:
                     assert next(logprobs).token_id == received.token_ids[-1]
@@ -279,13 +281,13 @@ class Driver:
         waits, runs = (
             {w.SequenceKey(emit.stream_id, h) for h in handles} for handles in (emit.preempted, emit.resumed)
         )
-        assert len(waits) + len(runs) == len(emit.preempted) + len(emit.resumed), "said twice"
-        assert not waits & self.preempted, "said again"
-        assert runs <= self.preempted, "they were not said to wait"
+        assert len(waits) + len(runs) == len(emit.preempted) + len(emit.resumed), "reported twice"
+        assert not waits & self.preempted, "reported again"
+        assert runs <= self.preempted, "resumed without being reported to wait"
         assert all(self.received[key].ending is None for key in waits | runs)
         self.preempted = (self.preempted | waits) - runs
 
-    # ---------------------------------------------------------------- short forms of events
+    # ---------------------------------------------------------------- shorthand for events
 
     def open(self, stream_id: int) -> None:
         self.feed(w.StreamOpened(self.at_s, stream_id))
@@ -335,7 +337,7 @@ class Driver:
         while self.copied_alone and len(self._launched) == before:
             self.copied_alone = False
             self.feed(w.BatchWanted(self.at_s))
-        assert self.pending is not None or not had_work or not self.core.has_work, "work to do, and no batch"
+        assert self.pending is not None or not had_work or not self.core.has_work, "no batch although there is work"
         return self._launched[-1][0] if len(self._launched) > before else None
 
     def finish_step(self) -> list[w.Command]:
@@ -345,11 +347,11 @@ class Driver:
         return self.feed(w.StepDone(self.at_s, result, texts))
 
     def fail_step(self) -> None:
-        """Nothing of it is written, unless it was launched."""
+        """Fails the oldest batch; it writes no KV unless it had been launched ahead."""
         self.feed(w.StepFailed(self.at_s, self._run_without_slices(), "out of luck"))
 
     def preempt_step(self) -> None:
-        """At its first safepoint. Nothing of it is written."""
+        """Preempts the oldest batch at its first safepoint, before it writes any KV."""
         assert self.pending is not None
         assert self.pending.batch.safepoint_layers
         self.feed(w.StepPreempted(self.at_s, self._run_without_slices()))
@@ -371,7 +373,7 @@ class Driver:
         self.feed(w.CapacityChanged(self.at_s, self.core.group_scheduler.book.block_count))
 
     def run_to_end(self, max_steps: int = 5_000) -> int:
-        """Step until nothing is left. Returns the number of steps."""
+        """Runs steps until no work is left. Returns their number."""
         steps = 0
         for _ in range(2 * max_steps):
             if self.may_want and self.want_batch() is not None:
@@ -381,13 +383,13 @@ class Driver:
             else:
                 assert not self.core.has_work
                 return steps
-        raise AssertionError(f"still at work after {max_steps} steps")
+        raise AssertionError(f"work left after {max_steps} steps")
 
     def expected(self, key: w.SequenceKey, prompt: tuple[int, ...]) -> Undisturbed:
         return undisturbed(prompt, self.sampling[key], self.limits.max_model_len)
 
     def assert_empty(self) -> None:
-        """Every counter that says what is held now is back at zero."""
+        """Checks that all counts of held resources are zero."""
         load = self.core.load(self.at_s, MEMORY)
         held = (load.used_block_count, load.waiting_block_count, load.running_count, load.waiting_count)
         assert held == (0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""A long, fixed history of a worker's core, told as a hash of all its commands. Run as a program by a test."""
+"""A long, fixed history of a worker's core, reduced to a hash of all its commands. A test runs it as a program."""
 
 import hashlib
 import random
