@@ -158,7 +158,7 @@ class PrivateStateServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's process runs, also if it is still starting."""
+        """Whether the server's process runs, even if it is still starting."""
         return self._process is not None and self._process.returncode is None
 
     def __enter__(self) -> Self:

@@ -171,7 +171,7 @@ class LayerAttentionStep:
         v_TKH: torch.Tensor,
         out_TNH: torch.Tensor,
     ) -> None:
-        """Like `attend`, in the first layer."""
+        """Like `attend`, for the first layer."""
         self.attend(0, kv_B2TKH, q_TNH, k_TKH, v_TKH, out_TNH)
 
     def _fast_step(self, kind: LayerKind) -> AttentionStep | None:
