@@ -199,7 +199,7 @@ class LocalCluster:
 
     @property
     def secret_file(self) -> Path:
-        """File with the cluster's secret, for processes that are started in addition."""
+        """File with the cluster's secret, for processes that are started separately."""
         assert self._secret_file is not None, "it is made when the cluster starts"
         return self._secret_file
 

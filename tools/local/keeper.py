@@ -24,7 +24,7 @@ _POLL_S = 0.05
 _ROTATE_S = 10.0
 _COUNT_INTERVAL_S = 1.0
 _PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # pauses before the restarts; after the last one a process is given up
-_STABLE_S = 30.0  # a process that has run for this long begins with the first pause again
+_STABLE_S = 30.0  # after a process has run for this long, pauses start over
 _START_TIMEOUT_S = 300.0
 _REPLAYS_WITHIN_S = 1.0
 _EVENT_COUNT = 200
@@ -51,7 +51,7 @@ class Keeper:
 
     def __init__(self, cluster: LocalCluster, say: Callable[[str], None]) -> None:
         self.events: deque[KeeperEvent] = deque(maxlen=_EVENT_COUNT)
-        self.ended_by_themselves: list[str] = []  # processes that ended but were not killed, with how they ended
+        self.ended_by_themselves: list[str] = []  # processes that ended without being killed, and how they ended
         self._cluster = cluster
         self._say = say
         self._records: dict[str, _KeptRecord] = {}  # by name of the child process

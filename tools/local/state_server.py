@@ -145,7 +145,7 @@ class PrivateStateServer:
             self._folder = None
 
     def restart(self) -> None:
-        """Replace the server by a new, empty one on the same port."""
+        """Replace the server with a new, empty one on the same port."""
         self._wanted_port = self._port
         self.stop()
         self.start()

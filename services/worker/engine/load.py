@@ -160,7 +160,7 @@ def load_engine(
 
     `lora_modules`: folders of LoRA adapters, by name. Their memory is part of the budget.
 
-    `batch_invariant`: on a GPU, multiply by kernels whose results do not depend on the other rows of a step.
+    `batch_invariant`: on a GPU, use matrix products whose results do not depend on the other rows of a step.
 
     `kv_cache_dtype`: "fp8_e4m3": KV is stored in float8; "auto": in the model's dtype.
 
