@@ -188,7 +188,7 @@ class Kernels:
         self._functions["attend"](ctypes.byref(call))
 
     def sample(self, logits_RV: torch.Tensor, parameters: "RowParameters") -> Ints:
-        """Sample one token per row of float32 or float64 logits; `Row` in src/sampler.h describes the parameters."""
+        """Sample one token per row of float32 or float64 logits; `Sampling` in src/abi.h describes the parameters."""
         rows, vocabulary = logits_RV.shape
         chosen = np.empty(rows, np.int64)
         columns = [np.ascontiguousarray(column) for column in parameters]
