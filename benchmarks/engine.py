@@ -10,7 +10,7 @@ runs the same engine of another checkout of this repository in turn. Every engin
 while another one runs. vLLM uses Intel's OpenMP, as its manual advises, and compiles its graphs, except with
 `--eager`, which starts sooner. Ratios are those of median wall times, which need an idle machine; on a busy one
 `--clock processor` compares processor time, which is meaningless for two threads. The spread of lengths matters
-(`--lengths`), as a batch drains towards the end. The tokens in float32 are checked with transformers: where it would
+(`--lengths`), as a batch drains towards the end. The tokens in float32 are checked with transformers: if it would
 choose another token, the logits of the two tokens must be nearly equal.
 """
 
@@ -83,7 +83,7 @@ SETTINGS = (
 
 
 def make_models(folder: Path) -> dict[str, Path]:
-    """The preset, and a mixture of experts with as many parameters that compute a token."""
+    """The preset, and a mixture of experts with as many active parameters per token."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.models.mixtral.configuration_mixtral import MixtralConfig
 
@@ -102,7 +102,7 @@ def make_models(folder: Path) -> dict[str, Path]:
     torch.manual_seed(0)
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
-        if parameter.dim() > 1:  # tokens differ more, and are routed to all experts
+        if parameter.dim() > 1:  # larger values: tokens vary more and reach all experts
             torch.nn.init.normal_(parameter, std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(experts)
     return {"bench": dense, _EXPERTS: experts}
@@ -233,7 +233,7 @@ def measure(
 
 
 def gemm_flops_per_s() -> float:
-    """Speed of the machine's best float32 matrix product at a favourable size, by torch or by the compiled kernels."""
+    """Speed of the machine's best float32 matrix product at a favourable size, with torch or the compiled kernels."""
     a, b, out = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.empty(1024, 1024)
     products: list[Callable[[], object]] = [lambda: torch.mm(a, b, out=out)]
     if native := native_kernels():
@@ -264,7 +264,7 @@ def work_flops(model: Path, requests: Sequence[Request]) -> float:
 
 
 def unlike_transformers(model: Path, requests: Sequence[Request], tokens: Sequence[Sequence[int]]) -> tuple[int, int]:
-    """(near-ties, other differences): number of tokens where transformers, after the same ones, chooses another."""
+    """(near-ties, others): numbers of tokens for which transformers, given the preceding ones, chooses another."""
     from transformers.models.auto.modeling_auto import AutoModelForCausalLM
     from transformers.utils import logging as transformers_logging
 

@@ -1,1 +1,1 @@
-"""Checks of the images, the compose file, the manifests and the packages, and what they need."""
+"""Checks of the images, the compose file, the manifests and the packages, and their helpers."""

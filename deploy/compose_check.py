@@ -183,7 +183,7 @@ def _ping_command(command: list[str], port: int) -> list[str]:
 
 
 async def check_service(run: ComposeRun) -> None:
-    """Send requests through every dispatcher. Each must see all workers, stream, and give the same tokens."""
+    """Send requests through every dispatcher. Each must see all workers, stream, and return the same tokens."""
     answers: list[list[Generation]] = []
     sampling = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
     for dispatcher in run.of("dispatcher"):
@@ -220,7 +220,7 @@ async def check_gateway(run: ComposeRun) -> None:
             break
         await asyncio.sleep(_POLL_S)
     if not all(shares):
-        raise Unavailable(gateway.name, f"its requests went to dispatchers so: {shares}")
+        raise Unavailable(gateway.name, f"number of its requests on each dispatcher: {shares}")
     print(f"  {gateway.name:<14} requests by dispatcher: {', '.join(map(str, shares))}")
 
 
@@ -240,7 +240,7 @@ async def check_jobs(run: ComposeRun) -> None:
     give_up_at_s = time.monotonic() + _ANSWER_WITHIN_S
     while batch["status"] != "completed":
         if time.monotonic() > give_up_at_s or batch["status"] in ("failed", "expired", "cancelled"):
-            raise Unavailable("jobs", f"a batch did not end well: {batch}")
+            raise Unavailable("jobs", f"a batch was not completed: {batch}")
         await asyncio.sleep(_POLL_S)
         batch = await asyncio.to_thread(gateway.batch, batch["id"])
     if batch["request_counts"]["completed"] != len(lines):

@@ -1,7 +1,7 @@
 """Reads the parts of the compose format that this project uses, and determines what each replica runs on one machine.
 
-There, all replicas share the loopback, so ports are replaced by free ones, service names by 127.0.0.1, and paths in
-containers by folders. Commands and environment are otherwise unchanged.
+On one machine all replicas share the loopback, so ports are replaced by free ones, service names by 127.0.0.1, and
+paths in containers by folders. Commands and environment are otherwise unchanged.
 """
 
 import re

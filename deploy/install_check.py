@@ -104,7 +104,7 @@ def check_sdk(environment: Environment, wheel: Path) -> tuple[float, float]:
     environment.install(str(wheel))
     site = environment.site_packages
     if beside := [name for name in ("services", "sim", "torch", "redis", "numpy") if (site / name).exists()]:
-        raise CheckFailed(f"the SDK brings {', '.join(beside)} along")
+        raise CheckFailed(f"installing the SDK also installs {', '.join(beside)}")
     environment.environ.pop("PYTHONDONTWRITEBYTECODE")
     files = [path for path in site.rglob("*") if path.is_file() and path.suffix != ".pyc"]
     ours = [path for path in files if path.relative_to(site).parts[0].partition("-")[0] not in ("pip", "setuptools")]

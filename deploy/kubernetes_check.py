@@ -54,7 +54,7 @@ class PodRun(ComposeRun):
         path = self.folder / f"{replica.name}-hook.log"
         child = ChildProcess(f"{replica.name} hook", command, log_path=path, environ=base_environ(), cwd=self.folder)
         if not await child.wait(_HOOK_WITHIN_S) or child.returncode != 0:
-            raise Unavailable(replica.name, f"its hook failed: {child.log_tail()}")
+            raise Unavailable(replica.name, f"its preStop hook failed: {child.log_tail()}")
         print(f"  {replica.name:<14} {child.log().strip()}")
 
 

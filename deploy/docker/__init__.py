@@ -1,1 +1,1 @@
-"""Parts of the build of the images."""
+"""Helpers for building the images."""

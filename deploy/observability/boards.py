@@ -1,4 +1,4 @@
-"""Generates the two Grafana dashboards: `python -m deploy.observability.boards` writes them beside this file.
+"""Generates the two Grafana dashboards: `python -m deploy.observability.boards` writes them next to this file.
 
 Dashboards are defined in code, as lists of panels, so that a renamed metric is changed in one place. A test runs every
 query against a cluster under load.

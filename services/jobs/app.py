@@ -321,7 +321,9 @@ def _metadata(given: object) -> dict[str, str]:
     is_fine = isinstance(given, dict) and len(pairs) <= _MAX_METADATA
     if not is_fine or not all(len(k) <= _MAX_KEY and isinstance(v, str) and len(v) <= _MAX_VALUE for k, v in pairs):
         raise invalid(
-            "metadata", f"must be up to {_MAX_METADATA} texts of {_MAX_VALUE} letters, by names of {_MAX_KEY}"
+            "metadata",
+            f"must be an object of up to {_MAX_METADATA} strings of up to {_MAX_VALUE} characters, "
+            f"with keys of up to {_MAX_KEY}",
         )
     return {key: str(value) for key, value in pairs}
 

@@ -27,7 +27,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        self._given_chars = len(self._stable_text())  # emitted characters of the window's text
+        # Leading characters of the window's text that are not to be emitted: the prompt's, and those already emitted.
+        self._given_chars = len(self._stable_text())
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the new text, possibly empty."""

@@ -42,7 +42,7 @@ def make_certificates(
         days: Number of days for which the certificates are valid.
         hosts: Names and addresses by which clients reach dispatchers and gateways.
         workers: Ids of workers that get a certificate of their own, which no other worker can use.
-        renew: Replace all certificates by new ones, signed by the same CA.
+        renew: Replace all certificates with new ones, signed by the same CA.
 
     Returns:
         The folders of the certificates that were made.
@@ -75,12 +75,10 @@ def _authority(folder: Path) -> _Authority:
     if (folder / CA_KEY).exists():
         key = serialization.load_pem_private_key((folder / CA_KEY).read_bytes(), None)
         if not isinstance(key, ec.EllipticCurvePrivateKey):
-            raise ConfigError(str(folder / CA_KEY), "is no EC key")
+            raise ConfigError(str(folder / CA_KEY), "is not an EC key")
         return _Authority(x509.load_pem_x509_certificate((folder / CA).read_bytes()), key)
     if (folder / CA).exists():
-        raise ConfigError(
-            str(folder / CA_KEY), f"is missing, so {CA} beside it cannot sign; move it here, or both away"
-        )
+        raise ConfigError(str(folder / CA_KEY), f"is missing, so {CA} cannot sign; restore it, or remove both")
     key = ec.generate_private_key(ec.SECP256R1())
     name = _name(f"ballast cluster {secrets.token_hex(4)}")
     usage = _usage(signs_certificates=True)

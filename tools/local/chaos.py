@@ -35,7 +35,7 @@ _PROMPT_COUNT = 8
 _LAYOUT_CHANGE_S = 6.0  # longest time between two requested drops or restores
 _NOTED_S = 0.1  # shorter times without a token do not count as waits
 _SCHEMA = {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "integer"}}}, "required": ["a"]}
-_LOGPROB_ERROR = 1e-6  # tolerance: a token is computed in a decode, or in a prefill of prompt and answer so far
+_LOGPROB_ERROR = 1e-6  # tolerance: a replay recomputes in a prefill what was first computed in decodes
 
 
 def sampling_of(i: int, max_tokens: int, *, every_kind: bool) -> SamplingParams:
@@ -82,7 +82,7 @@ class ChaosAnswer:
 
 @dataclass(frozen=True, slots=True)
 class ChaosRules:
-    """What a run of chaos does.
+    """Parameters of a chaos run.
 
     Attributes:
         seconds: Duration of the faults.
@@ -143,7 +143,7 @@ class ChaosReport:
     request_count: int = 0
     token_count: int = 0
     differing_count: int = 0  # answers, truncated ones included, that differ from the expected ones
-    cut_off_count: int = 0  # answers that ended after some tokens, as both dispatcher and state server were broken
+    cut_off_count: int = 0  # answers that ended early because both dispatcher and state server were broken
     failures: Counter[str] = field(default_factory=Counter[str])  # number of other failed requests, by class of error
     slowest_s: float = 0.0
     recoveries: dict[str, Recovery] = field(default_factory=dict[str, Recovery])
@@ -179,7 +179,7 @@ class Chaos:
         proxies: Proxies | None = None,
         admin_url: str | None = None,
     ) -> None:
-        """`proxies` and `admin_url` are described at `Breaker`."""
+        """For `proxies` and `admin_url` see `Breaker`."""
         self._cluster = cluster
         self._rules = rules
         self._say = say
@@ -218,7 +218,7 @@ class Chaos:
 
     @property
     def _addresses(self) -> list[str]:
-        """Addresses of all dispatchers, also of those being restarted, which keep their addresses."""
+        """Addresses of all dispatchers, including those being restarted, which keep their addresses."""
         self._known_addresses |= {p.id: p.address for p in self._cluster.processes["dispatcher"] if p.address}
         return list(self._known_addresses.values())
 
@@ -247,7 +247,7 @@ class Chaos:
                 over.set()
 
     async def _ask(self, i: int) -> None:
-        """Send request `i` with a new client, as of another user, and record how it ended."""
+        """Send request `i` with a new client, as if from another user, and record how it ended."""
         report, began_s, answer, ended = self.report, time.monotonic(), ChaosAnswer(), False
         report.request_count += 1
         last_s = began_s
@@ -327,7 +327,7 @@ class Chaos:
     # ------------------------------------------------------------ layouts
 
     async def _change_layouts(self) -> None:
-        """Request drops and restores all the time, as faults are worst during transitions. Refusals are ignored."""
+        """Request drops and restores continuously, because faults are worst during transitions. Ignores refusals."""
         while True:
             workers = [p.id for p in self._cluster.processes["worker"] if p.child.returncode is None and not p.paused]
             drop = self._rng.sample(workers, 2) if len(workers) > 1 and self._rng.random() < 0.6 else None
@@ -408,8 +408,8 @@ class Chaos:
             return layout is not None and all(len(group.members) == 1 for group in layout.groups)
 
     async def _phase_in_the_end(self, epoch: int, *also: str) -> str:
-        """Wait for the end of a transition, or for a phase of `also`. Returns its phase; `forgotten` if the planner
-        does not know it.
+        """Wait until a transition has ended or is in one of the phases `also`. Returns its phase; `forgotten` if the
+        planner does not know it.
         """
         while True:
             async with self._planner() as planner:

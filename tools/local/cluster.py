@@ -60,7 +60,7 @@ class ServiceProcess:
     id: str
     child: ChildProcess
     address: str = ""
-    may_end: bool = False  # whether its end is no crash, as it is ended on purpose
+    may_end: bool = False  # True: it is being ended on purpose, which is not a crash
     paused: bool = False
 
     @property
@@ -76,7 +76,7 @@ class ServiceProcess:
 
 
 class Credentials(TypedDict):
-    """Keyword arguments of a client: its credentials."""
+    """The credentials of a client, as keyword arguments for its constructor."""
 
     token: str | None
     ca_file: Path | None
@@ -177,7 +177,7 @@ class LocalCluster:
         self._start_timeout_s = start_timeout_s
         self._stop_timeout_s = stop_timeout_s
         self._resources = contextlib.AsyncExitStack()
-        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # next number of an id; none is reused
+        self._started: dict[Service, int] = dict.fromkeys(_START_ORDER, 0)  # number in the next id; ids are not reused
 
     @property
     def address(self) -> str:
@@ -185,12 +185,12 @@ class LocalCluster:
 
     @property
     def addresses(self) -> list[str]:
-        """Addresses of the dispatchers, also of killed ones."""
+        """Addresses of the dispatchers, including killed ones."""
         return [process.address for process in self.processes["dispatcher"]]
 
     @property
     def http_urls(self) -> list[str]:
-        """Base URLs of the gateways for OpenAI's clients, also of killed ones."""
+        """Base URLs of the gateways for OpenAI's clients, including those of killed ones."""
         return [f"{self._scheme}://{process.address}/v1" for process in self.processes["gateway"]]
 
     @property
@@ -199,7 +199,7 @@ class LocalCluster:
 
     @property
     def secret_file(self) -> Path:
-        """File with the cluster's secret, for processes that are started in addition."""
+        """File with the cluster's secret, for processes that are started separately."""
         assert self._secret_file is not None, "it is made when the cluster starts"
         return self._secret_file
 
@@ -261,7 +261,7 @@ class LocalCluster:
             error.add_note(f"meanwhile {crash}")
 
     async def _fronted(self, url: str) -> str:
-        """The URL of the state server for services: `url`, or that of `state_front`."""
+        """The state server's URL for services: `url`, with the address from `state_front` if there is one."""
         if self._state_front is None:
             return url
         parts = urllib.parse.urlsplit(url)
@@ -318,7 +318,7 @@ class LocalCluster:
         return process
 
     async def start_worker(self, flags: Sequence[str] = (), *, routable: bool = True) -> ServiceProcess:
-        """Start a further worker, with additional flags. Returns when it is ready; if `routable`, when every dispatcher
+        """Start another worker, with additional flags. Returns when it is ready; if `routable`, when every dispatcher
         is connected to it.
         """
         process = self._spawn("worker", flags)
@@ -329,14 +329,14 @@ class LocalCluster:
         return process
 
     async def end_worker(self, process: ServiceProcess) -> None:
-        """Stop a worker for good: it gets `stop_timeout_s` for its requests."""
+        """Stop a worker permanently. It has `stop_timeout_s` to finish its requests."""
         process.may_end = True
         await process.child.stop(self._stop_timeout_s)
         self.processes["worker"].remove(process)
         self.metrics_targets.pop(process.id, None)
 
     async def start_planner(self) -> ServiceProcess:
-        """Start a further planner. Returns when it is ready, as the active one or a standby."""
+        """Start another planner. Returns when it is ready, as the active one or a standby."""
         process = self._spawn("planner")
         await self._wait_ready(process, time.monotonic() + self._start_timeout_s)
         return process
@@ -344,7 +344,7 @@ class LocalCluster:
     async def _start_all(self) -> None:
         give_up_at_s = time.monotonic() + self._start_timeout_s
         for service in _START_ORDER:
-            if self._counts[service] and service in ("gateway", "jobs"):  # need addresses of dispatchers, gateways
+            if self._counts[service] and service in ("gateway", "jobs"):  # they need others' addresses
                 await self._wait_all_ready(give_up_at_s)
             for _ in range(self._counts[service]):
                 self._spawn(service)
@@ -385,7 +385,7 @@ class LocalCluster:
         if service in ("dispatcher", "jobs") and self._tokens_file is not None:
             command += ["--tokens-file", str(self._tokens_file)]
         command += [*self._flags[service], *flags]
-        if service == "worker" and "--dist-init-addr" in self._flags["worker"]:  # one for each, on ports that follow
+        if service == "worker" and "--dist-init-addr" in self._flags["worker"]:  # consecutive ports
             at = command.index("--dist-init-addr") + 1
             first_host, _, first = command[at].rpartition(":")
             command[at] = f"{first_host}:{int(first) + number}"

@@ -1,6 +1,6 @@
 """The faults of `ballast chaos`, with the functions that end them.
 
-No fault changes clocks: services use monotonic ones, and only keys expire by the state server's.
+No fault changes clocks: services use monotonic ones, and the state server's clock only determines when keys expire.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class ClusterFault:
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Proxies in front of services: of the state server (None: it has none), and of workers, by their ids."""
+    """Proxies in front of the state server (None: no proxy) and of workers, by worker id."""
 
     state: Proxy | None = None
     workers: Mapping[str, Proxy] = field(default_factory=dict[str, Proxy])
@@ -100,7 +100,7 @@ class Breaker:
         return found
 
     def let_go(self) -> None:
-        """Continue stopped threads. To be called before processes are ended: one with a stopped thread does not end."""
+        """Continue stopped threads. Call it before ending processes: one with a stopped thread does not end."""
         while self._wedged:
             self._wedged.pop().go_on()
 

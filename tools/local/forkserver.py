@@ -1,8 +1,8 @@
-"""Starts `python -m MODULE` by forking a process that has imported the module: seconds faster, with shared memory.
+"""Starts `python -m MODULE` by forking a process that has imported the module, which saves seconds and shares memory.
 
 It is like `multiprocessing`'s fork server, but a child has its own arguments, environment, session, log file and title.
 The server is a process without threads, tethered to the thread that started it; its children are tethered to it. It
-runs only on Linux, as it waits for processes by file descriptor.
+runs only on Linux, as it waits for processes through pidfds.
 """
 
 import ctypes
@@ -197,7 +197,7 @@ def _set_title(title: str) -> None:
     room = end - first - 2
     ctypes.memset(first, 0, room)
     ctypes.memmove(first, title.encode()[:room], min(len(title.encode()), room))
-    ctypes.memmove(end - 1, b" ", 1)  # no NUL at the end: the kernel takes it for a title
+    ctypes.memmove(end - 1, b" ", 1)  # without a NUL at the end, the kernel reads all of it as a title
 
 
 def main(fd: int) -> None:

@@ -1,7 +1,7 @@
 """Keeps a local cluster alive: restarts processes that have ended, and reports each such event in one line.
 
-A process is restarted at once, and after repeated failures within 30 s of its starts with longer and longer pauses. It
-is given up after four of these, and the cluster continues without it. The state server is never given up.
+A process is restarted at once; if it keeps failing within 30 s of its start, after longer and longer pauses. After four
+such restarts it is given up, and the cluster continues without it. The state server is never given up.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ _POLL_S = 0.05
 _ROTATE_S = 10.0
 _COUNT_INTERVAL_S = 1.0
 _PAUSES_S = (0.0, 1.0, 3.0, 10.0)  # pauses before the restarts; after the last one a process is given up
-_STABLE_S = 30.0  # a process that has run for this long begins with the first pause again
+_STABLE_S = 30.0  # after a process has run for this long, pauses start over
 _START_TIMEOUT_S = 300.0
 _REPLAYS_WITHIN_S = 1.0
 _EVENT_COUNT = 200
@@ -51,13 +51,13 @@ class Keeper:
 
     def __init__(self, cluster: LocalCluster, say: Callable[[str], None]) -> None:
         self.events: deque[KeeperEvent] = deque(maxlen=_EVENT_COUNT)
-        self.ended_by_themselves: list[str] = []  # processes that ended but were not killed, with how they ended
+        self.ended_by_themselves: list[str] = []  # processes that ended without being killed, and how they ended
         self._cluster = cluster
         self._say = say
         self._records: dict[str, _KeptRecord] = {}  # by name of the child process
         self._reviving: set[str] = set()
         self._replay_count = 0  # replays of all dispatchers, as last counted
-        self._looks: deque[tuple[float, int]] = deque(maxlen=8)  # (time, replays) of the last counts
+        self._looks: deque[tuple[float, int]] = deque(maxlen=8)  # the last (time, `_replay_count`)
         self._counts: dict[str, int] = {}  # dispatcher's address -> its counter of replays; 0 again after a restart
 
     async def run(self) -> None:
@@ -171,7 +171,7 @@ class Keeper:
         return f"; {count} request{'' if count == 1 else 's'} replayed" if count > 0 else ""
 
     def _count_before(self, at_s: float) -> int:
-        """Replays counted up to `at_s`: when a process is found to have ended, its requests may have been replayed."""
+        """Replays counted up to `at_s`: by the time a process's end is noticed, requests may have been replayed."""
         return next((count for looked_at_s, count in reversed(self._looks) if looked_at_s <= at_s), 0)
 
     async def _keep_count(self) -> None:
@@ -183,7 +183,7 @@ class Keeper:
             await asyncio.sleep(_COUNT_INTERVAL_S)
 
     async def _count_replays(self) -> None:
-        """Add the new replays of all dispatchers that answer to `_replay_count`."""
+        """Add to `_replay_count` the new replays of all dispatchers that respond."""
         for process in self._cluster.processes["dispatcher"]:
             if process.child.returncode is not None or not process.address:
                 continue

@@ -19,8 +19,8 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     port inside that range may be taken before it is used: even by a connection attempt to the absent server itself,
     which then connects to itself.
 
-    A process returns no port twice, as the first server may take a while to listen. Concurrent processes choose from
-    different ports.
+    No port is returned twice in a process, as the first server may take a while to listen. Concurrent processes choose
+    from different ports.
     """
     below = _first_given_port()
     candidates = range(_FIRST_PORT + os.getpid() % _PROCESSES, below, _PROCESSES)

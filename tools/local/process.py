@@ -25,7 +25,7 @@ _POLL_S = 0.02
 _KILLED_WITHIN_S = 10.0
 _TAIL_BYTES = 16 << 10
 _TAIL_LINES, _LAST_WORDS_COUNT = 50, 15
-_SETTINGS = "settings="  # marks the first line of each log, which is long and explains nothing
+_SETTINGS = "settings="  # marks a log's first line, which is long and does not explain failures
 
 
 class ChildProcess:
@@ -60,7 +60,7 @@ class ChildProcess:
             )
 
     def _forked(self, environ: Mapping[str, str] | None, cwd: Path | None, log_fd: int) -> Forked | None:
-        """Start the process by the fork server; None if that cannot start it."""
+        """Start the process through the fork server; None if the server cannot start it."""
         environ = os.environ if environ is None else environ
         if cwd is not None or self.command[:2] != (sys.executable, "-m") or not self.command[2].startswith("services."):
             return None

@@ -1,6 +1,6 @@
 """A TCP proxy that injects faults: it drops, holds back or delays data in one direction, or cuts connections.
 
-Unlike network namespaces, it needs no rights: clients are given the proxy's address instead of the server's.
+Unlike network namespaces, it needs no privileges: clients are given the proxy's address instead of the server's.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ class Proxy:
     """A proxy for the server `target`: `async with Proxy("127.0.0.1:6379") as proxy:` listens at `proxy.address`."""
 
     def __init__(self, target: str, tls: ssl.SSLContext | None = None, listen: str = "127.0.0.1:0") -> None:
-        """`tls`: TLS with clients (the target is called without); None: no TLS. `listen`: host:port to listen on."""
+        """`tls`: TLS with clients (none with the target); None: no TLS. `listen`: host:port to listen on."""
         self.to_server, self.to_client = Way(), Way()
         self._target = target
         self._listen = listen
@@ -98,7 +98,7 @@ class Proxy:
 
 
 async def _either(*ways: Awaitable[None]) -> None:
-    """Run both directions until one has ended, then cancel the other: there are no half-open connections."""
+    """Run both directions until one has ended, then cancel the other, so that no connection is half-open."""
     tasks = [asyncio.ensure_future(way) for way in ways]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

@@ -1,4 +1,4 @@
-"""Receives a planner's webhook, and starts and ends workers of a local cluster as it asks for."""
+"""Receives a planner's webhook, and starts and ends workers of a local cluster as it requests."""
 
 import asyncio
 import contextlib
@@ -111,7 +111,7 @@ class Scaler:
                 while await _has_work(client, process.id):  # noqa: ASYNC110 - the state of another process
                     await asyncio.sleep(_POLL_S)
         except (BallastError, TimeoutError) as error:
-            self._say(f"{process.id} ends with what runs there, which goes on elsewhere: {error}")
+            self._say(f"{process.id} ends before it is drained; its requests continue on other workers: {error}")
         await cluster.end_worker(process)
         self._say(f"{process.id} has ended, as one less is enough")
 

@@ -145,7 +145,7 @@ class PrivateStateServer:
             self._folder = None
 
     def restart(self) -> None:
-        """Replace the server by a new, empty one on the same port."""
+        """Replace the server with a new, empty one on the same port."""
         self._wanted_port = self._port
         self.stop()
         self.start()
@@ -158,7 +158,7 @@ class PrivateStateServer:
 
     @property
     def is_running(self) -> bool:
-        """Whether the server's process runs, also if it is still starting."""
+        """Whether the server's process runs, even if it is still starting."""
         return self._process is not None and self._process.returncode is None
 
     def __enter__(self) -> Self:

@@ -24,7 +24,7 @@ class StoppedThread:
         """Stop the thread.
 
         Raises:
-            OSError: there is no such thread, or no right to stop it.
+            OSError: there is no such thread, or no permission to stop it.
         """
         self._thread_id = thread_id
         _ptrace(_SEIZE, thread_id)

@@ -49,7 +49,7 @@ class _SwapEntry:
         self.copied_count = 0  # blocks copied in the present direction
         self.phase = SwapPhase.LEAVING
         self.first = first  # index in its table of the first block copied
-        self.keys = keys  # not empty: prefix blocks, copied back at its first admission
+        self.keys = keys  # of retained prefix blocks, copied from the host when it is first admitted; else empty
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,1 +1,1 @@
-"""Executes batches: models, attention, sampling, checkpoint loading. Uses torch; requests are unknown here."""
+"""Executes batches: models, attention, sampling, checkpoint loading. Uses torch; knows sequences, not requests."""

@@ -352,7 +352,7 @@ def _tables(step: PackedStep) -> np.ndarray:
 
 
 def for_kernels(kv_B2TKH: torch.Tensor) -> torch.Tensor:
-    """A cache as kernels take it: float8 as bytes on GPUs before sm_89, whose compiler lacks that type."""
+    """The cache as passed to kernels: float8 viewed as bytes on GPUs before sm_89, for which Triton lacks that type."""
     return kv_B2TKH.view(torch.uint8) if kv_B2TKH.dtype == FP8 and not _has_fp8(kv_B2TKH.device) else kv_B2TKH
 
 

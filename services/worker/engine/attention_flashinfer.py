@@ -20,8 +20,8 @@ from services.worker.engine.attention_cuda import GpuAttentionStep, key_rows
 from services.worker.engine.packing import PackedStep
 from services.worker.engine.upload import upload
 
-# Workspace for split contexts. They need 17 MiB on an H100 by the arithmetic of version 0.7.2 (`PrefillPlan` in its
-# scheduler.cuh), independent of the step; its documentation recommends 128 MiB.
+# Workspace for split contexts, which need 17 MiB on an H100 according to the code of version 0.7.2 (`PrefillPlan` in
+# its scheduler.cuh), independent of the step; its documentation recommends 128 MiB.
 _WORKSPACE_BYTES = 128 << 20
 _KERNELS = "fa2"  # for every GPU from sm_80 on; one compiled module serves decodes and chunks
 _DTYPES = (torch.bfloat16, torch.float16)

@@ -25,7 +25,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT_DTYPES = ("F64", "F32", "BF16", "F16")
 _BAND_ELEMENTS = 4 << 20
 _SAMPLES, _SAMPLE_BYTES = 32, 4096  # samples of each file that the checkpoint's revision is computed from
-_SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # no effect on tokens, or configured elsewhere
+_SAYS_NOTHING = ("transformers_version", "torch_dtype", "dtype")  # not in the revision: set elsewhere, or no effect
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq", ".attn.masked_bias", ".attn.bias")
 
 
@@ -89,7 +89,7 @@ class Checkpoint:
                 )
 
     def _bands(self, source: Source, parameter: Parameter) -> Iterator[tuple[int, torch.Tensor]]:
-        """The rows of a parameter from its sources, in bands, so that temporary memory for conversion stays small."""
+        """Yield (first row, rows) of a parameter from `source`, in bands, so that converting takes little memory."""
         path = self._places.get(source.tensor)
         if path is None:
             raise ConfigError(f"{self._model_dir}: {source.tensor}", "the checkpoint has no such tensor")
@@ -148,7 +148,7 @@ def load_parameters(
 def fill_layers(
     store: ParameterStore, fill: Callable[[int], None], compute_here: Callable[[], None] | None = None
 ) -> None:
-    """Fill all layers in order and record their checksums; each one's is computed while the next layer is read."""
+    """Fill all layers in order and record their checksums, each computed while the next layer is read."""
     with ThreadPoolExecutor(1, thread_name_prefix="checksums", initializer=compute_here) as thread:
         checksums: list[Future[bytes]] = []
         for layer in range(store.layer_count):

@@ -42,7 +42,7 @@ def choose_model(
     `adapted`: the model has LoRA adapters, so torch is used: adapters modify the products inside each layer, and the
     compiled kernels compute a layer in a single call.
 
-    `batch_invariant`: a row's result must not depend on the other rows of a step. On a CPU none does.
+    `batch_invariant`: a row's result must not depend on the other rows of a step. On a CPU this always holds.
 
     Raises:
         ConfigError: no implementation can serve the model with these settings.
@@ -66,7 +66,7 @@ def choose_model(
     ours = own_config(model_dir, "ballast" if batch_invariant else model_impl, max_model_len)
     if adapted and ours is not None:
         if kernels == "native":
-            raise ConfigError("kernels", "the native ones compute no LoRA adapters: use auto or torch")
+            raise ConfigError("kernels", "native kernels compute no LoRA adapters: use auto or torch")
         kernels = "torch"
     if ours is None:
         return _of_transformers(model_dir, dtype, device, kernels, peers, kv_cache_dtype)
@@ -89,20 +89,20 @@ def choose_model(
 
 
 def _require_invariant(attention_backend: str, peers: Peers | None, *, adapted: bool) -> None:
-    """Raises ConfigError if something else than the products depends on the batch."""
+    """Raise ConfigError if anything other than the matrix products makes results depend on the batch."""
     if attention_backend == "flashinfer":
         raise ConfigError(
-            "batch_invariant", "FlashInfer splits contexts by the whole batch: use --attention-backend auto"
+            "batch_invariant", "FlashInfer's splits depend on the whole batch: use --attention-backend auto"
         )
     if peers is not None and peers.count > 1:
         raise ConfigError("batch_invariant", "sums over ranks depend on the batch: use --tensor-parallel-size 1")
     if adapted:
-        raise ConfigError("batch_invariant", "products of LoRA adapters depend on the batch: serve none")
+        raise ConfigError("batch_invariant", "products of LoRA adapters depend on the batch: serve no adapters")
 
 
 def own_config(model_dir: Path, model_impl: str, max_model_len: int | None = None) -> ModelConfig | None:
-    """Configuration for our own classes; None: `transformers` has to compute the model. With "auto", our own classes
-    are used where they support the model and `max_model_len`.
+    """Configuration for our own classes; None if `transformers` has to compute the model. With "auto", our own classes
+    are used if they support the model and `max_model_len`.
 
     Raises:
         ConfigError: our own classes were requested and do not support the model, or the folder is not a checkpoint.

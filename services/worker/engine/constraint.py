@@ -26,7 +26,7 @@ class GrammarState:
         self._matcher = None
         grammar = new.sampling.grammar
         if grammars is None or grammar is None:
-            self.error = "the model has no tokenizer.json, so that no grammar can be followed"
+            self.error = "grammars need a tokenizer.json, which the model does not have"
             return
         try:
             self._matcher = grammars.start(grammar, new.output_token_ids)
@@ -95,7 +95,7 @@ class Constraint:
         return bits, excluded
 
     def restrict(self, logits_V: torch.Tensor) -> None:
-        """Set the logits of tokens that may not come next to -inf, in place."""
+        """Set the logits of disallowed tokens to -inf, in place."""
         bits, excluded = self.next()
         if bits is not None:
             allowed_V = np.unpackbits(bits, bitorder="little", count=len(logits_V)).view(np.bool_)
@@ -125,7 +125,7 @@ class Constraint:
 def constraint_of(
     new: NewSequence, grammars: Grammars | None, eos_token_ids: Sequence[int], vocab_size: int
 ) -> Constraint | None:
-    """The constraint of a new sequence; None: any token may come at any time."""
+    """The constraint of a new sequence; None if no token is ever excluded."""
     return Constraint(new, grammars, eos_token_ids, vocab_size) if constrained(new.sampling) else None
 
 

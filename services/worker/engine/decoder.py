@@ -3,7 +3,7 @@
 Its forward always runs as a whole; each layer is wrapped and checks whether it is in the range. Layers outside pass
 their input through, and the first layer of the range starts from the hidden states of the previous stage. Everything
 that a model family does before, after and around its layers is thus its own code. The sequences of a step are
-concatenated to one row of a batch; only attention separates them, by means of the step it runs in.
+concatenated to one row of a batch; only attention separates them, according to the layout of the current step.
 """
 
 import copy
@@ -63,7 +63,7 @@ class Decoder:
         kernels: Kernels | None = None,
     ) -> None:
         """Create the model on the meta device, without memory. `packed` parameters stay quantised; `cuts` are a rank's
-        shares. `kernels` compute the products with dense matrices, those of experts included.
+        shares. `kernels` compute the products with dense matrices, including those of experts.
 
         Raises:
             ConfigError: the model cannot be created, or its layers cannot be found.
@@ -76,7 +76,7 @@ class Decoder:
             raise ConfigError("config.json", f"transformers cannot make the model: {error}") from error
         self.model, self.config = made.eval(), made.config
         self.packed, self.cuts = packed or {}, cuts or {}
-        if packed or dtype == torch.float64:  # compute expert by expert: only selected experts, in any dtype
+        if packed or dtype == torch.float64:  # "eager" supports any dtype, and reads selected experts only
             self.config._experts_implementation = "eager"
         self.kernels, self._experts = kernels, self.config._experts_implementation
         if kernels is not None:
@@ -225,7 +225,7 @@ def _attend_paged(
 def _experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """`transformers`' `ExpertsInterface`: a product for the rows of each expert, all in one call of the kernels."""
+    """`transformers`' `ExpertsInterface`: sorts rows by expert; one kernel call multiplies those of all experts."""
     kernels: Kernels = _running.decoder.kernels
     first = "gate_up_proj" if module.has_gate else "up_proj"
     biases = (getattr(module, f"{name}_bias", None) if module.has_bias else None for name in (first, "down_proj"))
@@ -258,7 +258,7 @@ def _attend_probe(
     sees = (None, None) if attention_mask is None else getattr(attention_mask, "sees", None)
     if sees is None:
         why = "is neither causal nor a window nor a chunk"
-        raise ConfigError("config.json", f"which tokens a token sees in {type(module).__name__} {why}")
+        raise ConfigError("config.json", f"the attention mask of {type(module).__name__} {why}")
     if key.shape[2] != query.shape[2]:
         raise ConfigError("config.json", f"{type(module).__name__} attends to other rows than its own")
     run: LayerRun = _running.decoder.run
@@ -288,8 +288,8 @@ def _probe_mask(
     local_size: int | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """`transformers`' `AttentionMaskInterface`: makes a placeholder mask that records which tokens are visible, where
-    that is known.
+    """`transformers`' `AttentionMaskInterface`: makes a placeholder mask whose `sees` is (window, chunk), or None for
+    masks of other kinds.
     """
     mask: Any = torch.empty(1, 1, q_length, kv_length, dtype=torch.bool, device="meta")
     mask.sees = None

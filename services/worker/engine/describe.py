@@ -1,4 +1,4 @@
-"""Describes how a worker would serve a checkpoint, by its config.json: python -m services.worker.engine.describe DIR
+"""Describes how a worker would serve a checkpoint, from its config.json: python -m services.worker.engine.describe DIR
 
 Prints one JSON object: the fields of `Description`, or `refused` with the reason. Reads no tensors. For a quantised
 model whose weight files are missing, sizes are those of the dense model.

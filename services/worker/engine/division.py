@@ -1,4 +1,4 @@
-"""Divides a `transformers` model among tensor-parallel ranks, by the plan in its configuration.
+"""Divides a `transformers` model among tensor-parallel ranks, according to the plan in its configuration.
 
 Parameters are sharded, and the outputs of modules are all-reduced or gathered as the plan says. Only layers are
 divided: every rank has the whole embedding and head.
@@ -88,7 +88,7 @@ def cuts_of(model: Any, layers_name: str, division: Division) -> dict[str, RankC
 
 
 def divide(model: Any, layers_name: str, cuts: Mapping[str, RankCut], division: Division) -> None:
-    """Replace the meta parameters by a rank's shares and make modules combine their outputs across ranks."""
+    """Replace the meta parameters with a rank's shares and make modules combine their outputs across ranks."""
     for name, cut in cuts.items():
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
@@ -102,7 +102,7 @@ def divide(model: Any, layers_name: str, cuts: Mapping[str, RankCut], division: 
 
 
 def _plan(model: Any, layers_name: str) -> dict[str, str]:
-    """Tensor-parallel plan of the layers: the style of modules by pattern of their full names."""
+    """Tensor-parallel plan of the layers: pattern of full module names -> style."""
     told: Mapping[str, str] = getattr(model.config, "base_model_tp_plan", None) or {}
     before, _, layers = layers_name.rpartition(".")
     inside = {pattern: style for pattern, style in told.items() if pattern.startswith(f"{layers}.")}

@@ -25,7 +25,7 @@ def add_and_norm(
     SIZE_PAD: tl.constexpr,  # next power of two
     HAS_ADDED: tl.constexpr,
 ):
-    """Write the RMS norm of the hidden states; with HAS_ADDED, add to them in place before. One program per row."""
+    """Write the RMS norm of the hidden states, after adding to them in place if HAS_ADDED. One program per row."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, SIZE_PAD)
     inside = dims < SIZE

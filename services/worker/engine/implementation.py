@@ -142,7 +142,7 @@ class Implementation(Protocol):
 
     @property
     def pipelines(self) -> bool:
-        """True if ranges of layers can run on different workers. Known after the self-test of `load`."""
+        """True if ranges of layers can run on different workers. Known once `check` has run."""
         ...
 
     def needs(self, block_tokens: int) -> MemoryNeeds: ...
@@ -162,7 +162,7 @@ class Implementation(Protocol):
     def assemble(
         self, memory: DeviceMemory, kernels: Kernels | None, longest: int
     ) -> tuple[StageModel, AttentionBackend]:
-        """Build the model over its memory, without reading it, for contexts of up to `longest` tokens."""
+        """Build the model on its memory, which need not be filled yet, for contexts of up to `longest` tokens."""
         ...
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
@@ -176,7 +176,7 @@ class Implementation(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BallastModel:
-    """An `Implementation` by our own classes, with joined matrices that are padded or packed."""
+    """An `Implementation` with Ballast's own model classes; fused matrices (qkv, gate and up) are padded or packed."""
 
     model_dir: Path
     config: ModelConfig

@@ -1,6 +1,6 @@
 """Bounds oneDNN's caches of compiled matrix products.
 
-oneDNN compiles a product for each number of rows and keeps it: 0.6 MiB each whatever the sizes, most of it two
+oneDNN compiles a product for each number of rows and caches it: 0.6 MiB each whatever the sizes, most of it two
 descriptors of 260 KB. Its cache has 1024 entries, two per product, and torch caches up to 1024 more descriptors. As
 batches can have any number of rows, a worker would grow by some 580 MiB until both caches are full. Compiling takes 0.5
 to 1.3 ms. So the caches are made smaller, and batches are padded to fewer distinct numbers of rows.
@@ -9,7 +9,7 @@ to 1.3 ms. So the caches are made smaller, and batches are padded to fewer disti
 import os
 from collections.abc import MutableMapping
 
-# Products kept: about 75 MiB. A model has products of five shapes, which leaves 25 numbers of rows.
+# Cached products: about 75 MiB. A model has matrices of five shapes, so there is room for 25 numbers of rows.
 _PRODUCTS = 128
 _ENTRIES_PER_PRODUCT = 2
 _DESCRIPTORS = 64  # torch's own cache; a miss is looked up in oneDNN's cache nearly as fast

@@ -33,7 +33,7 @@ class LayerKind:
     kv_heads: int
     key_dim: int
     value_dim: int
-    scale: float  # of the product of a query and a stored key
+    scale: float  # factor on the product of a query and a stored key
     window: int | None = None  # number of tokens visible to a token, itself included
     chunk: int | None = None  # chunked attention: tokens from the last multiple of this on are visible
     soft_cap: float | None = None
@@ -171,7 +171,7 @@ class LayerAttentionStep:
         v_TKH: torch.Tensor,
         out_TNH: torch.Tensor,
     ) -> None:
-        """Like `attend`, in the first layer."""
+        """Like `attend`, for the first layer."""
         self.attend(0, kv_B2TKH, q_TNH, k_TKH, v_TKH, out_TNH)
 
     def _fast_step(self, kind: LayerKind) -> AttentionStep | None:

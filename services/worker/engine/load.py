@@ -141,15 +141,15 @@ def load_engine(
     """Load a checkpoint into one device's memory.
 
     `model_impl`: "ballast": our own classes; "transformers": its modelling code over our memory; "auto": our own
-    classes where they support the model.
+    classes if they support the model.
 
     `dtype`: "auto": the checkpoint's own. `max_model_len`: None: the model's maximum. `threads`: number of threads that
     compute a step, set for the whole process (None: unchanged). `kernels`: "native": the compiled ones; "torch":
-    torch's; "auto": the compiled ones where possible. `backend`: replaces the default memory backend of the device.
+    torch's; "auto": the compiled ones if possible. `backend`: replaces the default memory backend of the device.
 
     On a GPU the `largest` steps are run before the parameters are loaded, to measure their memory, which is reserved.
-    Without `device_memory_bytes`, parameters and KV get the `gpu_memory_utilization` share of the device, less these
-    steps and `links_bytes` for links.
+    Without `device_memory_bytes`, parameters and KV get the `gpu_memory_utilization` share of the device, less the
+    memory of these steps and `links_bytes` for links.
 
     On a GPU decode-only steps of up to the `largest` number of rows are recorded as CUDA graphs unless `enforce_eager`
     is set. `attention_backend`: "triton": our own kernels, also the choice of "auto"; "flashinfer": FlashInfer's, which
@@ -160,7 +160,7 @@ def load_engine(
 
     `lora_modules`: folders of LoRA adapters, by name. Their memory is part of the budget.
 
-    `batch_invariant`: on a GPU, multiply by kernels whose results do not depend on the other rows of a step.
+    `batch_invariant`: on a GPU, use matrix products whose results do not depend on the other rows of a step.
 
     `kv_cache_dtype`: "fp8_e4m3": KV is stored in float8; "auto": in the model's dtype.
 
@@ -206,7 +206,7 @@ def load_engine(
             if peers is not None:
                 device_memory_bytes = peers.least(device_memory_bytes)
     if device_memory_bytes is None:
-        raise ConfigError("device_memory_bytes", f"has to be said for device {device}")
+        raise ConfigError("device_memory_bytes", f"is required for device {device}")
     adapter_bytes = bytes_of(adapters, served.dtype)
     memory, shared = needs.open(backend or _backend(device), device_memory_bytes - adapter_bytes), None
     try:
@@ -266,7 +266,7 @@ def beside(
     largest: Largest,
     recorded: Largest | None = None,
 ) -> int:
-    """Measure the memory that the largest steps need beside parameters and KV: activations, the sampler's tables, and
+    """Measure the memory that the largest steps need besides parameters and KV: activations, the sampler's tables, and
     memory held by libraries and compiled kernels. torch's allocator keeps it reserved. Closes the backend.
 
     Raises:
@@ -284,7 +284,7 @@ def beside(
             *_, runner = _assemble(served, memory, None, longest, None, recorded)
             rehearse(runner, largest, block_tokens, longest)
         except torch.OutOfMemoryError as error:
-            why = f"a step of {largest.tokens} tokens does not fit beside the parameters: {error}"
+            why = f"a step of {largest.tokens} tokens does not fit in addition to the parameters: {error}"
             raise ConfigError("max_num_batched_tokens", why) from error
         return max(0, free_bytes - meter.free_bytes())
 
@@ -337,7 +337,7 @@ def _from_host(target: torch.Tensor, source: torch.Tensor) -> None:
 def _set_threads(threads: int | None, native: Kernels | None) -> int:
     if threads is None:
         return torch.get_num_threads() if native is None else native.threads
-    torch.set_num_threads(threads if native is None else 1)  # torch's threads would busy-wait beside ours
+    torch.set_num_threads(threads if native is None else 1)  # torch's threads would busy-wait alongside ours
     if native is not None:
         native.threads = threads
     return threads

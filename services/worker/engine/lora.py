@@ -54,7 +54,7 @@ class Lora:
         return {module for one in self.adapters for module in one.ranks}
 
     def product(self, modules: Iterable[tuple[str, int]]) -> Product:
-        """Additions to the product of modules computed as one matrix, given as (name, first column)."""
+        """The adapters' additions to the product of modules fused into one matrix: (name, first column) of each."""
         modules = tuple(modules)
         return [
             [LowRank(column, *matrices[module]) for module, column in modules if module in matrices]
@@ -86,7 +86,7 @@ class Lora:
         return bool(found)
 
     def adapt(self, model: nn.Module) -> None:
-        """Add forward hooks to the model's modified linear modules, for packed rows as one sequence of a batch."""
+        """Add the adapters to the model's linear modules by forward hooks. Inputs must be packed rows, [1, T, D]."""
         for name in sorted(self.modules):
             product = self.product([(name, 0)])
 

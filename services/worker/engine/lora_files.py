@@ -101,7 +101,7 @@ def read_adapters(modules: Mapping[str, Path], linears: Linears | None) -> list[
 
 def _read(name: str, folder: Path, linears: Linears | None) -> AdapterFiles:
     if not 1 <= len(name) <= MAX_ADAPTER_CHARS or not name.isprintable():
-        raise ConfigError("lora_modules", f"{name!r} is no name: 1 to {MAX_ADAPTER_CHARS} characters are")
+        raise ConfigError("lora_modules", f"{name!r} is not a valid name: use 1 to {MAX_ADAPTER_CHARS} characters")
     told, text = _read_config(folder / CONFIG)
     rank = told.get("r")
     if not isinstance(rank, int) or rank < 1:

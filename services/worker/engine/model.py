@@ -2,7 +2,7 @@
 
 Shapes: T packed rows, D hidden size, N query heads, K KV heads, H head dim, I size inside the MLP, V vocabulary, R rows
 whose logits are computed. Weights are [out, in], with outputs possibly padded. Large products are written to buffers
-that live as long as the model: on a CPU, fresh memory may cost a page fault per 4 KiB.
+that live as long as the model, because on a CPU fresh memory may cost a page fault per 4 KiB.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -42,7 +42,7 @@ class _Layer:
 
 @dataclass(frozen=True, slots=True)
 class _AdaptedLayer:
-    """The adapters' additions to one layer's products."""
+    """LoRA updates of one layer's matrix products."""
 
     qkv: Product
     output: Product
@@ -76,7 +76,7 @@ class Model:
         sum_over_ranks: Callable[[torch.Tensor], None] | None = None,
         products: Linear = linear,
     ) -> None:
-        """`sum_over_ranks` replaces a tensor by its all-reduce over the instance's ranks; `products` multiplies."""
+        """`sum_over_ranks` all-reduces a tensor in place over the instance's ranks; `products` multiplies matrices."""
         self._config = config
         self._sum_over_ranks = sum_over_ranks
         self._linear = products

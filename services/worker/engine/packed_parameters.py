@@ -32,7 +32,7 @@ class RankShare:
 
     cut: RankCut
     division: Division
-    cuts_scales: bool  # False: one scale along the dimension, which all ranks have
+    cuts_scales: bool  # False: a single scale along the dimension, the same on all ranks
 
     def of(self, name: str, part: str, tensor: torch.Tensor) -> torch.Tensor:
         return self.cut.of(name, tensor, self.division) if part == VALUES or self.cuts_scales else tensor
@@ -42,8 +42,8 @@ class RankShare:
 class PackedParameter:
     packing: Packing
     sources: Sequence[Placed]
-    multiplied: bool = False  # True: as it is, see `scaled_products`; False: dequantised
-    share: RankShare | None = None  # None: whole
+    multiplied: bool = False  # True: without dequantising, see `scaled_products`
+    share: RankShare | None = None  # None: the whole parameter
 
     def fill(self, name: str, stored: Mapping[str, torch.Tensor], matrices: Mapping[str, QuantisedMatrix]) -> None:
         """Copy the matrices to the parameter's tensors in `stored`, keyed by `part_name`."""
@@ -61,15 +61,13 @@ class PackedParameter:
 
 
 def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedParameter | None:
-    """A rank's share of a parameter that is cut that way; None if a border is inside of a group with one scale, or of a
-    byte.
-    """
+    """A rank's share of a parameter under `cut`; None if shares would split a group that has one scale, or a byte."""
     packing = whole.packing
     if cut.dim is None:
         return None
     axis = cut.dim % len(packing.shape) - len(packing.shape)  # -2 or -1, in the dense shape
     axis = -3 - axis if packing.is_transposed else axis
-    joined = len({source.first_row for source in whole.sources}) if axis == -2 else 1  # matrices, one below another
+    joined = len({source.first_row for source in whole.sources}) if axis == -2 else 1  # matrices stacked by rows
     if axis < -2 or cut.parts % joined:
         return None
     size, block = packing.shape[axis] // joined, packing.block[axis]
@@ -94,7 +92,7 @@ def divided(whole: PackedParameter, cut: RankCut, division: Division) -> PackedP
 def shares_of(
     parameters: Mapping[str, PackedParameter], cuts: Mapping[str, RankCut], division: Division
 ) -> dict[str, PackedParameter]:
-    """A rank's shares, and the parameters that all ranks have whole; without those that cannot be divided."""
+    """A rank's shares of the parameters in `cuts`, and all others whole; those that cannot be divided are left out."""
     found = {n: divided(p, cuts[n], division) if n in cuts else p for n, p in parameters.items()}
     return {name: parameter for name, parameter in found.items() if parameter is not None}
 
@@ -165,7 +163,7 @@ def _of_experts(
 
 
 def pack(model: nn.Module, parameters: Mapping[str, PackedParameter], dtype: torch.dtype) -> None:
-    """Replace these parameters of `model` by quantised tensors on the meta device; attributes dequantise to `dtype`."""
+    """Replace these parameters of `model` with quantised meta tensors; the attributes dequantise to `dtype`."""
     leaves: dict[str, dict[str, PackedParameter]] = {}
     for name, parameter in parameters.items():
         path, _, leaf = name.rpartition(".")

@@ -1,4 +1,4 @@
-"""The layout of one step: the rows of the packed token matrix by sequence, and where their KV goes.
+"""The layout of one step: the rows of the packed token matrix by sequence, and where their KV is written.
 
 Plain integers in NumPy arrays; made once per step, read by every layer. Order of rows: first the sequences that compute
 one token (decodes), by ascending context length so that neighbours can share a padded gather, then chunk after chunk.

@@ -4,8 +4,8 @@
 A tile is a few consecutive rows of one sequence, for all query heads that share a KV head. Decodes are tiles of one
 row; a long context is split over several, and a second kernel joins the partial results. There may be fewer programs
 than decode tiles: the number of tiles is read from memory, so that one CUDA graph fits all contexts. K and V are read
-in place through the sequence's block table, relative to a mapped block: Triton looks up every pointer argument in the
-driver, and the start of the layer's range may be unmapped.
+in place through the sequence's block table, relative to a mapped block, because Triton looks up every pointer argument
+in the driver, and the start of the layer's range may be unmapped.
 """
 
 import triton
@@ -16,7 +16,7 @@ LOG2_E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def from_kv(stored, kind: tl.constexpr):
-    """Stored KV in the dtype `kind`. Bytes are float8 (E4M3), for GPUs without that type."""
+    """Convert stored KV to the dtype `kind`. Bytes hold float8 (E4M3), for GPUs without that type."""
     if stored.dtype == tl.uint8:
         wide = stored.to(tl.uint16)
         half = ((wide & 0x7F) << 7) | ((wide & 0x80) << 8)  # float16 has a bias of 15 instead of 7
@@ -26,7 +26,7 @@ def from_kv(stored, kind: tl.constexpr):
 
 @triton.jit
 def to_kv(values, kind: tl.constexpr):
-    """Values as KV of dtype `kind` stores them. In float8 the largest is 448."""
+    """Convert values to the KV dtype `kind`. float8 saturates at 448."""
     if kind == tl.uint8:
         wide = values.to(tl.float32)
         sign = (wide.to(tl.uint32, bitcast=True) >> 24) & 0x80

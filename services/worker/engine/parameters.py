@@ -4,9 +4,9 @@ Projections with the same input are joined to one matrix, so that a layer has fo
 is thus a band of rows of a parameter.
 
 On a CPU, for torch's kernels, matrices except the embedding are stored as [in, out]: oneDNN then multiplies a few rows
-a third faster, since it need not reorder the matrix first, unless the stored width is a power of two. Such a width is
-padded. For the compiled kernels matrices are packed into panels (`native`), including an embedding that is also the
-head. On a GPU they are stored as in the checkpoint.
+a third faster, since it need not reorder the matrix first. Stored widths that are a power of two would lose this
+advantage and are padded. For the compiled kernels matrices are packed into panels (`native`), including an embedding
+that is also the head. On a GPU they are stored as in the checkpoint.
 """
 
 from collections.abc import Callable, Iterator

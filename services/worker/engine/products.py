@@ -1,5 +1,5 @@
-"""Products with a layer's matrices: by torch, whose kernels suit the number of rows, or by one whose results do not
-depend on it.
+"""Products with a layer's matrices: by torch, which picks kernels according to the number of rows, or by one kernel
+whose results do not depend on it.
 
 Shapes: T rows, K inputs, N outputs. Weights are [N, K].
 """
@@ -14,14 +14,14 @@ from ballast.common.extras import lacking
 
 _HAS_ONEDNN = torch.backends.mkldnn.is_available() and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 _TILE_ROWS, _TILE_SIZE, _WARPS, _STAGES = 64, 64, 4, 3
-_MANY_OUTPUTS = 8192  # from here on 64 of a tile's outputs still make programs enough for every multiprocessor
+_MANY_OUTPUTS = 8192  # from here on, tiles of 64 outputs still give every multiprocessor a program
 
-# x @ weight.T + bias, written to `out` where that is faster: (x [T, K], weight, bias, out [T, N] or empty)
+# x @ weight.T + bias, written to `out` if that is faster: (x [T, K], weight, bias, out [T, N] or empty)
 Linear = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor], torch.Tensor]
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
-    """By torch."""
+    """The `Linear` of torch: oneDNN if it is faster, otherwise torch's default library."""
     if _onednn_suits(x):
         return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     if bias is None:
@@ -31,14 +31,14 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out
 
 def _onednn_suits(x: torch.Tensor) -> bool:
     """True if oneDNN is faster than MKL, torch's default: by 10 %, or by a third with few rows and a matrix stored as
-    [in, out]; it is not with a single row.
+    [in, out]. For a single row it is not.
     """
     return _HAS_ONEDNN and x.dtype == torch.float32 and x.shape[0] > 1 and x.device.type == "cpu"
 
 
 class InvariantProducts:
-    """A `Linear` by one Triton kernel of fixed tiles: a row's result does not depend on the other rows, their number or
-    its place among them.
+    """A `Linear` computed by one Triton kernel with fixed tiles, so that a row's result depends neither on the other
+    rows, nor on their number or order.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,7 @@
 
 In memory, a matrix of any format is `values` (float8, int8, or two 4-bit values per byte along the inputs), a scale per
 block of rows and columns, and zero points if the format has them. Activations are computed in the model's dtype, and
-their scales in a checkpoint are ignored. For those of KV see `kv_dtype`.
+their scales in a checkpoint are ignored. For KV scales see `kv_dtype`.
 
 Shapes: N outputs, K inputs, G groups of inputs.
 """
@@ -371,6 +371,6 @@ def _joined(numbers: torch.Tensor) -> torch.Tensor:
 
 
 def _ascends(group_of: torch.Tensor, size: int) -> bool:
-    """True if groups of `size` inputs are in ascending order; -1 stands for an order that was not stored."""
+    """True if groups of `size` inputs are in ascending order, or if no order was stored (all -1)."""
     wanted = torch.arange(len(group_of)) // size
     return bool((group_of < 0).all()) or torch.equal(group_of.long(), wanted)

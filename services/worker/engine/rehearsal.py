@@ -1,5 +1,5 @@
-"""Runs the largest possible steps before serving: triggers compilation and measures the GPU memory needed beside
-parameters and KV.
+"""Runs the largest possible steps before serving: triggers compilation and measures the GPU memory needed in
+addition to parameters and KV.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ from ballast.common.sampling import SamplingParams
 from services.worker.core.batch import Batch, NewSequence, Slice
 from services.worker.engine.runner import ModelRunner
 
-# Sampling parameters that need the most memory, as logprobs keep every row, and use all kernels compiled on a GPU.
+# Sampling parameters that need the most memory (logprobs keep the logits of every row) and all kernels of a GPU.
 _SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, seed=0, logprobs=1, repetition_penalty=1.1, logit_bias={0: 0.0})
 _Tables = list[tuple[int, ...]]
 
@@ -64,7 +64,7 @@ def _steps(largest: Largest, block_count: int, longest: int, block_tokens: int) 
     while (left := largest.tokens - sum(chunks)) > 0 and len(chunks) < largest.sequences:
         chunks.append(min(left, longest))
     yield _step([(0, length) for length in chunks], tuple(range(block_count)))
-    # The longest possible contexts, in a single repeated block: they are split, and the parts need memory.
+    # Decodes with the longest possible contexts, which repeat one block: they are split, and the parts need memory.
     yield _step([(longest - 1, 1)] * min(largest.sequences, largest.tokens), (0,) * -(-longest // block_tokens))
 
 

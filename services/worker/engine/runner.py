@@ -33,7 +33,7 @@ from services.worker.memory.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class _RunningStep:
-    """A launched step: its tokens may still be sampled on the device."""
+    """A launched step, whose tokens the device may not have sampled yet."""
 
     runner: "ModelRunner"
     step_id: int
@@ -183,7 +183,7 @@ class ModelRunner:
         return launched
 
     def _with_tokens_in_flight(self, slices: Sequence[Slice], packed: PackedStep) -> PackedStep:
-        """The step with references to tokens of the latest step, if its slices have any."""
+        """`packed`, with `in_flight` set if its slices need tokens that the latest step is still sampling."""
         waiting = [i for i, part in enumerate(slices) if part.token_ids[0] == IN_FLIGHT]
         if not waiting:
             return packed
@@ -234,7 +234,7 @@ class ModelRunner:
             replayed_TD = self.graphs.run_layers(hidden_TD, packed, range(first_layer, last_layer))
             if replayed_TD is not None:
                 return replayed_TD
-        if self._laid_out is None or self._laid_out[0] is not packed:  # slices of a step share it
+        if self._laid_out is None or self._laid_out[0] is not packed:  # once for all slices of the layers
             token_ids_T, positions_T = upload([packed.token_ids_T, packed.positions_T], device)
             if packed.in_flight is not None:
                 packed.in_flight.put(token_ids_T)
@@ -251,7 +251,7 @@ class ModelRunner:
         )
 
     def forget_all(self) -> None:
-        """Remove all sequences. The next batches come from another leader, which adds its own."""
+        """Remove all sequences: another leader, whose batches follow, adds its own."""
         for sequence_id in self._sampler.sequence_ids:
             self._sampler.remove(sequence_id)
             self._prompts.remove(sequence_id)

@@ -2,7 +2,7 @@
 
 Order, as in vLLM: constraints, logit bias, penalties, temperature, min-p, top-k, top-p. Everything random is computed
 in float64 and row by row, so that neither the other rows nor their number can change a token. Tokens with the same
-probability as the last one kept by a filter are also kept: otherwise the tokens kept would depend on the sort.
+probability as the last one kept by a filter are also kept; otherwise the result would depend on how a sort orders ties.
 
 Shapes: R rows that sample, V vocabulary.
 """
@@ -27,7 +27,7 @@ from services.worker.engine.random_numbers import uniforms
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row of logits: its sequence, and the position of the sampled token."""
+    """A row to sample: its sequence, and the position of the token to be sampled."""
 
     sequence_id: SequenceId
     position: int
@@ -53,7 +53,7 @@ class _SampledSequence:
 def require_new(new: NewSequence, known: Container[SequenceId]) -> None:
     """Raises InvariantViolation if a sampled sequence has no seed, or if the sequence is known already."""
     if new.sampling.seed is None and not new.sampling.greedy:
-        raise InvariantViolation(f"sequence {new.sequence_id} is sampled and came without a seed")
+        raise InvariantViolation(f"sequence {new.sequence_id} is sampled without a seed")
     if new.sequence_id in known:
         raise InvariantViolation(f"sequence {new.sequence_id} is added twice")
 
@@ -71,7 +71,7 @@ class _Ranked(NamedTuple):
 
 
 class Choosing(Protocol):
-    """Sampling of a step's rows that has been launched."""
+    """The launched sampling of a step's rows."""
 
     @property
     def token_ids_R(self) -> torch.Tensor:
@@ -99,7 +99,7 @@ class PreparedRows(Protocol):
 
 
 class AnySampler(Protocol):
-    """Per-sequence state of sampling."""
+    """A sampler, with the state of each running sequence."""
 
     @property
     def sequence_ids(self) -> tuple[SequenceId, ...]: ...

@@ -1,5 +1,5 @@
-"""Samples the next tokens on a GPU: a few launches for all rows, and a single wait. The rules are those of `sampler`;
-draws differ by rounding only, since sums over a vocabulary have float32 terms here.
+"""Samples the next tokens on a GPU, with a few launches for all rows and a single wait. The rules are those of
+`sampler`; draws differ by rounding only, since sums over a vocabulary have float32 terms here.
 
 Shapes: R rows that sample, V vocabulary, L rows with logprobs, H histories of penalised sequences.
 """
@@ -63,7 +63,7 @@ class GpuRows:
 
 @dataclass(frozen=True, slots=True)
 class GpuChoosing:
-    """Sampling of a step's rows that has been launched on the device."""
+    """The launched sampling of a step's rows on the device."""
 
     token_ids_R: torch.Tensor  # on the device, int32
     sequences: Sequence[_GpuSequence]

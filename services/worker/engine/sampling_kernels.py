@@ -85,7 +85,7 @@ def find_best(
         tokens = tl.where(logits > highest, at, tokens)
         highest = tl.maximum(highest, logits)
     best = tl.max(highest, 0)
-    token = tl.min(tl.where(highest == best, tokens, vocabulary), 0)  # the first of equals
+    token = tl.min(tl.where(highest == best, tokens, vocabulary), 0)  # ties: lowest token
     tl.store(chosen_ptr + row, token)
     tl.store(best_ptr + row, best)
     temperature = tl.load(numbers_ptr + row * NUMBERS + TEMPERATURE)
@@ -95,7 +95,7 @@ def find_best(
     found = -1
     limit = 0
     if (temperature > 0) & ((floor < float("inf")) | (top_p < 1) | ((top_k > 0) & (top_k < vocabulary))):
-        # The distance, by the upper half of its bits, within which at least LEAST lanes have a token. Tokens at the
+        # The distance (the upper half of its bits) within which at least LEAST lanes have a token. Tokens at the
         # limit itself may be most of the vocabulary and are excluded.
         near = _bits(tl.where(highest == best, 0.0, best - highest), lanes < vocabulary) // 65536
         low = 0

@@ -1,7 +1,7 @@
-"""Products of float8 matrices by a GPU's units for them, instead of dequantising the matrix each time.
+"""Multiplies float8 matrices on a GPU's float8 units, instead of dequantising the matrix each time.
 
-The rows of the activations are quantised with a scale each, so that a row does not depend on the others. For matrices
-with one scale, or one per output, as `torch._scaled_mm` takes them; blocks of scales are dequantised.
+Activations are quantised with one scale per row, so that a row does not depend on the others. Only for matrices with
+one scale, or one per output, which `torch._scaled_mm` supports; matrices with block scales are dequantised.
 """
 
 import functools
@@ -19,12 +19,12 @@ _MULTIPLE = 16  # of rows and columns of a matrix
 
 @functools.cache
 def device_multiplies(device: torch.device) -> bool:
-    """True if this device has units for them, and this torch uses them."""
+    """True if this device has float8 units, and this torch can use them."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _LEAST_CAPABILITY and succeeds(device)
 
 
 def succeeds(device: torch.device) -> bool:
-    """True if a product with scales of rows succeeds on this device, also in software."""
+    """True if `product` works on this device, even if it is emulated in software."""
     values = torch.zeros(_MULTIPLE, _MULTIPLE, dtype=torch.uint8, device=device)
     tensors = {VALUES: values, SCALES: torch.ones(1, 1, device=device)}
     try:
@@ -35,7 +35,7 @@ def succeeds(device: torch.device) -> bool:
 
 
 def quantises_activations(config: Mapping[str, Any]) -> bool:
-    """True if a checkpoint's configuration means float8 activations."""
+    """True if a checkpoint's quantisation config prescribes float8 activations."""
     if config.get("quant_method") in ("fp8", "fbgemm_fp8"):
         return True
     groups: dict[str, dict[str, Any]] = config.get("config_groups", {})

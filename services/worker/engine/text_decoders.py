@@ -1,4 +1,4 @@
-"""Decoders of text inside models of text and images or sound for which `transformers` has no class of their own."""
+"""Text decoders of multimodal models for which `transformers` has no causal LM class."""
 
 import importlib
 from typing import Any
@@ -10,7 +10,8 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-# Those whose logits were compared (`make model-types`): a head may be followed by more than this one is.
+# Model types whose logits were compared with the full model's (`make model-types`): others may transform the logits
+# after the linear head.
 _COMPARED = frozenset(
     [
         "glm4v_moe_text",
@@ -32,8 +33,8 @@ _COMPARED = frozenset(
 
 
 def register_text_decoder(text: Any) -> None:
-    """Let `AutoModelForCausalLM` make, of a configuration of text, its base model with a linear head. No-op if it makes
-    another class of it, or if that has not been compared.
+    """Let `AutoModelForCausalLM` create the base model of this text config with a linear head. No-op if a class is
+    registered for the config already, or if its logits have not been compared.
     """
     kind = type(text)
     if text.model_type not in _COMPARED or kind in AutoModelForCausalLM._model_mapping:

@@ -50,7 +50,7 @@ _TEST_ROWS = 16
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.1}
 _FP8_TOLERANCE = 0.3  # of float8 KV, whose relative error is up to 1 / 16
 _WHOLES: tuple[Any, ...] = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
-# Models that compute other logits of text than the class of their decoder, or are no decoder by themselves.
+# Models whose logits for text differ from those of their decoder's class, or that cannot generate text by themselves.
 _NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "ctrl", "gemma4_unified_assistant", "shieldgemma2")
 
 transformers_logging.set_verbosity_error()
@@ -58,7 +58,7 @@ transformers_logging.disable_progress_bar()
 
 
 def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
-    """Read config.json with `transformers`; of a model of text and images or sound, its decoder of text. No code of the
+    """Read config.json with `transformers`; for a multimodal model, the part of its text decoder. No code of the
     checkpoint is executed.
 
     Raises:
@@ -123,8 +123,8 @@ class TransformersDecoder(Decoder):
         division: Division,
         kernels: Kernels | None,
     ) -> None:
-        """The model is divided and packed like `like`, which is on the meta device. `division` has the all-reduce over
-        the ranks.
+        """The model is sharded and quantised as `like` is, which is on the meta device. `division` provides the
+        all-reduce over the ranks.
         """
         super().__init__(
             config, dtype, like.packed, like.cuts, division, gives_tuples=like.gives_tuples, kernels=kernels
@@ -137,7 +137,7 @@ class TransformersDecoder(Decoder):
         return len(self.layers)
 
     def reserve(self, rows: int) -> None:
-        """No-op: torch's allocator keeps the memory of a step."""
+        """No-op: torch's caching allocator reuses the memory of earlier steps."""
 
     def embed(self, token_ids_T: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         run = LayerRun(0, 0)
@@ -204,7 +204,7 @@ class TransformersDecoder(Decoder):
 
 
 class TransformersModel:
-    """An `Implementation` by the modelling code of `transformers`."""
+    """An `Implementation` with the modelling code of `transformers`."""
 
     name = "transformers"
 
@@ -248,7 +248,7 @@ class TransformersModel:
     def _with_kv_scales(self, kinds: Sequence[LayerKind]) -> list[LayerKind]:
         """The layers' attention with the checkpoint's scales of KV."""
         scales = checkpoint_scales(self._model_dir)
-        if any(kind.key_dim != kind.value_dim for kind in kinds):  # latent attention, whose scales are the latent's
+        if any(kind.key_dim != kind.value_dim for kind in kinds):  # MLA: scales are for the latent, not for K and V
             if scales:
                 get_logger().warning("the checkpoint's scales of KV are ignored: they are those of a latent")
             return [*kinds]
@@ -277,7 +277,7 @@ class TransformersModel:
         return divided
 
     def _stay_packed(self, cuts: Mapping[str, RankCut]) -> dict[str, PackedParameter]:
-        """Parameters that stay quantised: those of which each rank's share can."""
+        """Parameters that stay quantised; with several ranks, only those that can be sharded without dequantising."""
         config = quantisation_of(self._model_dir, read_json(self._model_dir / "config.json"))
         if config is None or not any(self._model_dir.glob("*.safetensors")):
             return {}
@@ -288,7 +288,7 @@ class TransformersModel:
         if self._division.count > 1:
             possible = shares_of(found, cuts, self._division)
             if len(possible) < len(found):
-                why = "a rank's share of them ends inside a group with one scale"
+                why = "sharding them would split a group that shares a scale"
                 get_logger().warning("made dense", quantised_parameters=len(found) - len(possible), why=why)
             found = {name: parameter for name, parameter in found.items() if name in possible}
         if not (quantises_activations(config) and device_multiplies(self._device)):
@@ -315,9 +315,7 @@ class TransformersModel:
 
     @property
     def token_elements(self) -> int:
-        """KV elements per token and layer: those of the layer with the most, rounded up to an even number, as a slot
-        has equal halves.
-        """
+        """KV elements per token of the largest layer, rounded up to an even number because a slot has equal halves."""
         most = max(kind.token_elements for kind in self.kinds)
         return most + most % 2
 

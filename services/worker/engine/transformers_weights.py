@@ -1,8 +1,8 @@
 """Reads a checkpoint's tensors under the names and in the shapes of `transformers`' modelling code.
 
 Parameters are read and converted one at a time by `transformers` itself (names, joined matrices, merged experts),
-copied to our memory and freed: the extra memory is at most twice the largest parameter. This thread reads them: each
-thread of a pool would keep its memory in an arena of its own.
+copied to our memory and freed, so the extra memory is at most twice the largest parameter. They are read on the calling
+thread, because every thread of a pool would retain memory in its own malloc arena.
 """
 
 import os
@@ -37,15 +37,15 @@ from services.worker.engine.quantised import QuantisedMatrix, find_quantised, qu
 os.environ.setdefault("HF_DEACTIVATE_ASYNC_LOAD", "1")
 
 Part = int | str
-_TEXT = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")  # of a decoder in a larger model
+_TEXT = re.compile(r"^(?:model\.)?(?:language_model|text_model)\.(?:model\.)?")  # the text decoder's prefix
 _HEAD = "lm_head."
 _NOT_THERE = "the checkpoint has no tensor that this is made of"
-_OF_THE_WHOLE = re.compile(r"\^|language_model")  # a pattern that starts at the whole's names
+_OF_THE_WHOLE = re.compile(r"\^|language_model")  # source patterns that only match a multimodal model's names
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """Tensors of each part by their names in the whole model; a tied tensor is listed once, under its first name."""
+    """Tensors of each part by their full names in the model; a tied tensor is listed once, under its first name."""
 
     layers: tuple[Mapping[str, torch.Tensor], ...]
     others: Mapping[str, Mapping[str, torch.Tensor]]
@@ -75,8 +75,8 @@ def parts_of(model: Any, layers_name: str, layer_count: int, dtype: torch.dtype)
 
 
 def text_names(names: Iterable[str], base: str, *, within: bool = False) -> dict[str, str]:
-    """Names of a checkpoint's tensors by those in a decoder of text whose layers are under `base`. Of a model of text
-    and images or sound, if it is `within` one, only the decoder's.
+    """Map tensor names of a text decoder, whose layers are under `base`, to names in the checkpoint. `within`: the
+    checkpoint is that of a multimodal model, whose other tensors are left out.
     """
     found: dict[str, str] = {}
     for name in names:
@@ -90,13 +90,13 @@ def text_names(names: Iterable[str], base: str, *, within: bool = False) -> dict
 
 
 def has_head(model_dir: Path) -> bool:
-    """True if the checkpoint has a head of its own. False, too, if it has no tensors yet."""
+    """True if the checkpoint stores an LM head. False if its tensor files are missing."""
     places = tensor_places(model_dir) if any(model_dir.glob("*.safetensors")) else ()
     return any(name.startswith(_HEAD) for name in text_names(places, "model"))
 
 
 class TransformersCheckpoint:
-    """An open checkpoint, accessed by the names of a model on the meta device."""
+    """An open checkpoint, accessed by the tensor names of a model on the meta device."""
 
     def __init__(
         self,
@@ -120,11 +120,11 @@ class TransformersCheckpoint:
         base = model.base_model_prefix if hasattr(model, model.base_model_prefix) else base
         self._stored_as = text_names([*files], base, within=whole != text)
         self._files_of = {name: files[stored] for name, stored in self._stored_as.items()}
-        self._places = dict(self._files_of)  # matrices by the names of their dense equivalents
+        self._places = dict(self._files_of)  # quantised matrices have their dense equivalents' names
         self._files: dict[Path, Any] = {}
         self._mapping: list[Any] = get_model_conversion_mapping(model)
         if whole != text and get_checkpoint_conversion_mapping(text) is None:
-            ours = get_checkpoint_conversion_mapping(str(whole)) or []  # those of the whole that its decoder may share
+            ours = get_checkpoint_conversion_mapping(str(whole)) or []  # its decoder shares some of these
             self._mapping += [one for one in ours if not any(map(_OF_THE_WHOLE.match, one.source_patterns))]
         self._plan = model._get_dtype_plan(dtype)
         self._packed, self._cut = packed or {}, cut
@@ -153,8 +153,8 @@ class TransformersCheckpoint:
         return [entry for entry in self._mapping if isinstance(entry, WeightConverter)]
 
     def _map(self) -> tuple[dict[str, list[str]], list[str]]:
-        """Names of checkpoint tensors by the model tensor made of them (if they are split, the first of those), and
-        names of unused checkpoint tensors.
+        """Returns (model tensor -> the checkpoint tensors that it is made of, unused checkpoint tensors). A checkpoint
+        tensor that is split is listed only under the first model tensor made from it.
         """
         renamings = [entry for entry in self._mapping if isinstance(entry, WeightRenaming)]
         converters = self._converters
@@ -175,7 +175,7 @@ class TransformersCheckpoint:
 
     def require_only(self) -> None:
         """Raise ConfigError if the checkpoint contains a tensor that the model neither uses nor
-        declares as ignorable, or none of its embedding. Reads names only.
+        declares as ignorable, or lacks the embedding. Reads names only.
         """
         embedding = next(iter(self._parts.others[EMBEDDING]))
         if not any(name in self._sources for name in (embedding, *self._aliases(embedding))):
@@ -216,7 +216,7 @@ class TransformersCheckpoint:
         for alias in self._aliases(name):
             if (found := self._sources.get(alias)) is not None:
                 return found
-        # A tensor of the file that is split into several is listed under the name of the first.
+        # A checkpoint tensor that is split is listed under the first of its parts.
         return []
 
     def _aliases(self, name: str) -> list[str]:

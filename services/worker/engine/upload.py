@@ -9,8 +9,9 @@ _ALIGNMENT_BYTES = 16
 
 
 def upload(arrays: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Tensors on `device` with the arrays' shapes and types. On a CPU they share the arrays' memory; otherwise a single
-    asynchronous copy transfers all, as a stage gets its next batch while it still executes the previous one.
+    """Tensors on `device` with the arrays' shapes and types. On a CPU they share the arrays' memory; otherwise all are
+    transferred in one asynchronous copy, because a stage receives its next batch while it still executes the previous
+    one.
     """
     tensors = [torch.from_numpy(array) for array in arrays]
     return tensors if device.type == "cpu" else copy_at_once(tensors, device)

@@ -83,8 +83,8 @@ class TransportConfig:
         )
 
     def on_device(self) -> Self:
-        """These settings for GPU memory: chunks of one slot, as each costs a copy, an event and a message. The share
-        for parameters is larger, as sending them takes no time from the processors that serve.
+        """These settings adapted to GPU memory: chunks of one slot, since each chunk costs a copy, an event and a
+        message; and a larger share for parameters, since sending them takes no time from the processors that serve.
         """
         if not self.sized_by_device:
             return self

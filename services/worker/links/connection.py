@@ -133,7 +133,9 @@ class Link:
         """Send bulk bytes in place. Within a class, transfers with a smaller `rank` are sent first; those of equal rank
         share the link.
 
-        Raises: as `send`.
+        Raises:
+            Overloaded: too many transfers are unfinished.
+            InvalidRequest, Unavailable, StaleEpoch: as in `send`.
         """
         self._refuse_ended()
         return self.connection.transfer(self.epoch, traffic, pieces, topic, meta, stream, rank)

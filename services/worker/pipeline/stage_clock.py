@@ -36,7 +36,7 @@ class BusySpan(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StageTimes:
-    """Seconds since the start of the worker."""
+    """Totals since the worker started; times in seconds."""
 
     busy_s: float
     idle_s: float

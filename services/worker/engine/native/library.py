@@ -124,8 +124,8 @@ class Kernels:
     def products(
         self, x: torch.Tensor, matrices: torch.Tensor, bias: torch.Tensor | None, ends: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """x[T, inputs] @ matrix.T (+ bias) with a dense matrix [outputs, inputs], or with several, [groups, outputs,
-        inputs], each for the rows up to its one of `ends` (int64).
+        """x[T, inputs] @ matrix.T (+ bias) with a dense matrix [outputs, inputs]. A grouped product if `matrices` is
+        [groups, outputs, inputs]: rows of `x` are sorted by group, and group i ends before row `ends[i]` (int64).
         """
         x = x if x.stride(1) == 1 else x.contiguous()
         outputs, inputs = matrices.shape[-2:]
@@ -188,7 +188,7 @@ class Kernels:
         self._functions["attend"](ctypes.byref(call))
 
     def sample(self, logits_RV: torch.Tensor, parameters: "RowParameters") -> Ints:
-        """Sample one token per row of float32 or float64 logits; `Row` in src/sampler.h describes the parameters."""
+        """Sample one token per row of float32 or float64 logits; `Sampling` in src/abi.h describes the parameters."""
         rows, vocabulary = logits_RV.shape
         chosen = np.empty(rows, np.int64)
         columns = [np.ascontiguousarray(column) for column in parameters]
@@ -251,7 +251,7 @@ def native_kernels() -> Kernels | None:
 
 
 def choose_kernels(wanted: str, device: str, config: ModelConfig | None, dtype: torch.dtype) -> Kernels | None:
-    """The compiled kernels, or None for torch's. "auto" selects the compiled ones where possible. `config` None:
+    """The compiled kernels, or None for torch's. "auto" selects the compiled ones if possible. `config` None:
     the kernels compute only attention and sampling of the model, not its layers.
 
     Raises:
@@ -269,17 +269,17 @@ def choose_kernels(wanted: str, device: str, config: ModelConfig | None, dtype: 
         except OSError as error:
             why_not = str(error)
     if kernels is None and wanted == "native":
-        raise ConfigError("kernels", f"the native ones cannot be used: {why_not}")
+        raise ConfigError("kernels", f"the native kernels cannot be used: {why_not}")
     return kernels
 
 
 def _why_not(device: str, config: ModelConfig | None, dtype: torch.dtype) -> str | None:
     if config is not None and config.rank_count > 1:
-        return "they compute all layers in one call, and with tensor parallelism there is a sum over ranks in each"
+        return "they compute all layers in one call, but tensor parallelism needs a sum over ranks in each layer"
     if device != "cpu":
         return f"they are for CPUs, the device is {device}"
     if dtype not in _DTYPES:
-        return f"they have no {dtype}"
+        return f"they do not support {dtype}"
     if config is None:
         return None
     sizes = (config.hidden_size, config.query_size, config.intermediate_size)

@@ -1,4 +1,5 @@
-// What Python passes and what each instruction set offers. Every field has 8 bytes; `structs.py` mirrors it.
+// The arguments that Python passes, and the functions compiled for each instruction set. Every field has 8 bytes;
+// `structs.py` mirrors the structs.
 //
 // Shapes: T packed rows, D hidden size, N query heads, K KV heads, H head dim, I size inside the MLP, V vocabulary.
 // Matrices are packed (see gemm.h) with their outputs padded to whole panels, and so are the biases.
@@ -11,13 +12,13 @@ typedef int64_t i64;
 #define BALLAST_ABI 5
 #define BALLAST_PANEL 32  // outputs side by side in a packed matrix
 
-enum Dtype : i64 { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFp8e4m3 = 3 };  // the last one: only of KV
+enum Dtype : i64 { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFp8e4m3 = 3 };  // the last one: KV only
 
 struct Layer {
   void* kv;  // [blocks, 2, block tokens, K, H]
   const void* attention_norm;
   const void* qkv;
-  const void* qkv_bias;  // biases and the norms of heads: null if the model has none
+  const void* qkv_bias;  // biases and norms of heads are null if the model has none
   const void* query_norm;
   const void* key_norm;
   const void* output;
@@ -36,13 +37,13 @@ struct Model {
   const Layer* layers;
 };
 
-// Consecutive rows of one sequence, and which of its tokens they see.
+// Consecutive rows of one sequence, and the range of its tokens that they attend to.
 struct Span {
   i64 first_row, row_count;
-  i64 first_token;  // of those that are seen
-  i64 end_token;    // of those that the first row sees
+  i64 first_token;  // first visible token
+  i64 end_token;    // one past the last token visible to the first row
   i64 grows;        // 1: every row sees one token more than the row before it
-  i64 first_block;  // in `blocks`: of the sequence's table, from its first token on
+  i64 first_block;  // index in `blocks` where the sequence's table begins
 };
 
 struct Spans {
@@ -81,20 +82,20 @@ struct Gemm {
   void* out;  // [rows, outputs], rows `out_stride` apart
   i64 out_stride, rows, outputs, inputs;
   const void* bias;
-  i64 add;   // 1: to what is in `out`
-  i64 wide;  // 1: bfloat16 products come out as float32
+  i64 add;   // 1: the product is added to `out`
+  i64 wide;  // 1: `out` is float32 for bfloat16 inputs
 };
 
 struct Grouped {
   i64 dtype;
-  const void* a;  // [rows, inputs], rows `a_stride` elements apart, those of a group side by side
+  const void* a;  // [rows, inputs], rows `a_stride` elements apart, sorted by group
   i64 a_stride;
   const void* matrices;  // [groups, outputs, inputs], not packed
   void* out;             // [rows, outputs]
   i64 outputs, inputs;
   const void* bias;  // [groups, outputs] or null
   i64 groups;
-  const i64* ends;  // of each group: behind its last row
+  const i64* ends;  // one past the last row of each group
 };
 
 struct Sampling {
@@ -106,7 +107,7 @@ struct Sampling {
   const double* top_p;
   const double* min_p;
   const double* uniforms;  // in [0, 1)
-  i64* chosen;             // -1: there was no memory to draw with
+  i64* chosen;             // output: the token, or -1 if memory could not be allocated
 };
 
 struct Table {
@@ -126,5 +127,5 @@ struct Table {
 
 typedef void (*Work)(void* context, i64 begin, i64 end);
 
-// Calls `work` for all of [0, count) in parts of `grain`, on this thread and on those that are free.
+// Calls `work` for all of [0, count) in parts of `grain`, on this thread and idle threads of the pool.
 extern "C" __attribute__((visibility("hidden"))) void ballast_parallel(i64 count, i64 grain, Work work, void* context);

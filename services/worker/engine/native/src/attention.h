@@ -1,8 +1,8 @@
-// Attention over the paged KV cache, reading K and V where they lie and no slot that a query does not see.
+// Attention over the paged KV cache: K and V are read in place, and only from slots that a query attends to.
 //
 // A task is one KV head and a few rows of one sequence. It walks the context in tiles of up to 16 tokens of a block and
-// keeps a running maximum, sum and result per query. What a query computes does not depend on the rows beside it, so
-// that a prompt gives the same bits in chunks of whatever size, and token by token.
+// keeps a running maximum, sum and result per query. A query's result does not depend on the other rows, so a prompt
+// gives the same bits for every chunk size, and token by token.
 #pragma once
 #include "vector.h"
 
@@ -28,7 +28,7 @@ INLINE void add_values(C* acc, C shrink, const C* weights, const C* values, i64 
   for (int i = 0; i < N; i++) store(acc + i * lanes, sum[i]);
 }
 
-// Scaled scores of a query and the tokens [low, high) of a vector's; the others' are those of zeros.
+// Scaled scores of a query with a vector's tokens [low, high); the other lanes are 0.
 template <class C>
 INLINE typename Vec<C>::v scores_of(const C* q, const C* keys, i64 stride, i64 low, i64 high, i64 width, C scale) {
   typedef typename Vec<C>::v V;
@@ -59,7 +59,7 @@ template <class C>
 struct Running {
   C* q;        // [queries, width]: padded with zeros
   C* acc;      // [queries, width]
-  C* sum;      // [queries, lanes]: the parts of the sum are added up at the end
+  C* sum;      // [queries, lanes]: partial sums, added up at the end
   C* largest;  // [queries]
 };
 
@@ -131,8 +131,8 @@ struct AttendCall {
     finish(running, span, first, rows, kv_head);
   }
 
-  // Asks for the keys and values of the tile that begins at `token`: blocks lie anywhere, so that the processor cannot
-  // foresee it. For single rows, which have nothing else to do meanwhile.
+  // Prefetches the keys and values of the tile that begins at `token`: blocks are scattered, so the hardware prefetcher
+  // cannot predict them. For single rows, which are bound by memory.
   void fetch_behind(const Span& span, i64 token, i64 last_end, i64 kv_head) const {
     constexpr i64 line = 64 / sizeof(S);
     i64 in_block = token % call.block_tokens, stride = call.kv_heads * call.head_dim;
@@ -162,7 +162,7 @@ struct AttendCall {
     }
   }
 
-  // The tokens [token, end) of the tile that begins at `tile`, where `keys` points to.
+  // Attends to the tokens [token, end) of the tile that begins at `tile`; `keys` points to the tile's first key.
   void attend_tile(const Running<C>& running, const Span& span, i64 first, i64 rows, const S* keys, C* staged, i64 tile,
                    i64 token, i64 end) const {
     i64 stride = call.kv_heads * call.head_dim, to_values = call.block_tokens * stride;

@@ -10,7 +10,7 @@ extern "C" const Table ballast_table_avx512;
 extern "C" const Table ballast_table_avx512_bf16;
 #endif
 
-// The best that this processor has after `skip` better ones; null behind the last.
+// The kernels for the best instruction set of this processor after skipping the `skip` best; null if there are no more.
 static const Table* supported(int skip) {
 #if defined(__x86_64__)
   __builtin_cpu_init();
@@ -33,13 +33,13 @@ static const Table& table() {
 
 EXPORT i64 ballast_abi() { return BALLAST_ABI; }
 
-// The name of the instruction set after `skip` better ones; null behind the last.
+// The name of the best instruction set after skipping the `skip` best; null if there are no more.
 EXPORT const char* ballast_isa(i64 skip) {
   const Table* one = supported((int)skip);
   return one ? one->name : nullptr;
 }
 
-// From now on the kernels of that set, for the whole process. Not while others compute.
+// Selects an instruction set for the whole process; no kernel may be running.
 EXPORT void ballast_choose_isa(i64 skip) { chosen = supported((int)skip); }
 
 EXPORT const char* ballast_chosen_isa() { return table().name; }

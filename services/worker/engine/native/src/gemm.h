@@ -2,7 +2,7 @@
 //
 // A matrix [outputs, inputs] is packed as [outputs / 32][inputs][32], in bfloat16 as [outputs / 32][inputs / 2][32][2].
 // A tile of a few rows and two vectors of outputs stays in registers while the panel streams by. Each output is summed
-// over the inputs one after the other, from bias and `out` on: it is bit for bit the same in whatever batch.
+// over the inputs in order, starting from bias and `out`, so it is bit-identical in every batch.
 #pragma once
 #include "vector.h"
 
@@ -136,9 +136,10 @@ struct GemmCall {
   const T* bias;
   bool add;
 
-  // Rows and inputs of `a` that stay in the second-level cache while panel after panel passes.
+  // Size of the part of `a` that stays in the second-level cache while the panels stream by.
   static constexpr i64 kCachedBytes = 640 << 10;
-  // Results are float32 or float64 and can be summed in parts, as in one go; those in bfloat16 cannot.
+  // float32 and float64 results can be accumulated in `out` over parts of the inputs without changing a bit; bfloat16
+  // results cannot, as `out` is rounded.
   static constexpr bool kSplits = sizeof(T) == sizeof(O) && sizeof(T) != sizeof(bf16);
 
   void panels(i64 begin, i64 end) const {
@@ -185,7 +186,7 @@ constexpr i64 kPair = 1;
 template <>
 constexpr i64 kPair<bf16> = 2;
 
-// Rows [first_row, first_row + row_count) of a matrix, to their places.
+// Writes rows [first_row, first_row + row_count) of a matrix to their places in `packed`.
 template <class T>
 void pack_rows(T* packed, i64 first_row, const T* rows, i64 row_count, i64 inputs) {
   constexpr i64 pair = kPair<T>;

@@ -1,8 +1,9 @@
 // Products with matrices as checkpoints store them: out[T, outputs] = a[T, inputs] x matrix [outputs, inputs] (+ bias).
 //
-// Of several matrices (experts) each multiplies the rows of its group. A tile of a few rows and outputs stays in
-// registers, a vector of sums for each, while the inputs pass; then the lanes of each are added. The order in which an
-// output is summed depends on the inputs' number only: it is bit for bit the same in whatever batch.
+// With several matrices (experts), each is multiplied with the rows of its group. A tile of a few rows and outputs
+// stays in registers, with a vector of partial sums for each element, while the inputs stream by; then each vector's
+// lanes are added. The order of summation depends on the number of inputs only, so an output is bit-identical in every
+// batch.
 #pragma once
 #include "gemm.h"
 
@@ -13,7 +14,7 @@ struct GroupedCall {
   typedef typename Type<T>::compute C;
   typedef typename Vec<C>::v V;
   static constexpr int kLanes = Vec<C>::lanes;
-  static constexpr int kOutputs = kLanes < 4 ? 2 : 4;  // of a tile
+  static constexpr int kOutputs = kLanes < 4 ? 2 : 4;  // per tile
 #if defined(__aarch64__)
   static constexpr int kRows = 6;
 #else
@@ -41,7 +42,7 @@ struct GroupedCall {
 #pragma GCC unroll 8
       for (int n = 0; n < kOutputs; n++) {
         V y = load(b[n] + k);
-        prefetch(b[n] + k + kOutputs * stride);  // of the tile of outputs that comes next
+        prefetch(b[n] + k + kOutputs * stride);  // for the next tile of outputs
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) c[m][n] = x[m] * y + c[m][n];
       }
@@ -81,7 +82,7 @@ struct GroupedCall {
       tile_of<ROWS - 1>(rows, a, a_stride, matrix, stride, inputs, out, out_stride, valid, bias, add);
   }
 
-  // Outputs [begin, end) of a group's rows. Only sums that are not rounded to bfloat16 are made in parts.
+  // Computes outputs [begin, end) for a group's rows. The inputs are split into parts unless results are bfloat16.
   void group(i64 number, i64 begin, i64 end) const {
     i64 first = number ? p.ends[number - 1] : 0, last = p.ends[number];
     i64 parts = sizeof(T) == sizeof(bf16) ? 1 : (p.inputs * (i64)sizeof(T) + kPartBytes - 1) / kPartBytes;

@@ -5,7 +5,7 @@
 
 namespace {
 
-// Calls `body` with a null pointer of the stored type.
+// Calls `body` with a null pointer whose type is that of `dtype`.
 template <class F>
 INLINE void with_type(i64 dtype, const F& body) {
   switch (dtype) {

@@ -5,7 +5,7 @@
 
 namespace {
 
-// Rounding as in the reference: float64 is normalised in float32, and 16-bit values are rounded before the weight.
+// Rounds as the reference does: float64 is normalised in float32; bfloat16 is rounded before multiplying by the weight.
 template <class T>
 struct Normed;
 template <>
@@ -36,14 +36,14 @@ INLINE void norm_row(const T* x, const T* weight, T* out, i64 width, float eps) 
   }
 }
 
-// Rounded before it is added, as in the reference: no fused operation.
+// A square that is rounded before it is added, as in the reference: `volatile` prevents a fused multiply-add.
 INLINE float square(double x) {
   volatile float rounded = (float)x * (float)x;
   return rounded;
 }
 
-// The sum of squares in float32, added up in the order in which torch does it: for float64 the reference normalises in
-// float32 too, and what that rounds away is all by which two float64 models differ.
+// The sum of squares in float32, in torch's order of summation. The reference normalises float64 in float32, too, and
+// without the same rounding there, float64 results would differ from the reference's.
 INLINE float reference_squares(const double* x, i64 width) {
   constexpr int kLevels = 4, kLanes = 32;
   float sums[kLevels][kLanes] = {};

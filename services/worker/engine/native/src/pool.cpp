@@ -1,8 +1,8 @@
-// A few threads that help whoever computes, and sleep between.
+// A thread pool: helpers take parts of the calling thread's job, and sleep between jobs.
 //
-// A caller publishes a job, wakes the helpers and takes parts of it itself. It waits at the end only for helpers that
-// have begun a part, and it sleeps then, so that its processor is free for one that was put aside. A helper that comes
-// too late, or never, costs nothing. One job at a time: a caller that finds the pool in use computes alone.
+// A caller publishes a job, wakes the helpers and takes parts of it itself. At the end it waits only for helpers that
+// have begun a part; it then sleeps, so that its processor is free for a helper that was preempted. A helper that joins
+// late, or never, costs nothing. There is one job at a time: a caller that finds the pool in use computes alone.
 #include <linux/futex.h>
 #include <pthread.h>
 #include <sys/syscall.h>
@@ -13,15 +13,15 @@
 namespace {
 
 constexpr int kMaxHelpers = 255;
-constexpr int kPatience = 500;  // looks before sleeping: some microseconds
+constexpr int kPatience = 500;  // polls before sleeping: some microseconds
 
 struct Pool {
-  int busy;      // somebody publishes
-  int open;      // a job can be joined
-  int active;    // helpers that may be inside of it
-  int waiting;   // the caller sleeps on `active`
-  int published; // jobs so far: what idle helpers sleep on
-  int wanted;    // helpers that are to be
+  int busy;      // 1: a caller uses the pool
+  int open;      // 1: helpers may join the job
+  int active;    // number of helpers that may be working on it
+  int waiting;   // 1: the caller may sleep on `active`
+  int published; // number of jobs so far; idle helpers sleep on it
+  int wanted;    // number of helpers that may join jobs
   int started;
   i64 next, count, grain;
   Work work;
@@ -68,13 +68,13 @@ void* help(void* argument) {
     seen = get(&pool.published);
     if (number >= get(&pool.wanted)) continue;
     __atomic_fetch_add(&pool.active, 1, __ATOMIC_SEQ_CST);
-    if (get(&pool.open)) take_parts();  // not open: the job is over, and the caller may not be waiting
+    if (get(&pool.open)) take_parts();  // not open: the job is over, and its data may be gone
     if (__atomic_sub_fetch(&pool.active, 1, __ATOMIC_SEQ_CST) == 0 && get(&pool.waiting)) wake(&pool.active, 1);
   }
   return nullptr;
 }
 
-// In the child of a fork there are no helpers, and nobody is inside of a job.
+// Resets the pool in the child of a fork, which has no helpers and no running job.
 void forget_all() {
   pool = Pool{};
   pthread_mutex_init(&starting, nullptr);
@@ -82,7 +82,7 @@ void forget_all() {
 
 }  // namespace
 
-// Computes with so many threads from now on, the caller included. Returns how many there are.
+// Sets the number of computing threads, the caller included. Returns the number that could be had.
 extern "C" __attribute__((visibility("default"))) i64 ballast_set_threads(i64 count) {
   int helpers = count < 1 ? 0 : count - 1 > kMaxHelpers ? kMaxHelpers : (int)count - 1;
   pthread_mutex_lock(&starting);

@@ -1,7 +1,7 @@
-// Choosing tokens: one task is one row of logits. What a row gives depends on itself alone.
+// Sampling: one task is one row of logits. A row's token depends on that row alone.
 //
-// Weights are e to the (logit - best) / temperature in float64; the best has weight 1. Tokens are drawn by inversion in
-// the order of the vocabulary, and tokens that equal the last one a filter keeps are kept too.
+// Weights are exp((logit - best) / temperature) in float64, so the best token has weight 1. Tokens are drawn by
+// inversion in vocabulary order, and tokens that tie with the last one that a filter keeps are also kept.
 #pragma once
 #include <stdlib.h>
 
@@ -14,9 +14,9 @@
 namespace {
 
 constexpr int kWide = Vec<double>::lanes;
-constexpr i64 kBlock = 256;       // tokens that are passed over, and whose weights are added up, together
-constexpr double kNothing = -50;  // e to that, times any vocabulary, does not move a sum in float64
-constexpr i64 kMany = 64;         // values that are worth whole vectors
+constexpr i64 kBlock = 256;       // tokens that are skipped, or whose weights are summed, at once
+constexpr double kNothing = -50;  // exp of this, times any vocabulary size, does not change a float64 sum
+constexpr i64 kMany = 64;         // with more values than this, use vectors
 
 INLINE vd widen(const double* p) { return load(p); }
 INLINE vd widen(const float* p) {
@@ -24,7 +24,7 @@ INLINE vd widen(const float* p) {
   return __builtin_convertvector(raw_load<Half>(p), vd);
 }
 
-// The first `count` of a vector's logits; behind them those of impossible tokens.
+// The first `count` logits of a vector; the remaining lanes are -inf.
 template <class T>
 INLINE vd widen_part(const T* p, i64 count) {
   if (count >= kWide) return widen(p);
@@ -33,7 +33,7 @@ INLINE vd widen_part(const T* p, i64 count) {
   return widen(part);
 }
 
-// The largest of up to a block of logits. NaN is passed over.
+// The largest of up to one block of logits. NaN is ignored.
 template <class T>
 INLINE T largest_of(const T* logits, i64 count) {
   typedef typename Vec<T>::v V;
@@ -51,7 +51,7 @@ INLINE T largest_of(const T* logits, i64 count) {
 }
 
 #if defined(__AVX512F__)
-// 2 to the (j / 16), less what j in the place of an exponent's last bits would add.
+// The bits of 2^(j / 16) minus j << 48, which `weight_of` adds again along with the exponent.
 struct Powers {
   alignas(64) uint64_t bits[16];
   constexpr Powers() : bits() {
@@ -61,14 +61,14 @@ struct Powers {
 };
 constexpr Powers kPowers;
 
-// e to the x for x in [-700, 0], to about one unit in the last place; anything for others.
+// exp(x) for x in [-700, 0], to about one unit in the last place; undefined for other x.
 INLINE vd weight_of(vd x) {
   const vd magic = splat(6755399441055744.0);
   vd shifted = x * 23.083120654223414 + magic;  // 16 / ln(2)
   vd n = shifted - magic;
-  vd r = x - n * 0.04332169878489367;  // ln(2) / 16, but for its last 16 bits
+  vd r = x - n * 0.04332169878489367;  // ln(2) / 16 without its last 16 bits
   r = r - n * 1.0291218489310676e-13;
-  vd p = r * (1.0 / 720) + (1.0 / 120 + 8.1e-8);  // and most of what the seventh power would add
+  vd p = r * (1.0 / 720) + (1.0 / 120 + 8.1e-8);  // 8.1e-8: most of what the seventh power would add
   p = p * r + (1.0 / 24);
   p = p * r + (1.0 / 6);
   p = p * r + 0.5;
@@ -83,7 +83,7 @@ INLINE vd weight_of(vd x) {
 INLINE vd weight_of(vd x) { return exponential(x); }
 #endif
 
-// The least of the `count` largest of at least one value: by a heap whose root is the least.
+// The smallest of the `count` largest values (at least one), found with a min-heap.
 template <class T>
 T kth_largest(const T* values, i64 size, i64 count, T* heap) {
   i64 held = 0;
@@ -92,9 +92,9 @@ T kth_largest(const T* values, i64 size, i64 count, T* heap) {
     if (held == count && !(x > heap[0])) continue;
     bool grows = held < count;
     i64 at = grows ? held++ : 0;
-    if (grows) {  // up from the end
+    if (grows) {  // sift up from the end
       for (; at > 0 && heap[(at - 1) / 2] > x; at = (at - 1) / 2) heap[at] = heap[(at - 1) / 2];
-    } else {  // in the place of the least: down from the root
+    } else {  // replace the smallest: sift down from the root
       for (i64 child = 1; child < count; child = 2 * at + 1) {
         if (child + 1 < count && heap[child + 1] < heap[child]) child++;
         if (!(heap[child] < x)) break;
@@ -106,7 +106,7 @@ T kth_largest(const T* values, i64 size, i64 count, T* heap) {
   return heap[0];
 }
 
-// The values between the limits, both excluded; `size` is whole vectors. `out` may be where they are.
+// Collects the values between the limits, both excluded. `size` is a multiple of the lanes; `out` may be `values`.
 i64 collect(const double* values, i64 size, double above, double below, double* out) {
   i64 count = 0;
 #if defined(__AVX512F__)
@@ -126,7 +126,7 @@ i64 collect(const double* values, i64 size, double above, double below, double* 
   return count;
 }
 
-// The largest value such that it and all above it have `wanted` of the sum; `values` are rearranged.
+// The largest of `values` such that it and all larger ones sum to at least `wanted`. Reorders `values`.
 double nucleus_end(double* values, i64 count, double wanted) {
   double least_kept = 0;
   const double infinite = __builtin_inf();
@@ -135,7 +135,7 @@ double nucleus_end(double* values, i64 count, double wanted) {
     double pivot = a > b ? (b > c ? b : (a > c ? c : a)) : (a > c ? a : (b > c ? c : b));
     i64 above = 0, below = count, i = 0;
     double mass = 0, equal = 0;
-    if (count > kMany) {  // many: whole vectors, of what is left only one side
+    if (count > kMany) {  // many: with vectors, which keep only the side searched next
       for (i = count; i % kWide; i++) values[i] = 0;
       vd larger = {}, same = {};
       for (i64 at = 0; at < count; at += kWide) {
@@ -173,21 +173,21 @@ double nucleus_end(double* values, i64 count, double wanted) {
       values += below, count -= below;
     }
   }
-  return least_kept;  // by rounding they have a little less than wanted: all are kept
+  return least_kept;  // rounding leaves the sum below `wanted`: keep all
 }
 
-// What choosing from one row needs beside its logits.
+// Scratch memory for sampling from one row.
 template <class T>
 struct Scratch {
   T* block_best;    // the largest logit of each block
-  double* sums;     // of the weights of each block
-  double* weights;  // [whole blocks], as is the next; null unless there is a filter
+  double* sums;     // sum of each block's weights
+  double* weights;  // [whole blocks], like the next two; allocated only if a row has a filter
   double* spare;
   int32_t* tokens;
 };
 
 #if defined(__AVX512F__)
-// Of as many logits as a vector has: the numbers and values of those that are at least `limit`. Writes whole vectors.
+// Of one vector of logits, writes the token ids and values of those that are at least `limit`. Writes whole vectors.
 INLINE i64 keep(const float* p, float limit, i64 first, int32_t* tokens, float* values) {
   const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512 x = _mm512_loadu_ps(p);
@@ -208,8 +208,8 @@ INLINE i64 keep(const double* p, double limit, i64 first, int32_t* tokens, doubl
 }
 #endif
 
-// The numbers and values of the logits in [begin, end) that are at least `limit`, in their order. So many as there are
-// logits up to `end` have room in both.
+// Appends the token ids and values of the logits in [begin, end) that are at least `limit`, in order. Both outputs need
+// room for `end` entries.
 template <class T>
 INLINE i64 keep_all(const T* logits, i64 begin, i64 end, T limit, i64 count, int32_t* tokens, T* values) {
   i64 i = begin;
@@ -221,7 +221,7 @@ INLINE i64 keep_all(const T* logits, i64 begin, i64 end, T limit, i64 count, int
   return count;
 }
 
-// The number of the first logit from `from` on that is `value`; 0: none is.
+// The index of the first logit equal to `value`, searching from `from`; 0 if there is none.
 template <class T>
 i64 first_of(const T* logits, i64 from, i64 size, T value) {
   for (i64 i = from; i < size; i++)
@@ -234,7 +234,7 @@ struct Row {
   const T* logits;
   i64 size;
   double best, sharpness;  // 1 / temperature
-  double lowest;           // lesser logits have no weight
+  double lowest;           // logits below this have no weight
   Scratch<T> scratch;
 
   i64 blocks() const { return (size + kBlock - 1) / kBlock; }
@@ -253,7 +253,7 @@ struct Row {
     return sum_of<double>(sum[0] + sum[1]);
   }
 
-  // Of all weights; those of the blocks are kept.
+  // The sum of all weights. Stores each block's sum in `scratch.sums`.
   double total() const {
     double sum = 0;
     for (i64 b = 0; b < blocks(); b++) {
@@ -281,8 +281,8 @@ struct Row {
     return 0;
   }
 
-  // Where the running sum of the weights that are at least `least_weight` exceeds `wanted`: the last of them if it does
-  // not, as by rounding it may not.
+  // The index at which the running sum of the weights of at least `least_weight` exceeds `wanted`; the last of these if
+  // rounding keeps it from doing so.
   static i64 place_of(const double* weights, i64 count, double least_weight, double wanted) {
     double running = 0;
     i64 last = 0;
@@ -294,16 +294,16 @@ struct Row {
     return last;
   }
 
-  // From the smallest set of most probable tokens that has `share` of the weights.
+  // Draws from the smallest set of most probable tokens that has `share` of the total weight (top-p).
   //
-  // What is lighter than the V-th part of the rest, (1 - share) of all weights, is outside of it, since all of that
-  // together is less than the rest. So only what is heavier is weighed one by one; first what is near the mean, which
-  // mostly is enough.
+  // Tokens lighter than (1 - share) * total / V are outside this nucleus, since all of them together have less than
+  // (1 - share) of the weight. So only heavier tokens are candidates; at first only those of at least a third of the
+  // mean weight, which is mostly enough.
   i64 draw_from_nucleus(double uniform, double share) const {
     double all = total(), mean = all / (double)size, found = 0;
     i64 count = (1 - share) * 3 < 1 ? candidates(mean / 3, &found) : 0;
     if (!(found > share * all * (1 + 1e-9))) count = candidates((1 - share) * mean, &found);
-    if (count == 0) return first_of(logits, 0, size, (T)best);  // there are no weights: infinite logits
+    if (count == 0) return first_of(logits, 0, size, (T)best);  // infinite logits have no weights
     double* weights = scratch.weights;
     __builtin_memcpy(scratch.spare, weights, (size_t)count * sizeof(double));
     double least_weight = nucleus_end(scratch.spare, count, share * all), kept = 0;
@@ -331,7 +331,7 @@ struct Row {
     return sum_of<double>(sum);
   }
 
-  // In the order of the vocabulary, the tokens whose logit is at least `limit`; in `spare` these logits.
+  // Writes the tokens whose logit is at least `limit` to `tokens`, and these logits to `spare`, in vocabulary order.
   i64 tokens_from(T limit) const {
     i64 count = 0;
     for (i64 b = 0; b < blocks(); b++)
@@ -342,7 +342,7 @@ struct Row {
     return count;
   }
 
-  // All tokens with at least that weight, few that have less, and their weights, of which `sum` is the sum.
+  // Writes all tokens of at least `least_weight` (and possibly a few lighter ones), their weights and the weights' sum.
   i64 candidates(double least_weight, double* sum) const {
     double limit = most_of(best + __builtin_log(least_weight) / sharpness, lowest);
     i64 count = tokens_from((T)(limit - 1e-5 - 1e-6 * __builtin_fabs(limit)));
@@ -355,7 +355,7 @@ struct Row {
     return count;
   }
 
-  // The least of the `count` best logits: they are among those that are not less than the best of so many blocks.
+  // The `count`-th best logit. No logit below the `count`-th best of the blocks' maxima is among the best.
   T kth_best(i64 count) const {
     T* heap = (T*)scratch.weights;
     if (count > blocks()) return kth_largest(logits, size, count, heap);
@@ -363,7 +363,7 @@ struct Row {
     return found ? kth_largest((const T*)scratch.spare, found, count, heap) : -(T)__builtin_inf();
   }
 
-  // As a logit, and -inf without filters: the least of those that min-p and top-k keep.
+  // The smallest logit that min-p and top-k keep; -inf without filters.
   double floor_of(double temperature, double min_p, i64 top_k) const {
     double floor = -__builtin_inf();
     if (min_p > 0) {
@@ -428,7 +428,7 @@ T best_of(const T* logits, i64 size) {
   return best;
 }
 
-// The logarithm of the sum of e to the logits, less the best.
+// log(sum(exp(logit - best))).
 template <class T>
 double log_total(const T* logits, i64 size, double best) {
   Row<T> row = {logits, size, best, 1, best + kNothing, {}};
@@ -437,7 +437,7 @@ double log_total(const T* logits, i64 size, double best) {
   return __builtin_log(total);
 }
 
-// `totals`: the best logit and `log_total`. The `count` best tokens and their logits, equal ones in their order.
+// The `count` best tokens and their logits, ties in order of token id. `totals`: the best logit and `log_total`.
 template <class T>
 void rank_row(const T* logits, i64 size, i64 count, i64* indices, double* values, double* totals) {
   totals[0] = (double)best_of(logits, size);

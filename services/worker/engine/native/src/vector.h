@@ -1,7 +1,7 @@
-// Vectors of the width that the instruction set has (VECTOR_BYTES), on the compiler's own vector types.
+// Vectors of the instruction set's width (VECTOR_BYTES), built on the compiler's vector types.
 //
-// A product and a sum in one expression become one fused operation where there is one, so that a value depends on the
-// instruction set, but never on which loop or tail computed it: tails are whole vectors with zeros.
+// A product and a sum in one expression become a fused multiply-add if the instruction set has one. So a value depends
+// on the instruction set, but not on whether a loop or its tail computed it: tails are whole vectors padded with zeros.
 #pragma once
 #include "abi.h"
 
@@ -13,14 +13,15 @@ struct bf16 {
   uint16_t bits;
 };
 
-// A number of KV: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities, all ones is NaN. Computed with as C.
+// A float8 (E4M3) of KV: sign, 4 bits of exponent (bias 7), 3 of mantissa; no infinities, all ones is NaN. Converted to
+// C for computation.
 template <class C>
 struct fp8 {
   uint8_t bits;
 };
 
 template <class T>
-struct Type;  // of stored values: what is computed with
+struct Type;  // stored type -> the type in which it is computed
 template <>
 struct Type<float> {
   typedef float compute;
@@ -76,7 +77,7 @@ INLINE vf load(const bf16* p) {
   return (vf)(__builtin_convertvector(raw_load<HalfWords>(p), Words) << 16);
 }
 
-// As many numbers as W has words. Below the normal ones (exponent 0) it is the mantissa that counts, in steps of 2^-9.
+// Converts as many numbers as W has words. Subnormals (exponent 0) are their mantissa in steps of 2^-9.
 template <class F, class W, class C>
 INLINE F from_fp8(const fp8<C>* p) {
   W x;
@@ -103,7 +104,7 @@ INLINE float as_float(bf16 x) {
   return r;
 }
 
-// To the nearest, ties to even; beyond 448 it is 448. NaN stays NaN.
+// Rounds to nearest, ties to even, and saturates at 448. NaN stays NaN.
 INLINE uint8_t fp8_bits(float x) {
   uint32_t bits;
   __builtin_memcpy(&bits, &x, sizeof bits);
@@ -163,7 +164,7 @@ INLINE typename Vec<C>::i lane_numbers() {
   return r;
 }
 
-#if defined(__clang__)  // which lacks GCC's builtin of this name; for masks that are known when it compiles
+#if defined(__clang__)  // lacks GCC's builtin of this name; for compile-time masks
 template <class V, class M>
 INLINE V __builtin_shuffle(V a, V b, M mask) {
   constexpr int lanes = sizeof(V) / sizeof(a[0]);
@@ -193,14 +194,14 @@ struct PairMasks {
   }
 };
 
-// Lanes whose number has bit S: sums of b's pairs of lanes S apart; the others: of a's.
+// Sums of pairs of lanes that are S apart: of b in lanes whose index has bit S, of a in the others.
 template <class C, int S>
 INLINE typename Vec<C>::v pair_up(typename Vec<C>::v a, typename Vec<C>::v b) {
   PairMasks<C, S> m = PairMasks<C, S>::make();
   return __builtin_shuffle(a, b, m.straight) + __builtin_shuffle(a, b, m.crossed);
 }
 
-// As many vectors as they have lanes: lane i of the result is the sum of vector i.
+// Horizontal sums of as many vectors as each has lanes: lane i of the result is the sum of vector i.
 template <class C, int S = Vec<C>::lanes / 2>
 INLINE typename Vec<C>::v sums(typename Vec<C>::v* x) {
 #pragma GCC unroll 8
@@ -231,8 +232,8 @@ INLINE C max_of(typename Vec<C>::v a) {
   return a[0];
 }
 
-// e to the x: Taylor's series around the nearest power of two, to about one unit in the last place. Below the range
-// of normal numbers the smallest of them, above it the largest; NaN stays NaN.
+// exp(x) by a Taylor series around the nearest power of two, to about one unit in the last place. Results are clamped
+// to the range of normal numbers; NaN stays NaN.
 INLINE vf exponential(vf x) {
   const vf magic = splat(12582912.0f);
   x = x < -87.3f ? splat(-87.3f) : x;
@@ -278,7 +279,7 @@ INLINE vd exponential(vd x) {
 INLINE float square_root(float x) { return __builtin_sqrtf(x); }
 INLINE double square_root(double x) { return __builtin_sqrt(x); }
 
-// Runs `body(begin, end)` over [0, count) on the threads that are free.
+// Runs `body(begin, end)` over [0, count) on this thread and idle threads of the pool.
 template <class F>
 INLINE void parallel(i64 count, i64 grain, const F& body) {
   if (count <= grain) {
