@@ -297,7 +297,7 @@ def test_a_request_is_told_of_in_the_log_and_by_its_id_and_never_a_word_of_it(lo
             words = [word for word in answer.text.split() if len(word) > 6]
             with pytest.raises(InvalidRequest):
                 await client.generate("Zanzibar", SamplingParams(max_tokens=1 << 20), request_id="wrong")
-            with pytest.raises(NotFound, match="nobody: neither"):
+            with pytest.raises(NotFound, match="nobody: no such request"):
                 await client.describe_request("nobody")
             assert (await client.describe_request("wrong")).state == "invalid"
             path = loaded.cluster.log_dir / "dispatcher-0.log"
