@@ -1,1 +1,1 @@
-"""One instance: engine, memory, scheduling inside the group."""
+"""One instance of the model: its engine, its memory, and its scheduling within a group."""

@@ -70,9 +70,9 @@ if TYPE_CHECKING:
 _READINESS_INTERVAL_S = 0.5
 _RANKS_INTERVAL_S = 0.2
 _CALLS_GRACE_S = 1.0  # maximum wait for streams to end after the last request
-# A waiting thread requests the GIL after this time. On busy cores tokens were seen to reach clients in clusters, as if
-# the engine's thread, which releases the GIL in every operator, regained it before the streaming loop woke up. Cause
-# and effect are not measured well: other load disturbed the runs.
+# A waiting thread requests the GIL after this time. With the default on busy cores, tokens reached clients in clusters:
+# presumably the engine's thread, which releases the GIL in every operator, regained it before the streaming loop woke
+# up. The effect is not measured well, because other load disturbed the runs.
 _SWITCH_INTERVAL_S = 0.0002
 
 
@@ -81,16 +81,16 @@ class Kit:
     """Parts that depend on the kind of engine."""
 
     engine: LoadedEngine
-    cost: Callable[[], CostModel | None]  # cost of a batch in the stage executed here, for microbatches
+    cost: Callable[[], CostModel | None]  # cost of a batch on the stage executed here, for microbatches
     costs: OnlineCost | None = None  # learns from step durations
     copier: BlockCopier | None = None  # copies KV to and from host memory, for preempted sequences
     compile_grammar: CompileGrammar | None = None  # compiles in advance: compiling in the engine would block it
     open_plane: Callable[[WorkerId, str, Hub, bytes | None], DataPlane] | None = None  # replaces the usual data plane
     device: str = "emulated"
-    lost_rank: Callable[[], str | None] | None = None  # names the one of several ranks that has ended
+    lost_rank: Callable[[], str | None] | None = None  # names a rank of this instance that has exited; None: all run
     swap_blocks: int = 0  # host blocks of the copier
     activations: ActivationStore | None = None  # memory of the activation log
-    joins: bool = True  # True: may join groups and migrate KV
+    joins: bool = True  # True: the worker may join groups and migrate KV
 
 
 class LoadedEngine(BuiltInstance, ShellEngine, Protocol):
@@ -98,7 +98,8 @@ class LoadedEngine(BuiltInstance, ShellEngine, Protocol):
 
 
 def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | None = None) -> Kit:
-    """Load the engine. `devices`: one for each rank of this host; empty: that of the settings. `secret`: the cluster's.
+    """Load the engine. `devices`: one for each rank of this host; if empty, the device of the settings is used.
+    `secret`: the secret shared by the cluster.
 
     Raises:
         ConfigError: the model cannot be loaded with these settings.
@@ -148,7 +149,7 @@ def load(settings: WorkerSettings, devices: Sequence[str] = (), secret: bytes | 
         costs = load_costs(settings, engine)
         may_swap = ranked is None or ranked.swaps
         if settings.swaps and not may_swap:
-            why = "KV of GPUs out of each other's reach, or on several hosts, cannot be swapped"
+            why = "swapping needs GPUs with peer access on one host"
             raise ConfigError("worker.overload_policy", why)
         swap_blocks = swap_block_count(settings, engine.info) if may_swap else 0
         copier = HostBlocks(engine.memory.kv, swap_blocks) if swap_blocks else None
@@ -185,7 +186,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
     from services.worker.links.rendezvous import resolve_host
 
     if settings.profile is None:
-        raise ConfigError("worker.profile", "an emulated engine needs the file that says what things take")
+        raise ConfigError("worker.profile", "an emulated engine needs a file with measured durations")
     told = "device_memory_bytes" in settings.model_fields_set
     engine = emulate(
         read_machine(settings.profile),
@@ -217,7 +218,7 @@ def _emulated(settings: WorkerSettings) -> Kit:
 
 
 def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
-    """Costs of batches at the start: those of a profile, or of a measurement made now, or none.
+    """Return the initial costs of batches: from a profile, from a measurement made now, or empty.
 
     Raises:
         ConfigError: the profile is of another model or machine.
@@ -243,7 +244,7 @@ def load_costs(settings: WorkerSettings, engine: Engine) -> OnlineCost:
 
 
 def link_bandwidth(settings: WorkerSettings) -> float | None:
-    """Bulk bandwidth of a link according to the profile; None: to be measured."""
+    """Bulk bandwidth of a link according to the profile; None: it is measured while the worker serves."""
     if settings.cost_profile is None:
         return None
     from services.worker.cost_profile import read_profile  # imports NumPy
@@ -253,7 +254,9 @@ def link_bandwidth(settings: WorkerSettings) -> float | None:
 
 
 def step_limits_of(settings: WorkerSettings, gpu_bytes: int | None = None) -> StepLimits:
-    """Limits of a step: the settings', or defaults. `gpu_bytes`: memory of the GPU; None: a CPU."""
+    """Return the limits of a step: from the settings, or else the defaults. `gpu_bytes`: memory of the GPU; None: a
+    CPU.
+    """
     return step_limits(
         gpu_bytes,
         sequences=settings.max_num_seqs,
@@ -286,12 +289,14 @@ def limits_of(settings: WorkerSettings, engine: LoadedEngine, swap_block_count: 
 
 
 def target_of(kit: Kit) -> TokenTarget:
-    """The limit on running requests, from the costs of all layers, which only an emulated engine knows at the start."""
+    """Return the limit on running requests. It needs the costs of all layers, which at the start only an emulated
+    engine knows.
+    """
     return TokenTarget(math.inf, _cost_of_all_layers(kit))
 
 
 def harvest_of(settings: WorkerSettings, kit: Kit) -> Harvest:
-    """The bound on offline work in a step."""
+    """Return the bound on offline work in a step."""
     return Harvest(
         cost=_cost_of_all_layers(kit),
         slowdown=settings.offline_slowdown,
@@ -309,12 +314,12 @@ def swap_block_count(settings: WorkerSettings, info: ModelInfo) -> int:
     """Number of KV blocks, each of all layers, in host memory for preempted sequences.
 
     Raises:
-        ConfigError: none fits, and online requests are to be swapped.
+        ConfigError: not a single block fits, although online requests are to be swapped.
     """
     block_bytes = info.block_bytes * info.layer_count
     count = int(settings.swap_space_bytes) // block_bytes
     if settings.swaps and not count:
-        raise ConfigError("worker.swap_space_bytes", f"must hold a KV block of all layers, {block_bytes} bytes")
+        raise ConfigError("worker.swap_space_bytes", f"must hold a KV block of all layers: {block_bytes} bytes")
     return count
 
 
@@ -389,7 +394,7 @@ class WorkerProcess:
         REGISTRY.register(LinkCollector(lambda: getattr(plane, "refused", {})))  # an emulated plane refuses none
 
     def _pace(self) -> Pace | None:
-        """Learned cost of batches; None: too few batches were executed."""
+        """Learned cost of batches; None while too few batches have been executed."""
         cost = self._cost()
         layer_count = self._membership.member.role.layer_count
         return None if cost is None else Pace(cost, layer_count, step_limits_of(self._settings).tokens)
@@ -443,7 +448,7 @@ class WorkerProcess:
                 await exporter.close()
 
     async def _register(self, worker_id: WorkerId) -> Incarnation | None:
-        """Register for an incarnation number; None if stopped before."""
+        """Register this worker and return its incarnation number; None if it is stopped first."""
         stopping = asyncio.ensure_future(self._life.stopping.wait())
         taking = asyncio.ensure_future(self._state.take_incarnation("worker", worker_id))
         try:
@@ -454,7 +459,7 @@ class WorkerProcess:
             taking.cancel()
 
     def _announce_grammar(self, grammar: Grammar) -> Future[Any]:
-        """Compile a grammar, for validation, while the stage that samples compiles it too."""
+        """Start compiling a grammar for validation, while the stage that samples compiles it too."""
         self._shell.post_member(GrammarAnnounced(grammar))
         assert self._compile_grammar is not None
         return self._compile_grammar(grammar)
@@ -485,7 +490,7 @@ class WorkerProcess:
         )
 
     async def _keep_readiness(self, server: RpcServer) -> None:
-        """Report ready while the engine makes progress and the worker does not drain."""
+        """Report ready while the engine makes progress and the worker is not draining."""
         told = None
         while True:
             load_report = self._shell.load()
@@ -496,7 +501,7 @@ class WorkerProcess:
             await asyncio.sleep(_READINESS_INTERVAL_S)
 
     async def _watch_ranks(self) -> None:
-        """Raise RankLost when a rank has ended: the instance ends, and its requests are replayed elsewhere."""
+        """Raise RankLost when a rank has exited: the instance then stops, and its requests are replayed elsewhere."""
         while self._lost_rank is not None:
             if (who := self._lost_rank()) is not None:
                 raise RankLost(who)
@@ -553,7 +558,7 @@ async def main(life: Lifecycle) -> None:
         await state.close()
         metrics.close()
     if lost:
-        logs.get_logger().error("a rank is lost, and this instance ends", why=lost)
+        logs.get_logger().error("a rank has exited, so this instance stops", why=lost)
         sys.exit(1)
 
 
@@ -565,7 +570,8 @@ async def serve(
     worker_id: WorkerId,
     shown: Exposition,
 ) -> None:
-    """Load the model and serve until a stop signal; with a node rank, run this host's ranks instead."""
+    """Load the model and serve until a stop signal. On a host with a node rank above 0, run this host's ranks instead.
+    """
     count = settings.tensor_parallel_size // settings.nnodes
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
         if settings.node_rank and (nodes := nodes_of(settings, security.secret)) is not None:
@@ -574,7 +580,7 @@ async def serve(
             return
         settings = settings.model_copy(update={"device": devices[0], "worker_id": worker_id})
         settings = await asyncio.to_thread(_with_limits, settings)
-        # Slow for large models; signals are handled meanwhile.
+        # Loading a large model is slow; signals are handled meanwhile.
         kit = await asyncio.to_thread(load, settings, devices, security.secret)
         shown.model_name = lambda: kit.engine.info.name
         await WorkerProcess(life, settings, security, kit, state, worker_id).run(worker_id)

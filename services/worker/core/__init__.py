@@ -1,1 +1,1 @@
-"""Deciding code of a worker: sequences, block books, batches. Pure: no clock, no I/O, no torch."""
+"""Decisions of a worker: sequences, block books, batches. Pure: no clock, no I/O, no torch."""

@@ -1,5 +1,5 @@
-"""The target's side of live migrations, kept by the leader of the target group: running sequences that arrive from
-other groups (pure).
+"""The target's side of live migrations: running sequences that arrive from other groups. Owned by the leader of the
+target group; pure.
 
 Rule 1: blocks are reserved before the first byte arrives, and released only after all writes have completed or been
 cancelled. Rule 2: a sequence that was handed over is accepted, with its KV or, if that is lost, by recomputation. Rule
@@ -37,17 +37,17 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import KvRange, StageLayers
 
 _TARGET_PATIENCE_S = 2 * PATIENCE_S
-_LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a handed-over sequence, which runs nowhere meanwhile
-_REMEMBERED = 256  # ended migrations whose ids are kept
+_LAST_PATIENCE_S = 2.0  # maximum wait for the last span of a handed-over sequence, which cannot run until then
+_REMEMBERED = 256  # ended migrations whose ids are remembered
 _NEARLY = 2  # with fewer whole blocks missing, the next span is the last one
-_SOON_S = 0.1  # after an offer; unless the link is slow, the KV that existed at the offer arrives within it
-_MOST_WAIT_S = 0.3  # longest time for which prompts are held back so that one migration can end
+_SOON_S = 0.1  # time within which the KV that existed at the offer arrives, unless the link is slow
+_MOST_WAIT_S = 0.3  # maximum time for which prompts are held back to let one migration end
 
 
 class ArrivalPhase(Enum):
     COPYING = "copying"  # spans may arrive
     HANDED = "handed over"  # only its last span is missing
-    ENDING = "ending"  # its blocks are released when all writes into them have ended
+    ENDING = "ending"  # its blocks are released once all writes into them have ended
 
 
 class _End(Enum):
@@ -104,8 +104,8 @@ class KvArrivals:
         return sum(arrival.phase is not ArrivalPhase.ENDING for arrival in self._open.values())
 
     def prompt_limit_blocks(self, at_s: float) -> int | None:
-        """Maximum blocks of prompt tokens in a batch; None: no limit. A handed-over sequence gets no token until the
-        current step and its own next one have ended, so neither may take longer than a step without prompts.
+        """Maximum blocks of prompt tokens in a batch; None: no limit. A handed-over sequence gets its next token only
+        after the current step and its own next step, so neither may take longer than a step without prompts.
         """
         limit: int | None = None
         for arrival in self._open.values():
@@ -123,7 +123,7 @@ class KvArrivals:
         self, at_s: float, peer: WorkerId, epoch: Epoch, offer: Offer, takers: tuple[StageLayers, ...], why_not: str
     ) -> list[TargetCommand]:
         """Handle an offer. `epoch`: epoch of the links. `takers`: this group's stages. `why_not`: why no sequence is
-        accepted at present; empty if one may be.
+        accepted at present; empty if sequences are accepted.
         """
         migration_id = offer.migration_id
         if migration_id in self._open or migration_id in self._over:
@@ -131,9 +131,9 @@ class KvArrivals:
             return []
         block_count = blocks_for(offer.token_count + 1, self._block_tokens) + SPARE_BLOCKS
         if not why_not and len(self._open) >= MOST_AT_ONCE:
-            why_not = f"{len(self._open)} others are on their way here"
+            why_not = f"{len(self._open)} others are already arriving"
         if not why_not and any(a.sequence_id == offer.sequence_id for a in self._open.values()):
-            why_not = "an earlier migration of it has not ended here"
+            why_not = "an earlier migration of this sequence has not ended here"
         why_not = why_not or self._why_no_room(block_count, True)
         if why_not:
             self._remember(migration_id, _End.GIVEN_UP)
@@ -161,7 +161,7 @@ class KvArrivals:
     def _handed(self, at_s: float, arrival: _KvArrival | None, handed: Handed) -> list[TargetCommand]:
         snapshot = handed.snapshot
         if arrival is None:
-            if self._over.get(handed.migration_id) is not _End.GIVEN_UP:  # handed over a second time, or forgotten here
+            if self._over.get(handed.migration_id) is not _End.GIVEN_UP:  # repeated, or no longer remembered
                 self.stale_total += 1
                 return []
             self._remember(handed.migration_id, _End.TAKEN)
@@ -170,7 +170,7 @@ class KvArrivals:
             self.stale_total += 1
             return []
         arrival.snapshot, arrival.progress_s = snapshot, at_s
-        if arrival.phase is ArrivalPhase.ENDING:  # cancelled here before the source knew: see `_quiet`
+        if arrival.phase is ArrivalPhase.ENDING:  # cancelled here before the source was notified: see `_quiet`
             return []
         arrival.phase = ArrivalPhase.HANDED
         return self._take(arrival) if arrival.kv_tokens else []
@@ -249,14 +249,14 @@ class KvArrivals:
         return [arrival.keep(kv_tokens), Adopt(arrival.snapshot, kv_tokens), taken]
 
     def _lose_kv(self, arrival: _KvArrival) -> list[TargetCommand]:
-        """The remaining KV will not arrive, and no write is under way: recompute the sequence here if it was handed
-        over, otherwise refuse it.
+        """End a migration whose remaining KV will not arrive; no write is under way. The sequence is recomputed here if
+        it was handed over, and refused otherwise.
         """
         if arrival.phase is ArrivalPhase.HANDED:
             arrival.kv_tokens = 0
             return self._take(arrival)
         self._close(arrival, _End.GIVEN_UP)
-        why = "its KV has not come"
+        why = "its KV has not arrived"
         return [arrival.keep(0), Say(arrival.source, Off(arrival.migration_id, why))]
 
     # ------------------------------------------------------------ end of a migration
@@ -274,21 +274,23 @@ class KvArrivals:
         for arrival in list(self._open.values()):
             waited_s = at_s - arrival.progress_s
             if arrival.phase is ArrivalPhase.COPYING and waited_s > _TARGET_PATIENCE_S:
-                why = f"nothing has come for {_TARGET_PATIENCE_S:g} s"
+                why = f"no message for {_TARGET_PATIENCE_S:g} s"
                 commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]
             elif arrival.phase is ArrivalPhase.HANDED and waited_s > _LAST_PATIENCE_S:
                 commands += self._stop(arrival)
         return commands
 
     def abandon(self, why: str) -> list[TargetCommand]:
-        """End all migrations: the group is lost with all its blocks. Dispatchers replay sequences handed over to it."""
+        """End all migrations because the group and all its blocks are lost. Dispatchers replay the sequences handed
+        over to it.
+        """
         copying = [a for a in self._open.values() if a.phase is ArrivalPhase.COPYING]
         for arrival in list(self._open.values()):
             self._close(arrival, _End.TAKEN if arrival.snapshot is not None else _End.GIVEN_UP)
         return [Say(arrival.source, Off(arrival.migration_id, why)) for arrival in copying]
 
     def give_up_all(self, why: str) -> list[TargetCommand]:
-        """Cancel all migrations that have not been handed over, as the layout is about to change."""
+        """Cancel all migrations whose sequence has not been handed over, because the layout is about to change."""
         commands: list[TargetCommand] = []
         for arrival in [a for a in self._open.values() if a.phase is ArrivalPhase.COPYING]:
             commands += [Say(arrival.source, Off(arrival.migration_id, why)), *self._stop(arrival)]

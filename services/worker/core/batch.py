@@ -1,8 +1,8 @@
 """The contract between scheduling and execution: what one step computes, and its result.
 
-A stage keeps its own block tables (`core.blocks.BlockBook`), so a batch names sequences and positions and no blocks:
-the same batch can be executed by every stage of a pipeline. Everything else about a sequence (sampling parameters, the
-prompt for penalties) is sent once, in `added`.
+A stage keeps its own block tables (`core.blocks.BlockBook`), so a batch contains sequences and positions but no block
+ids, and every stage of a pipeline can execute the same batch. Everything else about a sequence (sampling parameters,
+the prompt for penalties) is sent once, in `added`.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ class Slice(NamedTuple):
     sequence_id: SequenceId
     first_position: int  # number of the sequence's tokens with KV in the cache
     token_ids: tuple[int, ...]  # `(IN_FLIGHT,)`: one token that is not known yet
-    samples: bool  # True: the last token's logits are sampled; False: a prompt chunk that is not the last one
+    samples: bool  # False: a prompt chunk that is not the last one, so nothing is sampled
 
 
 def row_order(slices: Sequence[Slice]) -> list[int]:
@@ -60,11 +60,11 @@ class SwapCopy:
     with a batch that does not write these blocks.
     """
 
-    sequence_id: SequenceId  # 0: retained blocks, given by `numbers`
+    sequence_id: SequenceId  # 0: retained blocks, named by `numbers`
     out: bool  # to the host
     first: int  # index into the sequence's block table
     token_count: int  # tokens with KV
-    host_blocks: tuple[int, ...]  # the same on every stage; one per block of the table from `first` on
+    host_blocks: tuple[int, ...]  # one per block of the table from `first` on; the same on every stage
     numbers: tuple[BlockNumber, ...] = ()  # retained blocks, one for each of `host_blocks`
 
 
@@ -72,7 +72,7 @@ NumberRuns = tuple[tuple[BlockNumber, int], ...]  # (first, count) of consecutiv
 
 
 class NamedBlocks(NamedTuple):
-    """Blocks of a sequence's table that get consecutive numbers."""
+    """Blocks of a sequence's table that are given consecutive numbers, so that they can be shared."""
 
     sequence_id: SequenceId
     first_block: int  # index into its table
@@ -81,7 +81,7 @@ class NamedBlocks(NamedTuple):
 
 
 class TakenBlocks(NamedTuple):
-    """Numbered blocks (a prefix hit) with which the table of a new sequence begins."""
+    """Numbered blocks (a prefix hit) at the start of a new sequence's table."""
 
     sequence_id: SequenceId
     runs: NumberRuns
@@ -97,15 +97,15 @@ class Batch:
     removed: tuple[SequenceId, ...]
     added: tuple[NewSequence, ...]
     slices: tuple[Slice, ...]  # decodes (one token) first, then prefill chunks
-    # The next three are set by the stages:
+    # The next three fields are set by the stages:
     quiet_s: float = 0.0  # idle time before this batch
     memory_is_awaited: bool = False  # requests wait for KV blocks
-    failure: str = ""  # why a stage could not run it, empty if none failed; later stages get it without slices
+    failure: str = ""  # why a stage failed to run it; empty if none did. Later stages get it without slices
     copies: tuple[SwapCopy, ...] = ()
     named: tuple[NamedBlocks, ...] = ()
     forgotten: NumberRuns = ()
     taken: tuple[TakenBlocks, ...] = ()
-    safepoint_layers: int = 0  # if all work is offline: layers between safepoints; 0: not preemptible
+    safepoint_layers: int = 0  # layers between two safepoints of a batch of offline work only; 0: not preemptible
 
 
 class LaunchedStep(Protocol):
@@ -121,12 +121,12 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...]  # (token id, logprob), best first
-    prompt: "tuple[TokenLogprobs, ...]" = ()  # with the first generated token, if requested: those of the prompt
+    prompt: "tuple[TokenLogprobs, ...]" = ()  # the prompt's logprobs, with the first generated token, if requested
 
 
 @record()
 class StepResult:
-    """The result of a batch. `token_ids` and `logprobs` are aligned with those slices that sample."""
+    """The result of a batch. `token_ids` and `logprobs` are aligned with the slices that sample."""
 
     step_id: int
     token_ids: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Forms batches of running online sequences: decodes, and chunks of prompts."""
+"""Forms batches of running online sequences: decodes and prompt chunks."""
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.record import record
@@ -8,8 +8,8 @@ from services.worker.core.swapping import NOTHING, SwapOrders
 from services.worker.policy.batching import PrefillView, chunk_prefills
 from services.worker.policy.microbatching import MicrobatchCandidate, Microbatching, PipelineView
 
-_FEW = 0.25  # leftover decodes are few if they are at most this fraction of a microbatch's decodes
-_LIMITED_BATCHES = 4  # maximum batches over which waiting prompts are spread, however small the limit
+_FEW = 0.25  # leftover decodes count as few up to this fraction of a microbatch's decodes
+_LIMITED_BATCHES = 4  # waiting prompts are spread over at most this many batches, even if the limit is smaller
 
 
 @record()
@@ -19,7 +19,7 @@ class BatchPlan:
     decodes: list[Sequence]  # one token each
     chunks: list[tuple[Sequence, int]]  # (sequence, number of prompt tokens, at least 1)
     preempted: list[Sequence]  # back in the waiting queue
-    begun: list[Sequence]  # hold blocks on the stages from this step on, even if not in its batch
+    begun: list[Sequence]  # sequences that hold blocks on the stages from this step on, even if not in its batch
     swaps: SwapOrders = NOTHING  # copies that overlap with the step, never of blocks that it writes
     safepoint_layers: int = 0  # see `Batch`
 
@@ -62,12 +62,12 @@ def growing_ahead(running: list[Sequence], completed_step_id: int) -> list[Seque
 
 class BatchFormer:
     def __init__(self, limits: WorkerLimits, microbatching: Microbatching) -> None:
-        self.prefill_limit: int | None = None  # maximum prompt tokens of a batch with decodes
+        self.prefill_limit: int | None = None  # maximum prompt tokens in a batch that has decodes
         self._limits = limits
         self._microbatching = microbatching
         self._limits_always = False  # the limit applies to batches without decodes, too
         self._limited_count: int | None = None  # number of further batches to limit; None: all
-        self._limited_tokens = 0  # most prompt tokens that have waited since the limit was set; 0 once none wait
+        self._limited_tokens = 0  # maximum of waiting prompt tokens since the limit was set; 0 once none wait
 
     @property
     def ahead_count(self) -> int:
@@ -132,7 +132,7 @@ class BatchFormer:
             sequence, candidate = running[index], candidates[index]
             left = candidate.token_count - candidate.dispatched_tokens
             if not (0 < count <= left and candidate.has_room):
-                raise InvariantViolation(f"{count} of {left} tokens are to be computed", sequence.story())
+                raise InvariantViolation(f"a chunk of {count} tokens, but {left} remain", sequence.story())
             if candidate.token_count - candidate.computed_tokens == 1:
                 decodes.append(sequence)
             else:

@@ -1,15 +1,15 @@
-"""The block tables of one stage, for the whole life of a worker process: which KV blocks hold which sequence.
+"""The block tables of one stage, for the lifetime of a worker process: which KV blocks each sequence holds.
 
-Every stage of a pipeline keeps a book of its own, fed by the batches that the leader forms. The leader admits and
-preempts by counts (`core.scheduler`), so a request for more blocks than a book has is a bug. Sequence ids are unique
-over the cluster, so the tables outlive every change of group.
+Every stage of a pipeline has its own book and applies the leader's batches to it. The leader admits and preempts by
+block counts (`core.scheduler`), so a request for more blocks than a book has is a bug. Sequence ids are unique in the
+cluster, so tables survive changes of the group.
 
 Stages take batches in the order in which the leader formed them, and a batch frees blocks before it assigns any. A
-block that batch k frees was therefore last used by a batch before k, and is used by its next sequence in batch k or
-later: on no stage, however far behind the others, do two sequences use it at once.
+block that batch k frees was therefore last used by a batch before k, and its next sequence uses it in batch k or later.
+Two sequences never use it at once on any stage, however far that stage is behind the others.
 
-A block that has a number (`core.prefixes`) may be in several tables. It is free when it is in none and its number has
-been forgotten.
+A block that has a number (`core.prefixes`) may be in several tables. It is free when it is in no table and its number
+has been removed.
 """
 
 import heapq
@@ -28,11 +28,11 @@ def blocks_for(token_count: int, block_tokens: int) -> int:
     return -(-token_count // block_tokens)
 
 
-_LOOKS = 64  # number of checks, of changed tables only, between two full checks
+_LOOKS = 64  # after this many checks of changed tables only, all tables are checked
 
 
 class _Audit:
-    """The state of a book that its last check has verified."""
+    """The state of a book when it was last checked."""
 
     __slots__ = ("claims", "looks_left", "numbered", "tables")
 
@@ -45,8 +45,8 @@ class _Audit:
 
 class BlockBook:
     """Block tables of one stage. The lowest free id is always taken first, so that used blocks stay at the low end of
-    the cache and its tail can be given back with few copies. One heap operation per block freed or reused; blocks never
-    used are only counted, so the size of a book is bounded by the peak number of used blocks.
+    the cache and its tail can be released with few copies. Freeing or reusing a block costs one heap operation. Blocks
+    never used are only counted, so the size of a book is bounded by the peak number of used blocks.
 
     Ids begin at `first_block`: a worker that is a stage of two groups has a book for each, over disjoint blocks.
     """
@@ -59,7 +59,7 @@ class BlockBook:
         self._returned: list[int] = []  # heap of the free blocks below `_fresh`
         self._tables: dict[SequenceId, Table] = {}  # in token order
         self._numbered: dict[BlockNumber, int] = {}  # number -> block
-        self._claims: dict[int, int] = {}  # block -> reference count (tables, and its number, if any); absent: 0 or 1
+        self._claims: dict[int, int] = {}  # block -> reference count (its tables, plus 1 if numbered); absent: 0 or 1
         self._audit: _Audit | None = None  # result of the last check; None: the next one is a full check
         self._changed: dict[SequenceId, None] = {}  # tables that changed since the last check
         self._renumbered: dict[BlockNumber, None] = {}  # numbers that changed since the last check
@@ -89,7 +89,7 @@ class BlockBook:
         """Extend the sequence's table until it covers `token_count` tokens, and return it. Its existing blocks stay in
         place.
 
-        The same tuple object is returned until the table changes: an engine may cache by identity.
+        The same tuple object is returned until the table changes: an engine may use its identity as a cache key.
         """
         table = self._tables.get(sequence_id, ())
         missing = -(-token_count // self._block_tokens) - len(table)
@@ -97,7 +97,7 @@ class BlockBook:
             return table
         if missing > self.free_count:
             raise InvariantViolation(
-                f"sequence {sequence_id} needs {missing} more blocks, {self.free_count} of {self.block_count} are free"
+                f"sequence {sequence_id} needs {missing} blocks, but {self.free_count} of {self.block_count} are free"
             )
         returned, fresh = self._returned, self._fresh
         again = [heapq.heappop(returned) for _ in range(min(missing, len(returned)))]
@@ -108,7 +108,8 @@ class BlockBook:
         return table
 
     def apply(self, batch: Batch) -> tuple[Table, ...]:
-        """Apply the batch. Returns a table for each slice that covers its tokens; the same object while unchanged."""
+        """Apply the batch and return, for each slice, a table that covers its tokens; the same object while unchanged.
+        """
         for sequence_id, first_block, first_number, count in batch.named:
             self._name(sequence_id, first_block, first_number, count)
         for sequence_id in batch.removed:
@@ -133,17 +134,17 @@ class BlockBook:
         return set(self._numbered)
 
     def numbered(self, numbers: Iterable[BlockNumber]) -> Table:
-        """The blocks that have these numbers."""
+        """Block ids of these numbers."""
         return tuple([self._numbered[number] for number in numbers])
 
     def _name(self, sequence_id: SequenceId, first_block: int, first_number: BlockNumber, count: int) -> None:
         blocks = self.table(sequence_id)[first_block : first_block + count]
         if len(blocks) < count:
             have = first_block + len(blocks)
-            raise InvariantViolation(f"sequence {sequence_id} has {have} blocks, {first_block + count} are to be named")
+            raise InvariantViolation(f"sequence {sequence_id} has {have} blocks, but {first_block + count} are named")
         for number, block_id in enumerate(blocks, first_number):
             if number in self._numbered:
-                raise InvariantViolation(f"number {number} is given to block {block_id}, and another block has it")
+                raise InvariantViolation(f"number {number} for block {block_id} belongs to another block")
             self._numbered[number] = block_id
             self._claims[block_id] = self._claims.get(block_id, 1) + 1
             self._note_number(number)
@@ -164,14 +165,14 @@ class BlockBook:
             self._give_back((self._numbered.pop(number),))
 
     def forget_numbers(self) -> None:
-        """Remove all numbers: the next leader assigns its own. Blocks in several tables stay shared."""
+        """Remove all numbers, because the next leader assigns its own. Blocks in several tables stay shared."""
         self.forget([(number, 1) for number in self._numbered])
 
     # ---------------------------------------------------------------- shared blocks
 
     def shared(self, token_counts: Mapping[SequenceId, int]) -> dict[SequenceId, Table]:
-        """The leading blocks of each sequence that other tables contain, too, never including the block of its last
-        token. `token_counts`: tokens of each sequence.
+        """The leading blocks of each sequence that are also in other tables, without the block of its last token.
+        `token_counts`: tokens of each sequence.
         """
         numbered = set(self._numbered.values())
         return {
@@ -188,7 +189,7 @@ class BlockBook:
         """Replace the sequence's first `block_count` blocks, if it has any, with the donor's."""
         first, own = self.table(donor)[:block_count], self.table(sequence_id)
         if len(first) < block_count:
-            raise InvariantViolation(f"sequence {donor} has {len(first)} blocks, {block_count} are to be shared")
+            raise InvariantViolation(f"sequence {donor} has {len(first)} blocks, but {block_count} are shared")
         if own[:block_count] == first:
             return
         for block_id in first:
@@ -209,7 +210,7 @@ class BlockBook:
         return len(table)
 
     def _give_back(self, block_ids: Iterable[int]) -> None:
-        """Drop one reference of each block; those without any become free."""
+        """Drop one reference to each block. Blocks without references become free."""
         returned, claims = self._returned, self._claims
         for block_id in block_ids:
             if claims and block_id in claims:
@@ -252,19 +253,19 @@ class BlockBook:
         self._end += added_block_count
 
     def compaction_plan(self, block_count: int) -> tuple[tuple[int, int], ...]:
-        """The copies (from, to) after which all held blocks are among the first `block_count`, so that the cache can
-        end there. Valid until the next batch; to be carried out between two batches and confirmed with `compacted`.
+        """Return block copies (from, to) that move all held blocks into the first `block_count` blocks, so that the
+        cache can be cut there. The caller executes them before the next batch and confirms them with `compacted`.
         """
         end = self._first + block_count
         tail = sorted(b for b in self._held() if b >= end)
         free = chain((b for b in self._returned if b < end), range(self._fresh, end))
         targets = heapq.nsmallest(len(tail), free)
         if len(targets) < len(tail):
-            raise InvariantViolation(f"{self.used_count} blocks are held, they do not fit into {block_count}")
+            raise InvariantViolation(f"{self.used_count} held blocks do not fit into {block_count}")
         return tuple(zip(tail, targets, strict=True))
 
     def compacted(self, moves: Sequence[tuple[int, int]]) -> None:
-        """Replace blocks (from, to) in all tables, after their content has been copied."""
+        """Replace the moved blocks (from, to) in all tables, after their content has been copied."""
         if not moves:
             return
         moved = dict(moves)
@@ -274,7 +275,7 @@ class BlockBook:
         fresh = max(self._fresh, max(moved.values()) + 1)
         free = {*self._returned, *range(self._fresh, min(fresh, self._end))}
         if len(moved) != len(moves) or not held.issuperset(moved) or not free.issuperset(moved.values()):
-            raise InvariantViolation(f"moves of blocks that are not held, or to blocks that are not free: {moves}")
+            raise InvariantViolation(f"a source is not held or a target is not free: {moves}")
         for sequence_id, table in self._tables.items():
             if not moved.keys().isdisjoint(table):
                 self._tables[sequence_id] = tuple(moved.get(b, b) for b in table)
@@ -312,7 +313,9 @@ class BlockBook:
         self._renumbered.clear()
 
     def _note(self, sequence_id: SequenceId) -> None:
-        """Record for `check` that the table changes. No-op until the first check: only tests and simulations check."""
+        """Record for `check` that the table changes. Does nothing before the first check, since only tests and
+        simulations check.
+        """
         if self._audit is not None:
             self._changed[sequence_id] = None
 
@@ -365,7 +368,7 @@ class BlockBook:
         touched.update(before, after)
 
     def _blame(self) -> None:
-        """Raise, naming the block that is held twice, lost, or out of range. Slow."""
+        """Raise InvariantViolation that names a block held twice, lost, or out of range. Slow."""
         owner: dict[int, str] = {}  # block id -> its holder
         for block_id in (*self._returned, *range(self._fresh, self._end)):
             self._claim(owner, block_id, "the free list")
@@ -379,15 +382,15 @@ class BlockBook:
                     self._claim(owner, block_id, f"sequence {sequence_id}")
         for block_id, count in self._claims.items():
             if claims[block_id] != count:
-                raise InvariantViolation(f"block {block_id} has {claims[block_id]} claims, {count} are counted")
+                raise InvariantViolation(f"block {block_id} has {claims[block_id]} references, but {count} are counted")
         if len(owner) != self.block_count:
             raise InvariantViolation(f"{self.block_count - len(owner)} of {self.block_count} blocks are lost")
 
     def _claim(self, owner: dict[int, str], block_id: int, who: str) -> None:
         if not self._first <= block_id < self._end:
-            raise InvariantViolation(f"{who} holds block {block_id}, there are {self._first} to {self._end - 1}")
+            raise InvariantViolation(f"{who} holds block {block_id}, outside of {self._first} to {self._end - 1}")
         if block_id in owner:
-            raise InvariantViolation(f"block {block_id} belongs to {owner[block_id]} and to {who}")
+            raise InvariantViolation(f"block {block_id} belongs to both {owner[block_id]} and {who}")
         owner[block_id] = who
 
 

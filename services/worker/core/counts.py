@@ -1,4 +1,5 @@
-"""What a group holds and has room for, as counts of blocks and tokens. `core.scheduler` bases its decisions on them."""
+"""Counts of the blocks and tokens that a group holds and has room for, on which `core.scheduler` bases its decisions.
+"""
 
 import bisect
 import math
@@ -24,9 +25,9 @@ from services.worker.policy.token_target import Decoders, TokenTarget
 
 @record()
 class SchedulingPolicies:
-    """The policies of a scheduler."""
+    """The replaceable policies of a scheduler."""
 
-    microbatching: Microbatching = by_token_count  # forms the batches of a group of several stages
+    microbatching: Microbatching = by_token_count  # forms the batches of a group with several stages
     target: TokenTarget | None = None  # limit of the time per output token
     harvest: Harvest = Harvest()  # limits offline work in a batch
 
@@ -53,8 +54,8 @@ class GroupCounts:
         self.expected_block_count = 0  # blocks reserved for sequences that are being migrated here
         self.expected_count = 0  # number of these sequences
         self.ceiling_block_count = block_count  # blocks available now, or after the transition in progress
-        self.admission_limit: int | None = None  # blocks in use above which no sequence is admitted; None: no limit
-        self.target = policies.target  # admissions must not make the time per output token exceed it
+        self.admission_limit: int | None = None  # no sequence is admitted while more blocks are in use; None: no limit
+        self.target = policies.target  # limits admissions by the time per output token
         self.stage_count = 1
         self.reserved_block_count: int = 0
         self.running: list[Sequence] = []  # in order of service (class, arrival)
@@ -62,7 +63,7 @@ class GroupCounts:
         self.line = WaitingLine()
         self.preemptions_total: int = 0
         self.turned: list[Sequence] = []  # sequences admitted or preempted since the owner last cleared this list
-        self._awaited_block_count = 0  # blocks about to become free; sequences skip a step to wait for them
+        self._awaited_block_count = 0  # blocks about to become free; growing sequences skip a step to wait for them
         self.offline_work = OfflineWork(limits, policies.harvest)
         self.swap = SwapSpace(
             limits.swap_block_count, limits.block_tokens, limits.swap_blocks_per_step, online=limits.swaps_online
@@ -81,20 +82,20 @@ class GroupCounts:
 
     @property
     def _limited_block_count(self) -> int:
-        """Number of blocks up to which sequences are admitted."""
+        """Number of blocks that admissions may fill."""
         return self.block_count if self.admission_limit is None else min(self.block_count, self.admission_limit)
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens of running online prompts that are in no batch yet. A prompt counts for at most one full batch, so
-        that others may be admitted alongside a long one.
+        """Tokens of running online prompts that are in no batch yet. A prompt counts as at most one full batch, so that
+        others may be admitted alongside a long one.
         """
         most = self.limits.max_batch_tokens
         return sum([min(count, most) for count in self._left_tokens if count > 1])
 
     @property
     def uncomputed_tokens(self) -> int:
-        """Tokens of running online prompts in no batch yet."""
+        """Tokens of running online prompts that are in no batch yet, in full."""
         return sum([count for count in self._left_tokens if count > 1])
 
     @property
@@ -137,7 +138,7 @@ class GroupCounts:
 
     @property
     def busiest_caller_count(self) -> int:
-        """Running online sequences of the caller that has the most of them."""
+        """Number of running online sequences of the caller that has the most."""
         return max(Counter([s.caller for s in self.online]).values(), default=0)
 
     @property
@@ -151,13 +152,13 @@ class GroupCounts:
 
     @property
     def has_limit(self) -> bool:
-        """True if the number of running sequences is limited by a target of time per output token."""
+        """True if the number of running sequences is limited by a target for the time per output token."""
         return self.target is not None and (self.target.limits or self._strictest_tpot_s < math.inf)
 
     @property
     def place_count(self) -> int:
-        """Number of running sequences up to which others are admitted. Those already running or migrated here may
-        exceed it.
+        """Maximum number of running sequences that admissions may reach. Sequences that already run or are migrated
+        here may exceed it.
         """
         if self.target is None:
             return self.max_running_count
@@ -167,7 +168,7 @@ class GroupCounts:
         count = self.running_count + self.expected_count - len(self.offline)
         block_count = self.reserved_block_count + self.prefixes.shared_count + self.expected_block_count
         block_count -= sum([s.reserved_block_count for s in self.offline])
-        token_count = block_count * self.block_tokens  # tokens whose KV a batch reads
+        token_count = block_count * self.block_tokens  # tokens of KV that a batch reads
         decoders = Decoders(count, token_count, self.stage_count)
         return self.target.place_count(decoders, self.max_running_count, None if target_s == math.inf else target_s)
 
@@ -190,7 +191,7 @@ class GroupCounts:
 
     @property
     def ceiling_tokens(self) -> int:
-        """Tokens of the longest sequence that the cache can hold, now or after the transition in progress."""
+        """Maximum tokens of a sequence that fits into the cache, now or after the transition in progress."""
         return self.ceiling_block_count * self.block_tokens
 
     @property
@@ -205,19 +206,21 @@ class GroupCounts:
 
     @property
     def settled(self) -> bool:
-        """True if reserved blocks and running sequences are within the capacity."""
+        """True if reserved blocks and running sequences do not exceed the capacity."""
         return self.free_block_count >= 0 and self.running_count <= self.max_running_count
 
     def resize(self, block_count: int, lent_block_count: int, before_block_count: int = 0) -> None:
-        """Set the number of blocks. `before_block_count`: the number that may be available again soon; sequences that
-        need that many wait instead of ending with an error.
+        """Set the number of blocks. `before_block_count`: a larger number that may be available again soon; sequences
+        that need it wait instead of ending with an error.
         """
         self.ceiling_block_count = max(block_count, before_block_count)
         self.block_count = block_count
         self.lent_block_count = lent_block_count
 
     def need(self, sequence: Sequence) -> int:
-        """Blocks for the sequence's tokens and the next one; without the next one if it fills the whole cache."""
+        """Number of blocks for the sequence's tokens and its next one, which is left out if the sequence fills the
+        whole cache.
+        """
         with_next = blocks_for(sequence.token_count + 1, self.block_tokens)
         return min(with_next, max(self.block_count, blocks_for(sequence.token_count, self.block_tokens)))
 
@@ -235,7 +238,7 @@ class GroupCounts:
 
     def share(self, sequence: Sequence, numbers: Collection[BlockNumber]) -> None:
         """Count the first blocks of a suspended sequence, those with these `numbers`, only once for all sequences that
-        share them. This includes a sequence that waits for room.
+        share them. Sequences that wait for room are included.
         """
         self._reserve(sequence, max(0, len(numbers) - sequence.reserved_block_count))
         self.reserved_block_count -= self.prefixes.hold(sequence.sequence_id, numbers)
