@@ -1,6 +1,6 @@
 """The file written by `ballast profile`: costs of batches, links and memory for one model on one machine.
 
-No torch here: the simulator and the command line read it, too.
+Does not import torch, because the simulator and the command line read profiles, too.
 """
 
 from datetime import UTC, datetime
@@ -22,7 +22,7 @@ class _Strict(BaseModel):
 
 
 class ProfileKey(_Strict):
-    """What the figures are valid for. `device` is the processor's name."""
+    """The conditions under which a profile is valid. `device`: name of the processor."""
 
     architecture: str
     parameter_count: int
@@ -71,7 +71,9 @@ class Coefficients(_Strict):
 
 
 class Costs(_Strict):
-    """`StageCosts`: per layer, and the additions of each step, the first and the last stage."""
+    """`StageCosts` of the profile file: costs per layer, and those added by each step, by the first and by the last
+    stage.
+    """
 
     layer: Coefficients
     step: Coefficients
@@ -113,26 +115,26 @@ class LinkCosts(_Strict):
 
 
 class CopyCosts(_Strict):
-    """Speed of copies between host memory and device memory; on a CPU both are the same memory."""
+    """Speed of copies between host memory and device memory; on a CPU both are in the same memory."""
 
     to_device_bytes_per_s: float = Field(gt=0)
     from_device_bytes_per_s: float = Field(gt=0)
 
 
 class CostProfile(_Strict):
-    """The whole profile file."""
+    """The contents of a profile file."""
 
     kind: Literal["ballast-cost-profile"] = "ballast-cost-profile"
     version: Literal[1] = VERSION
     created_at: str
-    model: str  # name of the checkpoint folder, for people
+    model: str  # name of the checkpoint folder, for readers
     clock: str  # how batches were timed
     key: ProfileKey
     costs: Costs
     sample_count: int  # measured batches from which the costs were fitted
     held_out: dict[CostForm, HeldOut]
     link: LinkCosts | None
-    remap_s_per_gb: float | None = Field(ge=0)  # remapping of parameters to KV; None for a model of one layer
+    remap_s_per_gb: float | None = Field(ge=0)  # duration of remapping parameters to KV; None for a model of one layer
     copies: CopyCosts
 
 
@@ -149,7 +151,7 @@ def write_profile(path: Path, profile: CostProfile) -> None:
 
 
 def read_profile(path: Path) -> CostProfile:
-    """Read a profile. Raises ConfigError naming the file, and the first invalid field."""
+    """Read a profile. Raises ConfigError that names the file and the first invalid field."""
     try:
         return CostProfile.model_validate_json(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -165,13 +167,13 @@ def read_profile(path: Path) -> CostProfile:
 
 
 def read_matching(path: Path, key: ProfileKey) -> CostProfile:
-    """Read a profile. Raises ConfigError if it is of another model, machine or version of torch."""
+    """Read a profile. Raises ConfigError if it was made for another model, machine or version of torch."""
     profile = read_profile(path)
     differing = [
-        f"{name} {getattr(profile.key, name)} there, {getattr(key, name)} here"
+        f"{name} is {getattr(profile.key, name)} there but {getattr(key, name)} here"
         for name in ProfileKey.model_fields
         if getattr(profile.key, name) != getattr(key, name)
     ]
     if differing:
-        raise ConfigError(str(path), f"is a profile of something else: {'; '.join(differing)}; {_REMEDY}")
+        raise ConfigError(str(path), f"is a profile for other conditions: {'; '.join(differing)}; {_REMEDY}")
     return profile

@@ -1,4 +1,4 @@
-"""The folder of the model that a worker's settings name."""
+"""Resolves the model name in a worker's settings to a folder."""
 
 import functools
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from services.worker.engine.model_config import read_model_config
 
 
 def with_model(settings: WorkerSettings) -> WorkerSettings:
-    """Replace a hub's model name by its snapshot's folder, downloaded if need be."""
+    """Replace a hub's model name by its snapshot's folder, downloaded if necessary."""
     name = hub_name(str(settings.model))
     if name is None:
         return settings

@@ -1,10 +1,10 @@
-"""The source's side of live migrations, kept by the leader of the source group: running sequences that move to other
-groups (pure).
+"""The source's side of live migrations: running sequences that move to other groups. Owned by the leader of the source
+group; pure.
 
 Rule 1: until `HandOverNow` the sequence belongs to this group and keeps running, whatever happens to the migration.
-Rule 2: from `HandOverNow` on it belongs to the target. Its dispatcher submits it there with all tokens so far, so KV
-lost in transit costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it (`Want`), one
-span at a time.
+Rule 2: from `HandOverNow` on it belongs to the target. Its dispatcher submits it there with all tokens so far, so
+losing KV in transit costs time, but no token. Rule 3: KV is sent only when the target has reserved room for it
+(`Want`), one span at a time.
 """
 
 from collections.abc import Callable, Iterable
@@ -32,8 +32,8 @@ from services.worker.core.migration_messages import (
 from services.worker.core.spans import KvRange, StageLayers
 from services.worker.policy.departure import Decoding
 
-WORTH_BLOCKS = 2  # fewest whole blocks worth a further copy round; with fewer left, the last span is sent
-_TAIL_ROUNDS = 8  # rounds that copy KV computed during earlier ones; then the sequence stops for the last span
+WORTH_BLOCKS = 2  # with fewer whole blocks left, the last span is sent instead of another copy round
+_TAIL_ROUNDS = 8  # maximum rounds for KV computed during earlier rounds; then the sequence stops for the last span
 _MOST_ROUNDS = 2 * _TAIL_ROUNDS
 
 
@@ -41,7 +41,7 @@ class DeparturePhase(Enum):
     OFFERED = "offered"
     READY = "ready"  # waiting for the target's next `Want`
     SENDING = "sending"  # a span is on its way, or not yet confirmed by the target
-    HANDED = "handed over"  # not yet confirmed by the target
+    HANDED = "handed over"  # the target has not confirmed it yet
 
 
 @dataclass(slots=True)
@@ -96,11 +96,11 @@ class Departures:
         givers: Iterable[StageLayers],
     ) -> list[SourceCommand]:
         """Offer a sequence to the target. `epoch`: epoch of the links. `givers`: this group's stages. Raises
-        InvariantViolation if it is leaving already or too many are.
+        InvariantViolation if the sequence is already leaving, or too many sequences are.
         """
         sequence_id = chosen.sequence_id
         if not self.may_begin or sequence_id in self.leaving:
-            raise InvariantViolation(f"sequence {sequence_id} is to leave, {len(self._open)} are leaving")
+            raise InvariantViolation(f"sequence {sequence_id} cannot leave, {len(self._open)} are leaving")
         self._open[migration_id] = _Departure(migration_id, sequence_id, to, epoch, at_s, at_s)
         return [Say(to, Offer(migration_id, sequence_id, chosen.token_count, tuple(givers)))]
 
@@ -146,7 +146,7 @@ class Departures:
         in_flight: Callable[[SequenceId], bool],
     ) -> list[SourceCommand]:
         """Advance all migrations; called between two steps. `kv_tokens(sequence_id)`: number of the sequence's tokens
-        with KV on every stage; None: it is no longer running.
+        with KV on every stage; None: the sequence is no longer running.
         """
         commands: list[SourceCommand] = []
         for departure in list(self._open.values()):
@@ -160,7 +160,7 @@ class Departures:
             elif departure.phase is DeparturePhase.READY:
                 commands += self._go_on(departure, at_s, token_count, in_flight)
             elif at_s - departure.progress_s > PATIENCE_S:
-                commands += self._give_up(departure, at_s, f"nothing has happened for {PATIENCE_S:g} s")
+                commands += self._give_up(departure, at_s, f"no progress for {PATIENCE_S:g} s")
         return commands
 
     def _go_on(
@@ -186,7 +186,7 @@ class Departures:
         return [departure.give(span)]
 
     def give_up(self, at_s: float, migration_id: MigrationId, why: str) -> list[SourceCommand]:
-        """Cancel a migration whose span could not be sent; even if that was the last one, the sequence stays here."""
+        """Cancel a migration whose span could not be sent. The sequence stays here, even if that was the last span."""
         departure = self._open.get(migration_id)
         if departure is None:
             return []

@@ -1,7 +1,7 @@
-"""How the last leader of a draining group ends it after the commit of a restore (pure).
+"""How the last leader of a draining group empties it after the commit of a restore (pure).
 
-The group admits nothing. Its waiting sequences move to members at once, without KV. Running ones continue until they
-end or until `policy.leaving.over_at_s`, and then move to a member with their KV. Meanwhile the group's blocks are
+The group admits no sequences. Its waiting sequences move to members at once, without KV. Running ones continue until
+they end or until `policy.leaving.over_at_s`, and then move to a member with their KV. Meanwhile the group's blocks are
 limited to what it still needs, and each stage returns the rest to its own cache.
 """
 
@@ -28,12 +28,12 @@ from services.worker.policy.leaving import over_at_s, tightened
 from services.worker.policy.placement import MemberView, PlacementView, place
 
 _TELLS_EVERY_S = 5.0  # interval of progress reports while no sequence leaves
-_TIGHTENS_WITHIN_S = 1.0  # at the end of the draining, maximum wait for the group to shrink to what it needs
+_TIGHTENS_WITHIN_S = 1.0  # at the end of draining, maximum wait for the group to shrink to the blocks that it needs
 
 
 class Draining:
-    """Ends a draining group. Methods return events for the worker's core, or yield them one by one, each to be handled
-    before the next is requested. They only read the group.
+    """Empties a draining group. Methods return events for the worker's core, or yield them one at a time; each must be
+    handled before the next is requested. They read the group and never change it.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Draining:
         self._left_count = math.inf  # sequences left when progress was last reported
         self._told_tokens: int = 0
         self._tight_by_s = math.inf
-        self.is_short = False  # requests outside of the draining group wait for memory
+        self.is_short = False  # requests outside the draining group wait for memory
         self.hurried = False  # the next transition waits for this group's end
         self.recomputed_count = 0  # requests moved to members without KV since this count was last read
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker continues to lead, with their KV
@@ -64,8 +64,9 @@ class Draining:
         return self._send_away(group.may_leave(running=False), now_s, group, by_tokens=True)
 
     def has_progress(self, now_s: float, group: GroupScheduler) -> bool:
-        """True if progress is to be reported to the planner, which otherwise ends the phase: sequences have left, or
-        have new tokens `_TELLS_EVERY_S` after the last report. Progress counts as reported once this returns True.
+        """True if progress must be reported to the planner, which otherwise ends the phase: sequences have left, or
+        have generated tokens `_TELLS_EVERY_S` after the last report. Progress counts as reported once this returns
+        True.
         """
         if (count := len(group.sequences)) < self._left_count:
             self._left_count, self._left_s = count, now_s
@@ -78,13 +79,13 @@ class Draining:
         return True
 
     def go_on(self, now_s: float, group: GroupScheduler) -> Iterator[Event]:
-        """Advance the draining, between two batches. Sets `over` at its end."""
+        """Advance the draining, between two batches. Sets `over` when it is complete."""
         if group.sequences and not group.stopped:
             if not self.hurried and now_s < self.over_at_s(group):
                 yield from self._keep(self._tightened(group), now_s, group)
                 return
-            # It ends once it holds little more than it needs, so that members have room for new requests, or once its
-            # time is over. Its next batch carries the blocks that the stages are to release.
+            # The group ends once it holds few unneeded blocks, so that members have room for new requests, or when its
+            # time is over. Its next batch makes the stages release blocks.
             self._tight_by_s = min(self._tight_by_s, now_s + _TIGHTENS_WITHIN_S)
             needed = group.reserved_block_count + group.scheduler.running_count
             yield from self._keep(needed, now_s, group)
@@ -97,7 +98,7 @@ class Draining:
             self.over = not group.batches_in_flight.to_remove
 
     def empty(self, now_s: float, group: GroupScheduler, lost: Collection[WorkerId]) -> Iterator[Event]:
-        """Hand over all sequences without KV: the members in `lost` are gone, so the group can run no batch."""
+        """Hand over all sequences without KV, because the members in `lost` are gone and the group can run no batch."""
         self._targets = {worker_id: target for worker_id, target in self._targets.items() if worker_id not in lost}
         yield BatchesLost(now_s)
         yield from self._send_away(group.may_leave(running=True), now_s, group, by_tokens=True)
@@ -107,7 +108,7 @@ class Draining:
         return tightened(self._limit, self._first_blocks, reserved, scheduler.running_count, scheduler.block_tokens)
 
     def _keep(self, limit: int, now_s: float, group: GroupScheduler) -> Iterator[Event]:
-        """Lower the group's limit to `limit` blocks, if that is less and the group has settled."""
+        """Lower the group's limit to `limit` blocks, if that is lower and the group has settled."""
         if limit < self._limit and group.settled:
             self._limit = limit
             yield OfLeaving(now_s, CapacityChanged(now_s, limit, before_block_count=self._first_blocks))

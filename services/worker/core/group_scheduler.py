@@ -1,5 +1,5 @@
-"""Scheduler state of one pipeline group, kept by its leader: running sequences, batches in flight, its own stage's
-block table.
+"""Scheduler of one pipeline group, run by its leader: running sequences, batches in flight, and the block tables of the
+leader's own stage.
 
 A lone worker leads a group of one. The scheduler knows sequences, but not their clients: the owner of a sequence has it
 `enter`, sends its tokens when a batch completes, and removes it (`end`, `give_away`).
@@ -55,9 +55,9 @@ class GroupScheduler:
         first_number: BlockNumber = 0,
     ) -> None:
         """`block_count`: blocks of the smallest stage. `book`: block tables of this worker's own stage, which outlive
-        the group; None: a lone worker's, made here. `outgrown(sequence, at_s)` ends a sequence that has outgrown the
-        whole cache. `steps` numbers the batches, and `turned` collects preempted and resumed sequences; both are shared
-        by a worker's groups. `first_number`: see `GroupCounts`.
+        the group; None: created here for a lone worker. `outgrown(sequence, at_s)` ends a sequence that has outgrown
+        the whole cache. `steps` numbers the batches, and `turned` collects preempted and resumed sequences; both are
+        shared by a worker's groups. `first_number`: see `GroupCounts`.
         """
         self._limits = limits
         self._keeps_book = book is None
@@ -87,7 +87,7 @@ class GroupScheduler:
 
     @property
     def goes_ahead(self) -> bool:
-        """True if a batch may stay launched while the next one is formed."""
+        """True if the next batch may be formed while a launched one has not completed."""
         return self._limits.async_scheduling
 
     @property
@@ -98,8 +98,8 @@ class GroupScheduler:
 
     @property
     def is_occupied(self) -> bool:
-        """True if KV is being transferred or a batch is in flight. Other sequences do not count, since their owner
-        tracks them.
+        """True if KV is being transferred or a batch is in flight. Sequences in other states do not count, because
+        their owner tracks them.
         """
         return bool(self.scheduler.suspended or self.batches_in_flight)
 
@@ -114,12 +114,12 @@ class GroupScheduler:
 
     @property
     def settled(self) -> bool:
-        """True if all reservations are within the capacity and no release is still to be sent to the stages."""
+        """True if all reservations are within the capacity and all releases have been sent to the stages."""
         return self.scheduler.settled and not self.batches_in_flight.needs_release_batch
 
     @property
     def sequences(self) -> list[Sequence]:
-        """All sequences of the group. Some may have ended: those whose KV is being transferred."""
+        """All sequences of the group, including ended ones whose KV is still being transferred."""
         scheduler = self.scheduler
         return [*scheduler.running, *scheduler.waiting, *scheduler.suspended.values(), *scheduler.swap.sequences]
 
@@ -141,15 +141,15 @@ class GroupScheduler:
 
     @property
     def kv_tokens(self) -> dict[SequenceId, int]:
-        """Tokens with KV on the stages, by sequence: what is transferred when layers move."""
+        """Number of tokens with KV on the stages, per sequence. This KV is transferred when layers move."""
         return {s.sequence_id: s.computed_tokens for s in self._with_kv}
 
     def shared_blocks(self, sequences: Iterable[Sequence]) -> dict[SequenceId, Table]:
-        """The first blocks of each of these sequences on this stage, as far as other sequences share them."""
+        """The leading blocks of each of these sequences on this stage that other sequences share."""
         return self.book.shared({s.sequence_id: s.computed_tokens for s in sequences if s.computed_tokens})
 
     def victims(self, sequences: Iterable[Sequence], me: WorkerId) -> tuple[Victim, ...]:
-        """The sequences that have KV, as victims of a change of the group, sorted by id. `me`: their leader."""
+        """Those of the sequences that have KV, as victims of a group change, sorted by id. `me`: their leader."""
         shared, counts = self.shared_blocks(sequences), {s.sequence_id: s.computed_tokens for s in sequences}
         return tuple(Victim(i, counts[i], me, blocks) for i, blocks in sorted(shared.items()))
 
@@ -157,7 +157,7 @@ class GroupScheduler:
         return self.victims(self._with_kv, me)
 
     def with_donors(self, admitted: Iterable[Victim]) -> tuple[Victim, ...]:
-        """The victims of a roster, each with its donor: a sequence with which it shares blocks on all stages."""
+        """The victims of a roster, each with its donor, a sequence with which it shares blocks on all stages."""
         coming, waiting = [victim.sequence_id for victim in admitted], self.scheduler.suspended.without_blocks
         donors = self.scheduler.prefixes.donors(coming, waiting)
         return tuple(
@@ -167,7 +167,7 @@ class GroupScheduler:
         )
 
     def weights(self) -> dict[SequenceId, tuple[int, float, int]]:
-        """Class rank, arrival and needed blocks of each sequence with KV."""
+        """Class rank, arrival time (s) and needed blocks of each sequence with KV."""
         size = self._limits.block_tokens
         return {
             s.sequence_id: (s.rank, s.arrival[0], max(s.reserved_block_count, blocks_for(s.token_count, size)))
@@ -194,12 +194,12 @@ class GroupScheduler:
             free_count = min(free_count, self.scheduler.free_block_count)
         # Sequences that ended, or yield when their batch completes, hold their blocks until then.
         if block_count > free_count and (self.batches_in_flight.needs_release_batch or offline):
-            return f"{free_count} blocks are free before the next batch, {block_count} are needed"
+            return f"{free_count} blocks are free before the next batch, but {block_count} are needed"
         return self.scheduler.why_no_room(block_count, new=new)
 
     @property
     def reserved_block_count(self) -> int:
-        """Blocks reserved by all sequences with room on every stage."""
+        """Blocks reserved by sequences that have room on every stage."""
         return self.scheduler.reserved_block_count
 
     @property
@@ -221,7 +221,7 @@ class GroupScheduler:
     def demand_place(self) -> None:
         """Raise InvariantViolation if no further batch may be in flight."""
         if len(self.batches_in_flight) >= self.scheduler.max_in_flight_count:
-            self.batches_in_flight.require_none("a batch is wanted")
+            self.batches_in_flight.require_none("a batch is requested")
 
     def form(self, at_s: float) -> Execute | Removed | None:
         batches_in_flight, scheduler = self.batches_in_flight, self.scheduler
@@ -241,12 +241,12 @@ class GroupScheduler:
         return None
 
     def release_batch(self) -> Removed | None:
-        """Form a batch without slices if the stages are to release blocks or begin tables."""
+        """Form a batch without slices if the stages must release blocks or begin tables."""
         self.scheduler.fit_prefixes()
         return self.batches_in_flight.release_batch() if self.batches_in_flight.needs_release_batch else None
 
     def admit(self, at_s: float) -> None:
-        """Admit waiting sequences as far as there is room."""
+        """Admit waiting sequences while there is room."""
         for sequence in self.scheduler.admit(at_s, self.completed_step_id):
             self.batches_in_flight.forget(sequence)
 
@@ -273,7 +273,7 @@ class GroupScheduler:
             if sequence.state is not SequenceState.ENDED:
                 lost_tokens += end - sequence.computed_tokens
                 sequence.dispatched_tokens = sequence.computed_tokens
-                if not sequence.computed_tokens:  # without KV, it holds nothing on the stages
+                if not sequence.computed_tokens:  # a sequence without KV holds no blocks on the stages
                     self.batches_in_flight.forget(sequence)
         self.scheduler.offline_work.note_preempted(lost_tokens)
         self.shed(event.at_s)
@@ -299,7 +299,9 @@ class GroupScheduler:
                 self.scheduler.prefixes.name(sequence)
 
     def shed(self, at_s: float) -> None:
-        """Preempt until reservations fit a reduced capacity; sequences in flight follow when their batch completes."""
+        """Preempt until reservations fit a reduced capacity. Sequences in flight are preempted when their batch
+        completes.
+        """
         if not self.scheduler.settled or self.scheduler.offline_work.paused:
             for sequence in self.scheduler.shed(at_s, self.batches_in_flight.completed_step_id):
                 self.batches_in_flight.forget(sequence)
@@ -325,7 +327,7 @@ class GroupScheduler:
             self.scheduler.line.add(sequence)
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Attach a request to its KV, which `kept` represents. The caller calls `make_room` afterwards."""
+        """Attach a request to its KV, which the sequence `kept` represents. The caller calls `make_room` afterwards."""
         if request.output_token_ids:
             request.first_token_at_s = at_s
         self.scheduler.bind(kept, request, at_s)
@@ -343,8 +345,8 @@ class GroupScheduler:
 
     def end(self, sequence: Sequence) -> None:
         """Remove an ended sequence; the caller changes its state afterwards. Its blocks are free for the next batch
-        even while it is in flight (see `core.blocks`), but not while KV is being written into them: then it stays until
-        the write has ended.
+        even while the sequence is in flight (see `core.blocks`). If KV is being written into them, the sequence stays
+        until the write has ended.
         """
         target = self.scheduler.target
         if target is not None and sequence.state is SequenceState.RUNNING and sequence.output_token_ids:
@@ -358,9 +360,9 @@ class GroupScheduler:
         self.scheduler.release(sequence, kept=False)
 
     def hand_over(self, at_s: float, who: Container[SequenceId] | None) -> None:
-        """Prepare to hand over the sequences in `who` (None: all): their KV in host memory is dropped."""
+        """Prepare to hand over the sequences in `who` (None: all) by dropping their KV in host memory."""
         if who is None:
-            self.batches_in_flight.require_none("all sequences are handed over")
+            self.batches_in_flight.require_none("all sequences are to be handed over")
             self._forget_prefixes()
         self._forget_swapped(at_s, who)
 
@@ -396,7 +398,7 @@ class GroupScheduler:
             self.batches_in_flight.forget(sequence)
 
     def abandon(self) -> None:
-        """The group is lost and all its sequences have ended: drop pending messages to the stages."""
+        """Drop pending messages to the stages, because the group is lost and all its sequences have ended."""
         self.scheduler.admission_limit = None
         self._forget_prefixes()
         for sequence in list(self.scheduler.suspended.values()):
@@ -471,13 +473,13 @@ class GroupScheduler:
         self.make_room(event.at_s)
 
     def dissolve(self, at_s: float) -> None:
-        """Give up host memory, which belongs to another group from now on, and retained blocks."""
+        """Release retained blocks, and host memory, which belongs to another group from now on."""
         if not self.scheduler.swap.limit(0):
             self._forget_swapped(at_s)
         self.scheduler.prefixes.close()
 
     def _forget_prefixes(self) -> None:
-        """Drop all prefix numbers; every member does so by itself when the group changes."""
+        """Drop all prefix numbers. Every member does so independently when the group changes."""
         self.scheduler.forget_prefixes()
         self.book.forget_numbers()
 
@@ -493,7 +495,7 @@ class GroupScheduler:
     # ---------------------------------------------------------------- KV transfers
 
     def _suspend(self, event: KvTravels) -> None:
-        self.batches_in_flight.require_none("KV begins to travel")
+        self.batches_in_flight.require_none("KV is to be transferred")
         scheduler = self.scheduler
         for sequence in [
             s for s in (*scheduler.running, *scheduler.suspended.kept) if s.sequence_id in event.sequence_ids
@@ -551,7 +553,7 @@ class GroupScheduler:
         reserved = {s.sequence_id: s.reserved_block_count for s in holding}
         scheduler.prefixes.check(self.book.numbers if self.leads else None, reserved)
         holders = {s.sequence_id: s for s in (*scheduler.running, *scheduler.suspended.values())}
-        returning = scheduler.swap.sequences  # also swapped-out sequences whose blocks the next batch frees
+        returning = scheduler.swap.sequences  # also includes swapped-out sequences whose blocks the next batch frees
         if self._keeps_book:
             self._check_holders({*holders, *(s.sequence_id for s in returning), *self.batches_in_flight.to_remove})
         for sequence_id, sequence in holders.items():

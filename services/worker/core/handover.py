@@ -1,7 +1,8 @@
-"""Requests that move from one leader to the next: the dispatcher submits the request, the previous leader sends its KV.
+"""Requests that move from one leader to the next. The dispatcher submits the request, and the previous leader sends its
+KV.
 
-A request without its KV is WAITING_FOR_KV; KV without its request is a suspended sequence without tokens, kept by
-request id. The first to arrive waits for the other for a limited time; then they are bound.
+A request without its KV is WAITING_FOR_KV; KV without its request is a suspended sequence without tokens, stored by
+request id. The first to arrive waits for the other for a limited time; when both are here, they are bound.
 """
 
 from array import array
@@ -29,7 +30,7 @@ class Handovers:
     def __init__(self, limits: WorkerLimits, request_table: RequestTable) -> None:
         self._limits = limits
         self._request_table = request_table
-        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # where KV has moved on to before its request
+        self._moved_on: OrderedDict[RequestId, WorkerId] = OrderedDict()  # receivers of KV that left before its request
         self.stale_total = 0
         self.adopted_total = 0
         self.moved_total = 0
@@ -70,7 +71,7 @@ class Handovers:
         return HandedOver(tuple((to, tuple(snapshots)) for to, snapshots in sorted(packed.items())))
 
     def move_over(self, source: GroupScheduler, target: GroupScheduler, event: MovedOver) -> None:
-        """Move sequences from one group of this worker to the other."""
+        """Move sequences from one group of this worker to its other one."""
         for sequence in [s for s in source.sequences if s.sequence_id in event.sequence_ids]:
             suspended = sequence.sequence_id in event.suspended_ids
             if not suspended:
@@ -79,7 +80,7 @@ class Handovers:
             sequence.step_id, sequence.in_engine = 0, False  # both refer to the source group
             sequence.may_overfill = True
             self._request_table.place(sequence, target, event.at_s, waits=suspended)
-            self._request_table.turned.append(sequence)  # its dispatcher may place other waiting requests elsewhere
+            self._request_table.turned.append(sequence)  # lets its dispatcher place other waiting requests elsewhere
         target.make_room(event.at_s)
         target.admit(event.at_s)
 
@@ -95,7 +96,7 @@ class Handovers:
         group_scheduler.make_room(event.at_s)
         if event.last:
             for request in self._request_table.waiting_for_kv.sequences:
-                self._recompute(group_scheduler, request, event.at_s, "no KV of it has come")
+                self._recompute(group_scheduler, request, event.at_s, "its KV has not arrived")
         group_scheduler.admit(event.at_s)
 
     def _adopt(self, group_scheduler: GroupScheduler, snapshot: SequenceSnapshot, event: Adopted) -> None:
@@ -129,7 +130,9 @@ class Handovers:
             self.bind(group_scheduler, kept, request, at_s)
 
     def forget_kv(self, group_scheduler: GroupScheduler, at_s: float) -> None:
-        """Free kept KV of a group that dissolves; its requests are recomputed without waiting."""
+        """Free KV that waits for its requests, because the group dissolves. The requests are recomputed without
+        waiting.
+        """
         for kept in self._request_table.kept.sequences:
             group_scheduler.forget_kv(kept, at_s, "its group dissolves")
 
@@ -153,14 +156,14 @@ class Handovers:
         return event.expects_handover and len(self._request_table.waiting_for_kv) < self._limits.max_moving_count
 
     def kept(self, request_id: RequestId) -> Sequence | None:
-        """Sequence that represents the request's KV from another leader, or the notice that there is none."""
+        """The sequence that represents the request's KV, or the notice that it has none, from another leader."""
         return self._request_table.kept.get(request_id)
 
     def wait(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float) -> None:
         """Make a request wait for its KV. An earlier submission that still waits is recomputed in `group_scheduler`."""
         if earlier := self._request_table.waiting_for_kv.get(request.request_id):
             self._recompute(group_scheduler, earlier, at_s, "it was submitted twice")
-        request.move(SequenceState.WAITING_FOR_KV, at_s, "its KV is to come")
+        request.move(SequenceState.WAITING_FOR_KV, at_s, "its KV will arrive")
         request.may_overfill = True
         self._request_table.waiting_for_kv.add(request, at_s)
 
@@ -177,8 +180,8 @@ class Handovers:
         count = kept.computed_tokens
         if not count or count >= request.token_count or checksum_of(request, count) != snapshot.checksum:
             if count:
-                self.free(group_scheduler, kept, at_s, "its KV is of other tokens")
-            self._recompute(group_scheduler, request, at_s, "there is no KV of it")
+                self.free(group_scheduler, kept, at_s, "its KV belongs to other tokens")
+            self._recompute(group_scheduler, request, at_s, "there is no KV for it")
             return
         table.rename(request, kept.sequence_id)
         table.group_schedulers[request.sequence_id] = group_scheduler
@@ -187,9 +190,9 @@ class Handovers:
     def expire(self, group_scheduler: GroupScheduler, at_s: float) -> None:
         """End waits that have timed out: recompute the requests in `group_scheduler`, free KV without a request."""
         for request in self._request_table.waiting_for_kv.pop_due(at_s):
-            self._recompute(group_scheduler, request, at_s, "no KV of it has come")
+            self._recompute(group_scheduler, request, at_s, "its KV has not arrived")
         for kept in self._request_table.kept.pop_due(at_s):
-            self.free(group_scheduler, kept, at_s, "no dispatcher has asked for it")
+            self.free(group_scheduler, kept, at_s, "no dispatcher has submitted its request")
 
     def _recompute(self, group_scheduler: GroupScheduler, request: Sequence, at_s: float, why: str) -> None:
         """Resume a request by recomputation; refuse it if this worker does not lead the group."""
@@ -231,7 +234,7 @@ def checksum_of(sequence: Sequence, count: int) -> int:
 
 
 def _without_request(snapshot: SequenceSnapshot, at_s: float) -> Sequence:
-    """A sequence for KV that arrives before its request."""
+    """Create a sequence for KV that arrives before its request."""
     submitted = Submitted(
         at_s=at_s - snapshot.age_s,
         key=NOBODY,

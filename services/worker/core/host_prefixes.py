@@ -1,8 +1,8 @@
-"""Retained KV blocks in host memory: blocks evicted on the device may be copied back instead of recomputed.
+"""Prefix cache in host memory: KV blocks evicted from the device can be copied back instead of recomputed.
 
 Each block that no sequence holds is copied once, in parallel with steps; the copy survives the block's eviction from
-the device. Copies are found by prefix keys (`core.prefixes`) and use the host blocks left over by swapped sequences and
-mirrors (`core.swapping`). When those need room, copies are evicted, least recently used first.
+the device. Copies are found by prefix keys (`core.prefixes`) and use the host blocks that swapped sequences and mirrors
+(`core.swapping`) leave free. When these need room, copies are evicted, least recently used first.
 """
 
 from collections import Counter, OrderedDict
@@ -17,8 +17,8 @@ from services.worker.core.blocks import BlockBook
 
 
 class _Copy(NamedTuple):
-    number: BlockNumber  # the block's number on the device; negated, its id in the host's book
-    used_at_s: float  # last use on the device, set when the device has evicted it; 0.0: not yet
+    number: BlockNumber  # number of the block on the device; negated, the copy's id in the host's book
+    used_at_s: float  # last use on the device; 0.0 until the device evicts the block
     mark: Mark | None
 
 
@@ -29,8 +29,8 @@ class HostPrefixes:
         self._block_tokens = block_tokens
         self._kept: OrderedDict[BlockKey, _Copy] = OrderedDict()  # in order of eviction
         self._copying: dict[BlockNumber, BlockKey] = {}  # copies of batches that have not completed
-        self._read: Counter[BlockKey] = Counter()  # reference counts: sequences that are copying it back
-        self.kept_since_s = 0.0  # every copy used since then is still here
+        self._read: Counter[BlockKey] = Counter()  # number of sequences that are copying a block back
+        self.kept_since_s = 0.0  # every copy used since this time is still here
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -44,7 +44,7 @@ class HostPrefixes:
 
     @property
     def book_ids(self) -> list[SequenceId]:
-        """Ids of all copies in the host's book, including those under way."""
+        """Ids of all copies in the host's book, including unfinished ones."""
         return [*(-copy.number for copy in self._kept.values()), *(-number for number in self._copying)]
 
     @property
@@ -59,7 +59,9 @@ class HostPrefixes:
         return key not in self._kept and number not in self._copying
 
     def copy(self, numbers: Iterable[tuple[BlockNumber, BlockKey]]) -> tuple[int, ...]:
-        """Reserve host blocks for copies that accompany the batch being formed, and return them. There must be room."""
+        """Reserve host blocks for copies that accompany the batch being formed, and return them. Requires enough free
+        host blocks.
+        """
         host_blocks: list[int] = []
         for number, key in numbers:
             self._copying[number] = key
@@ -67,7 +69,7 @@ class HostPrefixes:
         return tuple(host_blocks)
 
     def landed(self, numbers: Iterable[BlockNumber], *, good: bool) -> None:
-        """Keep the copies of a batch that has completed; release those of one that failed (not `good`)."""
+        """Make the copies of a completed batch available, or release them if the batch failed (not `good`)."""
         for number in numbers:
             key = self._copying.pop(number, None)
             if key is None:
@@ -78,7 +80,9 @@ class HostPrefixes:
                 self._host.release(-number)
 
     def gone(self, number: BlockNumber, key: BlockKey, used_at_s: float, mark: Mark | None) -> bool:
-        """Note that the device evicts a block, last used at `used_at_s`. Returns True if a complete copy stays here."""
+        """Record that the device evicts a block, last used at `used_at_s`. Returns True if a complete copy remains
+        here.
+        """
         if self._copying.pop(number, None) is not None:
             self._host.release(-number)
         if (copy := self._kept.get(key)) is None:
@@ -96,7 +100,7 @@ class HostPrefixes:
     def read(self, keys: tuple[BlockKey, ...]) -> None:
         """Pin blocks that are about to be copied to the device, until `done`."""
         self._read.update(keys)
-        for key in reversed(keys):  # tail first: a block is evicted before those it builds on
+        for key in reversed(keys):  # tail first, so that a block is evicted before the blocks before it
             self._kept.move_to_end(key)
 
     def done(self, keys: tuple[BlockKey, ...]) -> None:
@@ -116,7 +120,7 @@ class HostPrefixes:
             self._host.release(-copy.number)
 
     def clear(self) -> None:
-        """Drop all copies: the group changes, and stages have other layers."""
+        """Drop all copies, because stages hold other layers after a change of the group."""
         for number in (*(copy.number for copy in self._kept.values()), *self._copying):
             self._host.release(-number)
         for known in (self._kept, self._copying, self._read):
@@ -128,4 +132,4 @@ class HostPrefixes:
             if len(self._host.table(book_id)) != 1:
                 raise InvariantViolation(f"the copy of number {-book_id} has {len(self._host.table(book_id))} blocks")
         if missing := [key for key in self._read if key not in self._kept]:
-            raise InvariantViolation(f"{len(missing)} blocks are being copied back that the host does not have")
+            raise InvariantViolation(f"{len(missing)} blocks are being copied back, but are not on the host")

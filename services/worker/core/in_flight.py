@@ -12,7 +12,7 @@ from services.worker.core.prefixes import PrefixIndex
 from services.worker.core.sequence import Sequence, SequenceState
 from services.worker.core.swapping import NOTHING, block_copies
 
-# A named tuple's own constructor takes twice as long, and one is made for each token.
+# A named tuple's own constructor takes twice as long, and a slice is made for each token.
 _New = Callable[[type[Slice], tuple[object, ...]], Slice]
 _UNKNOWN = (IN_FLIGHT,)
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
@@ -25,23 +25,23 @@ class InFlightBatch:
 
     def __init__(self, step_id: int) -> None:
         self.step_id = step_id
-        self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, whether sampled
+        self.shares: list[tuple[Sequence, int, bool]] = []  # sequence, its tokens with KV afterwards, if it samples
         self.chunked: list[Sequence] = []  # sequences with a prompt chunk in this batch
         self.sampled_count = 0
-        self.has_safepoints = False  # it may be preempted within its step
+        self.has_safepoints = False  # True: may be preempted within its step
         self.swaps = NOTHING  # copies to host memory and back
 
     def check_result(self, result: StepResult, text_count: int) -> None:
         counts = (len(result.token_ids), len(result.logprobs), text_count)
         if counts != (self.sampled_count,) * 3:
             raise InvariantViolation(
-                f"step {self.step_id} samples {self.sampled_count} tokens, the result has {counts[0]} tokens,"
+                f"step {self.step_id} samples {self.sampled_count} tokens, but the result has {counts[0]} tokens,"
                 f" {counts[1]} logprobs and {counts[2]} texts"
             )
 
 
 class Steps:
-    """Numbers a worker's batches, across its groups."""
+    """Numbers the batches of all groups of a worker."""
 
     __slots__ = ("last",)
 
@@ -56,10 +56,10 @@ class Steps:
 class InFlightBatches:
     """Batches complete in the order of dispatch. A sequence is in flight if its last batch has not completed.
 
-    Several prompt chunks of one sequence may be in flight, as every stage takes batches in order. A slice that follows
-    a sampling one takes the sampled token as input. A pipeline forms it once the token is known; a lone instance forms
-    it at once, with a placeholder (`IN_FLIGHT`). If that token ends the sequence, the result of the slice is discarded;
-    it only wrote into the sequence's own blocks.
+    Several prompt chunks of one sequence may be in flight, because every stage takes batches in order. A slice after a
+    sampling slice takes the sampled token as input. A pipeline forms it once the token is known, a lone instance at
+    once with a placeholder (`IN_FLIGHT`). If that token ends the sequence, the result of the slice is discarded; it
+    only wrote into the sequence's own blocks.
     """
 
     def __init__(self, book: BlockBook, steps: Steps, prefixes: PrefixIndex) -> None:
@@ -68,7 +68,7 @@ class InFlightBatches:
         self._steps = steps
         self._batches: deque[InFlightBatch] = deque()
         self.completed_step_id = 0
-        self.to_remove: list[SequenceId] = []  # sequences that the next batch removes from the stages
+        self.to_remove: list[SequenceId] = []  # sequences that the next batch will remove from the stages
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -87,7 +87,7 @@ class InFlightBatches:
         return sequence.step_id > self.completed_step_id
 
     def forget(self, sequence: Sequence) -> None:
-        """Have the stages release the sequence's blocks and state before the next batch runs."""
+        """Make the stages release the sequence's blocks and state before the next batch runs."""
         if sequence.on_stages:
             sequence.on_stages = sequence.in_engine = False
             self.to_remove.append(sequence.sequence_id)
@@ -126,14 +126,14 @@ class InFlightBatches:
         return Execute(batch, tables, text_wanted, block_copies(batch, self._book) if copies else ())
 
     def _decode(self, sequence: Sequence) -> Slice:
-        """The slice of the sequence's next decode, while batches are in flight."""
+        """Return the slice of the sequence's next decode, which may follow a batch in flight."""
         if sequence.step_id > self.completed_step_id and sequence.dispatched_tokens >= sequence.token_count:
             return _new(Slice, (sequence.sequence_id, sequence.token_count, _UNKNOWN, True))
         token_ids = sequence.output_token_ids or sequence.prompt_token_ids
         return _new(Slice, (sequence.sequence_id, sequence.token_count - 1, (token_ids[-1],), True))
 
     def release_batch(self, copies: tuple[SwapCopy, ...] = ()) -> Removed:
-        """Form a batch that only carries releases and copies to the stages, when no other is about to follow."""
+        """Form a batch that carries only releases and copies to the stages, for when no other batch follows soon."""
         batch = self._batch(self._steps.next(), (), (), copies)
         self._book.apply(batch)
         return Removed(batch, block_copies(batch, self._book))
@@ -141,13 +141,13 @@ class InFlightBatches:
     def complete(self, step_id: int) -> InFlightBatch:
         if not self._batches or self._batches[0].step_id != step_id:
             running = f"step {self._batches[0].step_id}" if self._batches else "none"
-            raise InvariantViolation(f"step {step_id} is reported, {running} was running")
+            raise InvariantViolation(f"step {step_id} is reported, but {running} was running")
         self.completed_step_id = step_id
         return self._batches.popleft()
 
     def record_completed(self, count: int) -> int:
         """Record `count` batches as dispatched and completed. Returns the last step id."""
-        self.require_none("steps are passed over")
+        self.require_none("steps are skipped")
         self._steps.last += count
         self.completed_step_id = self._steps.last
         return self.completed_step_id
@@ -160,7 +160,7 @@ class InFlightBatches:
         return lost
 
     def abandon(self) -> None:
-        """Drop all batches in flight and pending removals: no stage is left."""
+        """Drop all batches in flight and pending removals, because no stage is left."""
         self.lose()
         self.to_remove.clear()
 
@@ -170,12 +170,12 @@ class InFlightBatches:
 
     @property
     def needs_release_batch(self) -> bool:
-        """True if the stages are to release blocks or start tables, and no batch has carried that yet."""
+        """True if the stages must release blocks or start tables that no batch has carried to them yet."""
         return bool(self.to_remove) or self._prefixes.needs_release_batch
 
     @property
     def carries_changes(self) -> bool:
-        """True if the next batch carries removed, named, forgotten or taken blocks to the stages."""
+        """True if the next batch carries changes of block tables or block numbers to the stages."""
         return bool(self.to_remove) or self._prefixes.carries_changes
 
     def _batch(
@@ -192,13 +192,13 @@ class InFlightBatches:
         return Batch(step_id, removed, added, slices, 0.0, False, "", copies, *news, safepoint_layers)
 
     def check(self) -> None:
-        """Raise InvariantViolation unless each sequence's shares in flight are contiguous and it runs or has ended."""
+        """Raise InvariantViolation unless each sequence in flight runs or has ended, and its slices are contiguous."""
         ends: dict[SequenceId, tuple[int, int]] = {}  # end of the last share, and tokens in flight
         for in_flight_batch in self._batches:
             for sequence, end, samples in in_flight_batch.shares:
                 before, awaited_count = ends.get(sequence.sequence_id, (end - 1, 0))
                 if end <= before or (awaited_count and (end != before + 1 or not samples)):
-                    raise InvariantViolation(f"{sequence.name} is in two batches at once", sequence.story())
+                    raise InvariantViolation(f"{sequence.name} is in two batches in flight", sequence.story())
                 ends[sequence.sequence_id] = end, awaited_count + samples
                 if sequence.state is SequenceState.ENDED:
                     continue

@@ -1,4 +1,4 @@
-"""Limits of a worker's core. Fixed for the life of a process."""
+"""Limits of a worker's core. They are fixed for the lifetime of a process."""
 
 from dataclasses import dataclass
 
@@ -10,7 +10,7 @@ class WorkerLimits:
     """Limits of one worker. The constructor raises ConfigError for a wrong value, naming the setting."""
 
     block_tokens: int
-    max_model_len: int  # prompt and output together
+    max_model_len: int  # maximum tokens of a prompt and its output together
     vocab_size: int
     eos_token_ids: frozenset[int] = frozenset()
     adapters: frozenset[str] = frozenset()  # names of the loaded adapters
@@ -18,17 +18,17 @@ class WorkerLimits:
     max_batch_tokens: int = 512  # --max-num-batched-tokens
     max_waiting_count: int = 64  # --max-num-queued-reqs
     max_waiting_tokens: int = 65_536  # `max_num_queued_tokens`
-    # Fraction of the KV blocks kept free for the growth of running sequences. In a full cache 0.05 leaves a third to a
-    # twentieth of the preemptions that 0 causes, for 2 to 3 % more steps (benchmarks/results: worker-core).
+    # Fraction of the KV blocks reserved for the growth of running sequences. With a full cache, 0.05 causes a third to
+    # a twentieth of the preemptions that 0 does, for 2 to 3 % more steps (benchmarks/results: worker-core).
     admission_reserve_fraction: float = 0.05
     swap_block_count: int = 0  # KV blocks in host memory for preempted sequences; 0: they are recomputed
     swaps_online: bool = True  # False: host blocks are for offline sequences only
     swap_blocks_per_step: int = 0  # 0: as many as can be copied during the step
     async_scheduling: bool = False  # a lone instance forms a batch before the tokens of the previous one are known
-    prefix_caching: bool = False  # share KV blocks of equal prompt beginnings
-    prefix_seed: bytes = b""  # what KV depends on besides tokens, and a secret that makes keys unpredictable
+    prefix_caching: bool = False  # share the KV blocks of common prompt prefixes
+    prefix_seed: bytes = b""  # hashed into keys: everything besides tokens that KV depends on, and a secret
     handover_timeout_s: float = 10.0  # how long a moved request waits for its KV, and KV for its request
-    max_moving_count: int = 1024  # requests that wait for their KV
+    max_moving_count: int = 1024  # maximum requests that wait for their KV
 
     def __post_init__(self) -> None:
         for name in ("block_tokens", "vocab_size", "max_running_count", "max_waiting_count", "max_waiting_tokens"):

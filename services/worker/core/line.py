@@ -1,4 +1,4 @@
-"""The queue of waiting sequences, ordered by class, then by arrival."""
+"""The queue of waiting sequences, ordered by class and then by arrival."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from services.worker.core.batch import SequenceId
 from services.worker.core.sequence import Sequence
 
 OFFLINE_RANK = PriorityClass.BATCH.rank  # the lowest class
-LIFT_S = 10.0  # wait (s) after which a class's head counts as one class better, like `PlacementRules.lift_s`
+LIFT_S = 10.0  # wait after which the head of a class counts as one class better; see also `PlacementRules.lift_s`
 
 
 def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
@@ -19,7 +19,7 @@ def order(sequence: Sequence) -> tuple[int, tuple[float, SequenceId]]:
 
 
 class WaitingLine:
-    """The waiting sequences. `count` and `token_count` are those of online ones; offline ones count separately."""
+    """The waiting sequences. `count` and `token_count` include online sequences only."""
 
     def __init__(self) -> None:
         self.count = 0
@@ -53,7 +53,7 @@ class WaitingLine:
         return [s for line in self._classes[:OFFLINE_RANK] for s in line.values()] if self.count else []
 
     def firsts(self, rank: int) -> list[Sequence]:
-        """The first sequence of each caller in that class."""
+        """The first waiting sequence of each caller in this class."""
         found: dict[int, Sequence] = {}
         for sequence in self._classes[rank].values():
             found.setdefault(sequence.caller, sequence)
@@ -102,7 +102,7 @@ class WaitingLine:
             del self.callers[sequence.caller]
 
     def check(self) -> None:
-        """Raise InvariantViolation unless counts equal sums, the order holds and every sequence is waiting."""
+        """Raise InvariantViolation unless all counts are right, the sequences are in order and every one is waiting."""
         waiting = list(self)
         online = [s for s in waiting if s.rank != OFFLINE_RANK]
         for what, have, want in (
@@ -110,9 +110,9 @@ class WaitingLine:
             ("token_count", self.token_count, sum(s.token_count for s in online)),
         ):
             if have != want:
-                raise InvariantViolation(f"{what} of waiting online sequences is {have}, the sum is {want}")
+                raise InvariantViolation(f"{what} of waiting online sequences is {have}, but should be {want}")
         if self.callers != Counter(s.caller for s in online):
-            raise InvariantViolation(f"waiting sequences are counted by caller as {self.callers}")
+            raise InvariantViolation(f"wrong counts of waiting sequences by caller: {self.callers}")
         if [order(s) for s in waiting] != sorted(order(s) for s in waiting):
             raise InvariantViolation(f"out of order: {[order(s) for s in waiting]}")
         for sequence in waiting:

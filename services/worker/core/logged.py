@@ -1,8 +1,8 @@
-"""Which tokens of a stage's sequences have their activations in its log, and where (pure).
+"""Tracks which tokens' activations are in a stage's activation log, and where (pure).
 
 A log row belongs to a slot of the stage's KV cache: `block * block_tokens + offset`. It is valid as long as the token's
-KV, and is overwritten with it. A sequence is logged from its first token without a gap, or not at all; blocks that it
-reuses count if they were logged when they were computed.
+KV, and is overwritten with it. A sequence is logged from its first token without gaps, or not at all. Prefix blocks
+that it reuses count as logged if they were logged when computed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -22,7 +22,7 @@ class LoggedTokens:
         self._compaction_count = 0
 
     def covers(self, book: BlockBook, sequence_id: SequenceId, token_count: int) -> bool:
-        """True if the sequence's first `token_count` tokens are logged. `book`: its block tables at present."""
+        """True if the sequence's first `token_count` tokens are logged. `book`: the current block tables."""
         return self._is_of(book) and self._counts.get(sequence_id, 0) >= token_count
 
     def _is_of(self, book: BlockBook) -> bool:
@@ -33,11 +33,12 @@ class LoggedTokens:
         self._numbers.clear()
 
     def forget_numbers(self) -> None:
-        """Forget the numbers of blocks: the next leader assigns its own."""
+        """Forget the numbers of blocks, because the next leader assigns its own."""
         self._numbers.clear()
 
     def follow(self, batch: Batch, book: BlockBook) -> None:
-        """Apply the batch's changes of blocks, before its slices run. If blocks were moved, all is forgotten."""
+        """Apply the batch's changes of blocks, before its slices run. If blocks were moved, the whole log is forgotten.
+        """
         if not self._is_of(book):
             self.clear()
             self._book, self._compaction_count = book, book.compaction_count
@@ -53,8 +54,8 @@ class LoggedTokens:
                 self._counts[sequence_id] = len(numbers) * self._block_tokens
 
     def take(self, batch: Batch, tables: Sequence[Sequence[int]], slot_count: int) -> tuple[list[int], list[int]]:
-        """Note the batch's tokens as logged. Returns the rows of its activations to store, and their slots, all below
-        `slot_count`, the size of the log.
+        """Record the batch's tokens as logged. Returns the rows of its activations to store and their slots.
+        `slot_count`: size of the log; all slots are below it.
         """
         rows, slots, row = list[int](), list[int](), 0
         for index in row_order(batch.slices):

@@ -6,10 +6,10 @@ one span of KV, so no KV arrives without reserved blocks. The last span is sent 
 sequence. Every message has the migration's number, which is unique in the cluster and never reused, so late messages
 have no effect.
 
-KV goes from stage to stage (`core.spans`). A leader sends its stages what to send (`Give`) and what to receive (`Take`,
-`Stop`, `Keep`) in order with batches: every stage reads a block before a later batch frees it, and reserves blocks that
-an earlier batch has freed. Each `Take` is answered by `Ready`, when blocks are reserved, and then by `Landed`; or by
-`Landed` alone.
+KV goes from stage to stage (`core.spans`). A leader tells its stages what to send (`Give`) and what to receive (`Take`,
+`Stop`, `Keep`) in order with batches. Every stage therefore reads a block before a later batch frees it, and reserves
+only blocks that an earlier batch has freed. Each `Take` is answered by `Ready`, when blocks are reserved, and then by
+`Landed`; or by `Landed` alone.
 """
 
 from dataclasses import dataclass
@@ -20,8 +20,8 @@ from services.worker.core.snapshot import SequenceSnapshot
 from services.worker.core.spans import KvRange, StageLayers
 
 MigrationId = int
-MOST_AT_ONCE = 4  # concurrent migrations of a group, in both directions together
-PATIENCE_S = 3.0  # how long the source waits without progress; the target waits longer, so the source gives up first
+MOST_AT_ONCE = 4  # maximum concurrent migrations of a group, in both directions together
+PATIENCE_S = 3.0  # maximum time without progress at the source; the target waits longer, so the source gives up first
 SPARE_BLOCKS = 2  # reserved by the target beyond the present KV, because the sequence keeps growing
 
 
@@ -70,7 +70,7 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Off:
-    """Cancels a migration before Handed: the sequence stays at the source."""
+    """Cancels a migration before `Handed`. The sequence stays at the source."""
 
     migration_id: MigrationId
     why: str
@@ -81,7 +81,7 @@ class Off:
 
 @dataclass(frozen=True, slots=True)
 class Give:
-    """Send a span of KV. The last one is copied at once, as a following batch may free its blocks; others are read
+    """Send a span of KV. The last span is copied at once, because the next batch may free its blocks; others are read
     while the sequence decodes. The caller calls `sent` when the transfer ends.
     """
 
@@ -106,14 +106,14 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Stop:
-    """Refuse KV that has not arrived. `Landed` follows when no write is under way."""
+    """Refuse KV that has not arrived. `Landed` follows once no write is under way."""
 
     migration_id: MigrationId
 
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """The transfer has ended: keep the sequence's blocks for `token_count` tokens, release the others."""
+    """The transfer has ended: keep the sequence's blocks for `token_count` tokens and release the others."""
 
     migration_id: MigrationId
     sequence_id: SequenceId
@@ -132,7 +132,9 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """This stage has received a span in its layers. `span` None: it will not, and no write is under way."""
+    """This stage has received a span in its layers. `span` None: it will not receive the span, and no write is under
+    way.
+    """
 
     migration_id: MigrationId
     span: KvRange | None
@@ -156,8 +158,8 @@ class Say:
 
 @dataclass(frozen=True, slots=True)
 class HandOverNow:
-    """Hand the sequence over now, between two steps: send the last span, remove the sequence, send Handed. If the span
-    cannot be sent, nothing has changed, and `Departures.give_up` is called.
+    """Hand the sequence over now, between two steps: send the last span, remove the sequence, send `Handed`. If the
+    span cannot be sent, nothing changes and `Departures.give_up` is called.
     """
 
     to: WorkerId
@@ -166,17 +168,17 @@ class HandOverNow:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """Outcome of a migration, as its source knows it."""
+    """Outcome of a migration from its source's view."""
 
     migration_id: MigrationId
     sequence_id: SequenceId
     to: WorkerId
     moved: bool
-    why: str  # why it has not moved, or that its target has not confirmed it
-    with_kv: bool  # it has moved with its KV: no token is recomputed
+    why: str  # why it has not moved, or that its target has not confirmed; empty: moved
+    with_kv: bool  # True: moved with its KV, so no token is recomputed
     rounds: int  # copy rounds while the sequence was decoding
     copied_blocks: int  # blocks copied in those rounds
-    last_blocks: int  # blocks of the last span, copied while the sequence was paused
+    last_blocks: int  # from its last step here until the target reported that it runs
     took_s: float
     downtime_s: float  # from its last step here until the target has reported that it runs
 

@@ -1,17 +1,16 @@
-"""KV transfers of this stage, outgoing and incoming, and who is notified of them (pure).
+"""Bookkeeping of this stage's outgoing and incoming KV transfers, and of the messages that report them (pure).
 
-What moves when, and who leads afterwards, is decided elsewhere: for the exchange of a transition by `core.transition`
-and `core.waves`, for a live migration by `core.departures` and `core.arrivals`. The mover keeps track of pieces, one
-for each hop (`core.spans`); `pipeline.mover` executes its commands.
+Other modules decide which KV moves when: for the exchange of a transition `core.transition` and `core.waves`, for a
+live migration `core.departures` and `core.arrivals`. The mover keeps track of pieces, one for each hop (`core.spans`);
+`pipeline.mover` executes its commands.
 
 Rule 1: KV is sent only into reserved blocks. Blocks are reserved before KV is requested: in an exchange by the stage
-itself, in a migration by its leader. Rule 2: requested KV arrives or is cancelled; a cancellation waits for a write
-under way. Rule 3: requests of one instant are batched (`flush`): one message to each sender, small pieces in one
-transfer.
+itself, in a migration by its leader. Rule 2: requested KV either arrives or is cancelled, and a cancellation waits for
+a write under way. Rule 3: requests made between two calls of `flush` are batched: one message to each sender, and small
+pieces in one transfer.
 
-Layers given up have block tables of their own until all their KV has been sent: no sequence is added to these tables,
-and they are compacted after each wave. In the layers that this member keeps, sequences keep running and new ones
-arrive.
+Dropped layers have their own block tables until all their KV has been sent. No sequence is added to these tables, and
+they are compacted after each wave. In the layers that this member keeps, sequences continue to run and new ones arrive.
 """
 
 from collections import deque
@@ -27,9 +26,9 @@ from services.worker.core.migration_messages import Give, Keep, Landed, Stop, Ta
 from services.worker.core.spans import Hop, Key, KvRange, Piece, StageLayers, hops, key_of
 from services.worker.core.transition_messages import ExpectKv, KvReceived, KvSent, SendKv
 
-_TOGETHER_BYTES = 1 << 20  # maximum size of a transfer of several sequences: each has its KV only when all have it
-_TOGETHER = 32  # maximum pieces in such a transfer; its header names them
-_BEHIND_EXCHANGE = 1 << 40  # send rank of background migration KV: after every sequence of an exchange
+_TOGETHER_BYTES = 1 << 20  # maximum size of a transfer of several sequences, which all wait for its end
+_TOGETHER = 32  # maximum pieces in such a transfer; whose header lists them
+_BEHIND_EXCHANGE = 1 << 40  # send rank of KV of background migrations, after every sequence of an exchange
 
 _Move = tuple[int, SequenceId]  # `Piece.move` and the sequence
 _Going = tuple[SequenceId, WorkerId]  # a sequence and the receiver of its KV
@@ -37,14 +36,14 @@ _Going = tuple[SequenceId, WorkerId]  # a sequence and the receiver of its KV
 
 class Mode(Enum):
     EXCHANGE = "exchange"  # the sequence is suspended: a failed send is final and ends the link
-    AHEAD = "ahead"  # the sequence runs on, and stays here if the send fails
-    LAST = "last"  # its blocks are freed at once: a copy is sent
+    AHEAD = "ahead"  # the sequence continues to run, and stays here if the send fails
+    LAST = "last"  # its blocks are freed at once, so a copy is sent
 
 
 @dataclass(frozen=True, slots=True)
 class BlockRange:
     piece: Piece
-    blocks: Table  # where the KV is
+    blocks: Table  # blocks that hold the KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +57,7 @@ class Send:
 
     @property
     def rank(self) -> int:
-        """Order of sending: in an exchange short sequences first, since most sequences then resume soonest."""
+        """Order of sending. In an exchange, short sequences are sent first, so that most sequences resume early."""
         if self.mode is Mode.EXCHANGE:
             return self.block_ranges[0].piece.span.token_count
         return 0 if self.mode is Mode.LAST else _BEHIND_EXCHANGE
@@ -85,7 +84,7 @@ class KvPlace:
 
 @dataclass(frozen=True, slots=True)
 class CopyOver:
-    """Copy blocks (from, to): from this worker's blocks in the previous group to its blocks in the present one."""
+    """Copy blocks (from, to): from this worker's blocks in the previous group to its blocks in the current one."""
 
     moves: tuple[tuple[int, int], ...]
 
@@ -106,14 +105,14 @@ class _Exchange:
     """Outgoing KV of one transition."""
 
     book: BlockBook  # block tables of the previous layout; in a restore, KV is expected in another book
-    retired: BlockBook | None = None  # block tables of the layers that this member has given up
+    retired: BlockBook | None = None  # block tables of the layers that this member has dropped
     ordered: dict[_Going, BlockRange] = field(default_factory=dict[_Going, BlockRange])
     asked: set[_Going] = field(default_factory=set[_Going])
     to_begin: dict[WorkerId, list[BlockRange]] = field(
         default_factory=dict[WorkerId, list[BlockRange]]
     )  # sent by the next `flush`
-    to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # not asked yet
-    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # refused by full links
+    to_ask: dict[WorkerId, list[SequenceId]] = field(default_factory=dict[WorkerId, list[SequenceId]])  # to request
+    waiting: dict[WorkerId, deque[Send]] = field(default_factory=dict[WorkerId, deque[Send]])  # link is full
     given: dict[SequenceId, None] = field(default_factory=dict[SequenceId, None])  # sequences sent in this wave
 
 
@@ -126,7 +125,7 @@ class Mover:
         self._block_bytes = block_bytes
         self._withdraw = withdraw
         self._coming: dict[_Move, _Coming] = {}
-        self._held: set[SequenceId] = set()  # migrating sequences that hold blocks here, but are not this group's yet
+        self._held: set[SequenceId] = set()  # migrating sequences with blocks here that do not belong to this group yet
         self._is = _Exchange(BlockBook(0, block_tokens))
 
     @property
@@ -137,14 +136,15 @@ class Mover:
     # ------------------------------------------------------------ incoming
 
     def expect(self, command: ExpectKv, book: BlockBook) -> list[KvPlace | CopyOver]:
-        """Reserve blocks in `book`, the one in force, for a sequence of an exchange, and expect its KV there."""
+        """Reserve blocks in `book`, the current block tables, for a sequence of an exchange, and expect its KV there.
+        """
         victim = command.victim
         sequence_id, token_count, first_block = victim.sequence_id, victim.computed_tokens, victim.donated_count
         if first_block:
             book.share(sequence_id, victim.donor, first_block)
         table, end_block = book.hold(sequence_id, token_count), blocks_for(token_count, self._block_tokens)
         commands: list[KvPlace | CopyOver] = []
-        if book is not self._is.book:  # this stage has KV of its own layers in blocks of the previous group
+        if book is not self._is.book:  # KV of layers that stay here is in blocks of the previous group
             before = self._is.book.table(sequence_id)[first_block:end_block]
             commands.append(CopyOver(tuple(zip(before, table[first_block:], strict=True))))
         if command.hops:
@@ -175,7 +175,7 @@ class Mover:
     def landed(
         self, at_s: float, giver: WorkerId, piece: Piece, *, delivered: bool
     ) -> list[KvReceived | Landed] | None:
-        """Handle a completed or failed KV transfer. Returns None if it is not expected."""
+        """Handle a completed or failed KV transfer. Returns None if the KV was not expected."""
         move, key = (piece.move, piece.sequence_id), key_of(piece, giver)
         coming = self._coming.get(move)
         if coming is None or key not in coming.keys:
@@ -202,7 +202,9 @@ class Mover:
         return self._fail_all(lambda c: c.epoch == epoch and any(giver == peer for _, _, giver, _ in c.keys))
 
     def give_up(self) -> list[Landed]:
-        """The layout is about to change: cancel incoming migrations. The leader decides when their blocks are freed."""
+        """Cancel incoming migrations, because the layout is about to change. The leader decides when their blocks are
+        freed.
+        """
         return self._fail_all(lambda _: True)
 
     def _fail_all(self, which: Callable[[_Coming], bool]) -> list[Landed]:
@@ -210,8 +212,8 @@ class Mover:
         return [landed for move, coming in found for landed in self._fail(move, coming)]
 
     def _fail(self, move: _Move, coming: _Coming) -> list[Landed]:
-        """Note that incoming KV has failed. In a migration, cancel its writes and report it once none is under way; a
-        failed exchange ends the whole group.
+        """Record that incoming KV has failed. In a migration, cancel its writes and report the failure once none is
+        under way; a failed exchange ends the whole group.
         """
         coming.failed = True
         if not coming.exchanged:
@@ -227,7 +229,7 @@ class Mover:
     # ------------------------------------------------------------ outgoing: migrations
 
     def give(self, give: Give, stage: StageLayers, book: BlockBook) -> list[Send] | None:
-        """Commands to send a span; None if the sequence is not here."""
+        """Return the commands that send a span; None if the sequence is not here."""
         span, table = give.span, book.table(give.sequence_id)
         if len(table) < span.last_block:
             return None
@@ -241,7 +243,7 @@ class Mover:
     # ------------------------------------------------------------ outgoing: exchange
 
     def begin(self, book: BlockBook) -> None:
-        """Begin a transition. `book`: block tables of the layout in force."""
+        """Begin a transition. `book`: block tables of the current layout."""
         self._is = _Exchange(book)
 
     def order(self, command: SendKv) -> int:
@@ -263,7 +265,7 @@ class Mover:
         book = self._is.book if self._is.retired is None else self._is.retired
         table, span = book.table(piece.sequence_id), piece.span
         if len(table) < span.last_block:
-            raise InvariantViolation(f"{piece} is to be sent, but its sequence has {len(table)} blocks")
+            raise InvariantViolation(f"{piece} is ordered, but its sequence has {len(table)} blocks")
         return table[span.first_block : span.last_block]
 
     def _size_of(self, block_range: BlockRange) -> int:
@@ -272,7 +274,8 @@ class Mover:
         )
 
     def asked(self, peer: WorkerId, sequence_ids: Iterable[SequenceId]) -> None:
-        """Handle the request of a peer that has reserved blocks; it may precede this stage's own order to send."""
+        """Handle the request of a peer that has reserved blocks. It may arrive before this stage's own order to send.
+        """
         for sequence_id in sequence_ids:
             if (block_range := self._is.ordered.pop((sequence_id, peer), None)) is not None:
                 self._is.to_begin.setdefault(peer, []).append(block_range)
@@ -280,7 +283,7 @@ class Mover:
                 self._is.asked.add((sequence_id, peer))
 
     def flush(self) -> list[KvRequest | Send]:
-        """Commands to request KV that is expected, and to send KV that was requested, since the last call."""
+        """Return the commands that request KV expected since the last call, and that send KV requested since then."""
         to_ask, self._is.to_ask = self._is.to_ask, {}
         to_begin, self._is.to_begin = self._is.to_begin, {}
         commands: list[KvRequest | Send] = [KvRequest(giver, tuple(ids)) for giver, ids in to_ask.items()]
@@ -301,7 +304,7 @@ class Mover:
         return [Send(to, Epoch(g[0].piece.move), Mode.EXCHANGE, tuple(g)) for g in groups]
 
     def refused(self, send: Send) -> None:
-        """Note that a link has no room for a transfer: in an exchange, it is retried later (`again`)."""
+        """Record that a link has no room for a transfer. In an exchange the transfer is retried later (`again`)."""
         if send.mode is Mode.EXCHANGE:
             self._is.waiting.setdefault(send.to, deque()).append(send)
 
@@ -318,14 +321,14 @@ class Mover:
             self._is.waiting[to].extend(waiting)
 
     def sent(self, at_s: float, send: Send) -> list[KvSent]:
-        """Events for a transfer that has reached its receiver."""
+        """Return the events for a transfer that has reached its receiver."""
         return [KvSent(at_s, send.epoch, block_range.piece.sequence_id, send.to) for block_range in send.block_ranges]
 
     # ------------------------------------------------------------ layers given up
 
     def retire(self) -> int:
-        """Copy the block tables for the layers given up, while the book is still that of the old layout. Returns how
-        many blocks these layers need.
+        """Copy the block tables for the dropped layers, while the book is still that of the old layout. Returns the
+        number of blocks that these layers need.
         """
         self._is.retired = self._is.book.copy()
         self._is.retired.forget_numbers()
@@ -338,8 +341,8 @@ class Mover:
                 book.release(sequence_id)
 
     def compact(self) -> tuple[int, tuple[tuple[int, int], ...]]:
-        """Compact the layers given up after a wave, while no KV is being sent. Returns how many of their blocks are
-        still needed, and the copies (from, to) that make these the first ones.
+        """Compact the dropped layers after a wave, while no KV is being sent. Returns the number of blocks still
+        needed, and the copies (from, to) that move them to the front.
         """
         given, self._is.given = self._is.given, {}
         self.forget(given)
@@ -353,7 +356,7 @@ class Mover:
     # ------------------------------------------------------------ end
 
     def abandon(self) -> None:
-        """The group is lost, and its blocks are reused: drop all transfers."""
+        """Drop all transfers, because the group is lost and its blocks are reused."""
         for coming in self._coming.values():
             for key in coming.keys:
                 self._withdraw(key)
@@ -362,14 +365,14 @@ class Mover:
         self.begin(self._is.book)
 
     def check(self, places: Iterable[Key]) -> None:
-        """Raise InvariantViolation unless the account equals the transfers under way.
+        """Raise InvariantViolation unless the bookkeeping matches the transfers under way.
 
         Args:
             places: Keys of the KV that may be written here.
         """
         is_, expected = self._is, {key for coming in self._coming.values() for key in coming.keys}
         if unknown := set(places) - expected:
-            raise InvariantViolation(f"KV may be written into {sorted(unknown)}, and nobody waits for it")
+            raise InvariantViolation(f"unexpected KV may be written: {sorted(unknown)}")
         if idle := [move for move, coming in self._coming.items() if not coming.keys]:
             raise InvariantViolation(f"{idle} are expected, but no piece is missing")
         held = {sequence_id for (_, sequence_id), coming in self._coming.items() if not coming.exchanged}

@@ -1,8 +1,8 @@
 """Offline work of a group: requests of class batch. Three rules keep it from affecting online work.
 
-Not counted: its blocks and places count as free in every number on which decisions about online work depend. Preempted
-at once: between two steps it yields blocks and places that online sequences need, newest first, so the oldest always
-finishes. Filling only: a batch includes it only as far as the batch stays within its time allowance (`policy.harvest`).
+Not counted: its blocks and places in the batch count as free in all decisions about online work. Preempted at once:
+between two steps it yields the blocks and places that online sequences need, the newest sequence first, so the oldest
+always finishes. Filling only: it is added to a batch only within the batch's time allowance (`policy.harvest`).
 """
 
 import math
@@ -23,7 +23,7 @@ from services.worker.policy.harvest import (
     wanted_tokens,
 )
 
-Chunks = list[tuple[Sequence, int]]  # with their numbers of tokens
+Chunks = list[tuple[Sequence, int]]  # (sequence, number of tokens)
 
 
 def left_of(sequence: Sequence) -> int:
@@ -41,9 +41,9 @@ def _online_view(sequence: Sequence, at_s: float) -> OnlineView:
 class OfflineWork:
     def __init__(self, limits: WorkerLimits, harvest: Harvest) -> None:
         self.yields_total = 0
-        self.lost_tokens_total = 0  # computed and then dropped, to be recomputed
+        self.lost_tokens_total = 0  # computed, then dropped and recomputed
         self.preemptions_total = 0  # batches preempted within their step
-        self.paused = False  # no offline sequence runs or is admitted
+        self.paused = False  # True: no offline sequence runs or is admitted
         self._limits = limits
         self._harvest = harvest
         self._priced = harvest.cost()
@@ -52,8 +52,7 @@ class OfflineWork:
 
     @property
     def efficient_tokens(self) -> int:
-        """Prompt tokens with which a batch comes close to the peak throughput. Recomputed when new costs have been
-        learned.
+        """Number of prompt tokens with which a batch almost reaches the peak throughput. Recomputed when costs change.
         """
         cost = self._harvest.cost()
         if cost is not self._priced:
@@ -90,8 +89,8 @@ class OfflineWork:
         """Add offline sequences to a batch of online work, which may be empty. Returns its `safepoint_layers`.
 
         Args:
-            decodes: Decodes of the batch, to be extended.
-            chunks: Prompt chunks of the batch, to be extended.
+            decodes: Decodes of the batch; extended.
+            chunks: Prompt chunks of the batch; extended.
             ready: Offline sequences that are in no batch, in order of service.
             stage_count: Stages of the group.
             in_flight_count: Batches in flight.
@@ -99,7 +98,7 @@ class OfflineWork:
             online_in_flight: True if batches in flight have online sequences.
             online: All running online sequences.
             place_count: Maximum number of running online sequences.
-            at_s: Present instant.
+            at_s: Current time.
         """
         cost, alone = self._harvest.cost(), not (decodes or chunks)
         if alone and in_flight_count >= stage_count:

@@ -1,4 +1,4 @@
-"""Collects the output of one event for each dispatcher."""
+"""Collects the output of one event, per dispatcher."""
 
 from collections.abc import Callable, Iterable, Sequence
 
@@ -7,7 +7,7 @@ from services.worker.core.batch import TokenLogprobs
 from services.worker.core.events import Emit, Ending, SequenceKey
 from services.worker.core.sequence import Sequence as Running
 
-_MANY_MARKS = 64  # marks, of 16,384 tokens together, that are sent without waiting for other output
+_MANY_MARKS = 64  # so many marks, of 16,384 tokens together, are sent without waiting for other output
 
 
 class _Letter:
@@ -63,7 +63,7 @@ class Outbox:
         letter.texts += [""] * len(handles)
 
     def text(self, sequence: Running, text: str) -> None:
-        """Add text without a token: what was held back as a possible beginning of a stop string."""
+        """Add text without a token, which was held back as a possible beginning of a stop string."""
         if sequence.wants_text and text:
             letter = self._letter(sequence.key[0])
             letter.handles.append(sequence.key[1])
@@ -91,7 +91,9 @@ class Outbox:
         self._letter(stream_id).endings.append(ending)
 
     def record_refused(self, key: SequenceKey, why: str, invalid: bool) -> None:
-        """Report a request that never became a sequence: refused, or ERROR if it is itself at fault (`invalid`)."""
+        """Report a request that never became a sequence: refused, or ERROR if the request itself is at fault
+        (`invalid`).
+        """
         reason = FinishReason.ERROR if invalid else None
         self._letter(key.stream_id).endings.append(
             Ending(key.handle, reason, error=why, refused=not invalid, invalid=invalid)

@@ -1,8 +1,8 @@
-"""The state tables of a member in a transition, for a drop and for a restore; `core.transition` runs from them (pure).
+"""State tables of a member in a transition, one for a drop and one for a restore, executed by `core.transition` (pure).
 
-A row lists the events that a state handles; others are ignored, since each may arrive twice, late or never. `On`: of
-the entries for an event the first whose condition holds is taken. `Then`: entries without an event; after each event
-they are tried in order until none holds. `docs/transitions.md` is generated from the tables.
+A row lists the events that a state handles. Other events are ignored, because any event may arrive twice, late or
+never. `On`: the first entry for an event whose condition holds is taken. `Then`: entries without an event, tried in
+order after each event until no condition holds. `docs/transitions.md` is generated from the tables.
 """
 
 import math
@@ -55,7 +55,7 @@ class Then:
 @dataclass(frozen=True, slots=True)
 class Row:
     """One state of a table. `deadline_s`: the member's own deadline; None: the planner ends the phase, or the member is
-    at rest. `way_out`: from when the deadline counts, and what happens when it passes.
+    at rest. `way_out`: when the deadline begins to count, and what happens when it passes.
     """
 
     phase: Phase
@@ -66,7 +66,7 @@ class Row:
 
 
 BEFORE_COMMIT = (Phase.PREPARING, Phase.PREPARED)
-_FORGOTTEN_S = 15.0  # silence of the planner after which a transition is no longer committed
+_FORGOTTEN_S = 15.0  # silence of the planner after which a member no longer commits a transition
 _FORGOTTEN = "counted from the planner's last request: the transition fails"
 _OVERDUE = "a plan without this worker's group follows: it leaves"
 
@@ -79,7 +79,7 @@ def _fails(aborted: State) -> tuple[On, ...]:
     )
 
 
-_EARLY = (  # from members that have received Commit earlier
+_EARLY = (  # sent by members that have received Commit earlier
     On(t.EpochEnded, None, S.note_end),
     On(t.HandoverReceived, None, S.note_handover),
 )
@@ -121,14 +121,14 @@ def _preparing(does: str, *ways: On | Then) -> Row:
 
 
 def _prepared(*ways: On) -> Row:
-    return Row(Phase.PREPARED, "keeps serving as before", ways, _FORGOTTEN_S, _FORGOTTEN)
+    return Row(Phase.PREPARED, "continues serving as before", ways, _FORGOTTEN_S, _FORGOTTEN)
 
 
 DROP: Mapping[State, Row] = MappingProxyType(
     {
         **_BOTH,
         State.PREPARING: _preparing(
-            "links come up; checksums of the layers to be given up are taken",
+            "links are opened; checksums of the layers to be dropped are computed",
             On(t.LinksUp, None, S.note_links),
             On(t.MemoryReady, None, S.note_memory),
             Then(State.PREPARED, None, when=S.prepared),
@@ -137,7 +137,7 @@ DROP: Mapping[State, Row] = MappingProxyType(
         State.PREPARED: _prepared(On(t.CommitRequested, State.QUIESCING, S.quiesce), *_DROP_FAILS),
         State.QUIESCING: Row(
             Phase.COMMITTING,
-            "a leader forms no batch while the last ones complete; a follower waits for its leader's notice of the end",
+            "a leader forms no batch while the last ones complete; a follower waits until its leader reports their end",
             (
                 On(t.BoundaryReached, State.TAKING_UP, S.end_epoch),
                 *_EARLY,
@@ -169,7 +169,7 @@ DROP: Mapping[State, Row] = MappingProxyType(
         ),
         State.EXCHANGING: Row(
             Phase.EXCHANGING,
-            "the group serves new requests; KV of victims is transferred, in waves as there is room",
+            "the group serves new requests; KV of victims is transferred in waves, limited by free memory",
             (
                 On(t.Led, None, S.led, when=S.is_own_wave),
                 *_KV,
@@ -187,26 +187,26 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
     {
         **_BOTH,
         State.PREPARING: _preparing(
-            "links come up",
+            "links are opened",
             On(t.LinksUp, State.LIMITING, S.note_links, when=S.is_leader),
             On(t.LinksUp, State.AWAITING_ROOM, S.note_links),
             On(t.RoomGranted, None, S.note_room),
             *_RESTORE_FAILS,
         ),
         State.LIMITING: _preparing(
-            "the leader limits the group, and waits until no request holds a block beyond the limit",
+            "the leader limits the group's blocks, and waits until no request holds a block beyond the limit",
             On(t.GroupLimited, None, S.note_room),
             On(t.LimitHeld, State.LOADING, S.grant_room),
             *_RESTORE_FAILS,
         ),
         State.AWAITING_ROOM: _preparing(
-            "a follower waits for its leader's grant of room",
+            "a follower waits until its leader grants it room",
             On(t.RoomGranted, None, S.note_room),
             Then(State.LOADING, S.load_layers, when=S.has_room),
             *_RESTORE_FAILS,
         ),
         State.LOADING: _preparing(
-            "layers are loaded into that room and verified",
+            "layers are loaded into the free room and verified",
             On(t.MemoryReady, State.PREPARED, S.note_memory),
             On(t.RoomGranted, None, S.shrink_group),
             *_RESTORE_FAILS,
@@ -218,13 +218,13 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
         ),
         State.TAKING_UP: Row(
             Phase.COMMITTING,
-            "at once: a KV cache of its own in the free memory, while the group continues",
+            "at once: the member creates its own KV cache in the free memory, while the group continues",
             (On(t.TakenUp, State.DRAINING, S.note_own),),
             way_out="at once",
         ),
         State.DRAINING: Row(
             Phase.EXCHANGING,
-            "each member serves alone; the group's sequences end, or move to a member (Abort: now)",
+            "each member serves alone; the group's sequences end, or move to a member (on Abort: immediately)",
             (
                 On(t.GroupEnded, None, S.end_group),
                 *_EARLY,
@@ -237,7 +237,7 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
         ),
         State.GATHERING: Row(
             Phase.EXCHANGING,
-            "the group computes nothing more; its remaining sequences are handed over with their KV",
+            "the group computes no more batches; its remaining sequences are handed over with their KV",
             (
                 On(t.HandoverReceived, None, S.note_handover),
                 On(t.PeerLost, None, S.lose, when=S.is_peer),
@@ -268,7 +268,7 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
         ),
         State.UNDOING: Row(
             Phase.ABORTED,
-            "layers are given up again, once nothing writes into them",
+            "the loaded layers are dropped again, once no write into them is under way",
             (On(t.LayersGivenUp, State.ABORTED, S.note_undone),),
             way_out="transfers that are under way end",
         ),
@@ -277,6 +277,6 @@ RESTORE: Mapping[State, Row] = MappingProxyType(
 
 
 def deadline_s(phase: Phase) -> float:
-    """The member's own deadline in a phase (seconds), the shortest of its states; infinity: none."""
+    """The member's own deadline in a phase (seconds): the shortest deadline of the phase's states; infinity: none."""
     rows = [row for table in (DROP, RESTORE) for row in table.values() if row.phase is phase]
     return min((row.deadline_s for row in rows if row.deadline_s is not None), default=math.inf)

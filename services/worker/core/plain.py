@@ -1,9 +1,9 @@
-"""Decode-only steps, taken together.
+"""Several decode-only steps at once, for the simulator.
 
-While every running sequence is past its prompt and before its last token, blocks are free and nothing can be admitted,
-a step gives each one token and changes nothing else. The simulator, for which a token is a number, asks how many such
-steps follow (`foresee`) and later reports them as run (`take`): the state is then as if each step had been requested.
-Tests of `sim` compare whole histories with and without it, load reports included.
+While every running sequence is past its prompt and before its last token, blocks are free, and no sequence can be
+admitted, a step appends one token to each sequence and changes nothing else. The simulator asks how many such steps
+follow (`foresee`) and later reports them as run (`take`). The state is then the same as if each step had been
+requested. Tests of `sim` compare whole histories, including load reports, with and without this shortcut.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,9 +23,9 @@ class PlainSteps:
         self.sequences = sequences  # in the order of their slices
         self.limit = limit  # maximum number of steps
         self.block_tokens = block_tokens
-        self.context_tokens = sum([s.token_count for s in sequences])  # context of the first step, its inputs included
+        self.context_tokens = sum([s.token_count for s in sequences])  # context of the first step, including its inputs
         self._growth = growth  # step number modulo block size -> blocks reserved before that step
-        self._early = early  # step numbers at which a sequence does not need its block yet, once for each such sequence
+        self._early = early  # steps at which a sequence does not need its block yet; repeated per sequence
 
     def growth(self, step: int) -> int:
         """Number of blocks to be reserved before this step (counted from 0)."""
@@ -36,7 +36,7 @@ class PlainSteps:
 
 
 def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
-    """The decode-only steps that follow next; None if the next step may not be one."""
+    """Return the decode-only steps that follow; None if the next step may not be decode-only."""
     scheduler, batches_in_flight = group_scheduler.scheduler, group_scheduler.batches_in_flight
     if not scheduler.decides_nothing or len(batches_in_flight) or batches_in_flight.carries_changes:
         return None
@@ -47,7 +47,7 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
     growth, early = [0] * block_tokens, list[int]()
     for sequence in scheduler.running:
         token_count = sequence.token_count
-        first = sequence.reserved_tokens - token_count + 1  # the step before which it needs a block
+        first = sequence.reserved_tokens - token_count + 1  # before this step it needs a block
         if (
             token_count - sequence.computed_tokens != 1
             or not sequence.in_engine
@@ -69,9 +69,9 @@ def foresee(group_scheduler: GroupScheduler) -> PlainSteps | None:
 
 
 def take(plain: PlainSteps, token_ids: Iterable[Sequence[int]], count: int, group_scheduler: GroupScheduler) -> None:
-    """Record the first `count` steps as run. `token_ids`: for each sequence, one for each step."""
+    """Record the first `count` steps as run. `token_ids[i]`: the tokens of sequence i, one per step."""
     block_tokens, scheduler, book = plain.block_tokens, group_scheduler.scheduler, group_scheduler.book
-    taken: list[tuple[int, int, Running]] = []  # step, index in the batch: the order in which blocks are reserved
+    taken: list[tuple[int, int, Running]] = []  # (step, index in the batch) is the order in which blocks are reserved
     step_id = group_scheduler.batches_in_flight.record_completed(count)
     for place, (sequence, new_ids) in enumerate(zip(plain.sequences, token_ids, strict=True)):
         before = sequence.token_count

@@ -1,4 +1,4 @@
-"""The plan of a transition, one worker's part in it, and which KV has to move.
+"""The plan of a transition, one worker's part in it, and the KV that has to move.
 
 The KV of (sequence, layer) moves if and only if the layer's holder changes.
 """
@@ -16,7 +16,7 @@ from services.worker.core.batch import BlockNumber, SequenceId
 from services.worker.core.blocks import Table
 from services.worker.core.spans import Hop, hops
 
-_FIRST_SHARED = -(1 << 62)  # beyond the negatives of all block numbers
+_FIRST_SHARED = -(1 << 62)  # below the negatives of all block numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +48,8 @@ class Victim:
     sequence_id: SequenceId
     computed_tokens: int  # tokens with KV
     old_leader: WorkerId
-    shared_blocks: Table = ()  # the old leader's blocks for its first tokens, as far as other sequences share them
-    donor: SequenceId = 0  # in a roster: a sequence whose first `donated_count` blocks, on every stage, become its own
+    shared_blocks: Table = ()  # the old leader's blocks of its first tokens that other sequences share
+    donor: SequenceId = 0  # in a roster: a sequence with the same first `donated_count` blocks on every stage
     donated_count: int = 0
 
 
@@ -60,11 +60,11 @@ class PlanPart:
     old: Group | None
     new: Group
     peers: tuple[WorkerId, ...]  # workers to which it needs links
-    handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its handover, itself excluded
-    handovers_from: tuple[WorkerId, ...]  # on a new leader: members whose handover it waits for
-    rosters_from: tuple[WorkerId, ...]  # new leaders of sequences whose KV it sends or receives, itself included
-    roster_to: tuple[WorkerId, ...]  # on a new leader: members that get its roster, itself excluded
-    dissolves: bool  # restore: members serve alone at once, while the old group drains
+    handovers_to: tuple[WorkerId, ...]  # new leaders that wait for its handover, except itself
+    handovers_from: tuple[WorkerId, ...]  # for a new leader: members whose handover it waits for
+    rosters_from: tuple[WorkerId, ...]  # new leaders of sequences whose KV it sends or receives, including itself
+    roster_to: tuple[WorkerId, ...]  # for a new leader: members that get its roster, except itself
+    dissolves: bool  # True in a restore: members serve alone at once, while the old group drains
     lost: frozenset[WorkerId] = frozenset()  # stages of its old group that a stand-in replaces
 
 
@@ -91,7 +91,7 @@ def part_of(plan: Plan, me: WorkerId) -> PlanPart | None:
 
 def shared_numbers(victims: Iterable[Victim], epoch: Epoch) -> dict[SequenceId, tuple[BlockNumber, ...]]:
     """Numbers for the leading blocks that several victims share. They are negative, and no other epoch uses them."""
-    known: dict[tuple[WorkerId | BlockNumber, int], BlockNumber] = {}  # (number before, or old leader; block) -> number
+    known: dict[tuple[WorkerId | BlockNumber, int], BlockNumber] = {}  # (old number or old leader, block) -> new number
     chains: dict[SequenceId, list[BlockNumber]] = {}
     for victim in victims:
         chain, before = chains.setdefault(victim.sequence_id, []), victim.old_leader
@@ -114,7 +114,9 @@ def transfers(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
 
 
 def refills(plan: Plan, victim: Victim, new_leader: WorkerId) -> list[Hop]:
-    """The hops of lost layers, whose KV a stand-in computes from the log of the preceding stage, the giver."""
+    """The hops for the KV of lost layers. A stand-in computes it from the activation log of the preceding stage, the
+    giver.
+    """
     old, new = group_of(plan.base, victim.old_leader), group_of(plan.target, new_leader)
     if not plan.lost or old is None or new is None or victim.computed_tokens == 0:
         return []

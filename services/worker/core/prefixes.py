@@ -1,11 +1,11 @@
-"""The prefix cache of a group: the tokens of each numbered KV block, the sequences that read it, and the order of
+"""The prefix cache of a group: the tokens of each numbered KV block, the sequences that hold it, and the order of
 eviction.
 
-A full block whose tokens have KV gets a number from the leader, never reused. A number identifies the same tokens after
-the same prefix, whichever physical block each stage uses for it. A sequence whose prompt begins with numbered blocks
-takes them and computes the rest, at least its last token. A block that no sequence holds is *retained*: it counts as
-free and is evicted when room is needed. Blocks used only by offline sequences are evicted first, then the least
-recently used ones, each prefix from its tail.
+The leader gives each full block with KV a number, which is never reused. A number identifies the same tokens after the
+same prefix, whichever physical block each stage uses for it. A sequence whose prompt begins with numbered blocks takes
+these blocks and computes only the remaining tokens, at least the last one. A block that no sequence holds is
+*retained*: it counts as free and is evicted when room is needed. Blocks used only by offline sequences are evicted
+first, then the least recently used ones. Each prefix is evicted from its tail.
 
 Only the leader has this index. Stages learn numbers from batches (`Batch.named`, `forgotten`, `taken`), so stages of
 different capacity cannot disagree.
@@ -28,7 +28,7 @@ _KEY_BYTES = 16
 
 
 def runs_of(numbers: Iterable[BlockNumber]) -> NumberRuns:
-    """(first, count) for each run of consecutive numbers."""
+    """Return (first, count) for each run of consecutive numbers."""
     runs: list[tuple[BlockNumber, int]] = []
     for number in numbers:
         if runs and runs[-1][0] + runs[-1][1] == number:
@@ -39,9 +39,9 @@ def runs_of(numbers: Iterable[BlockNumber]) -> NumberRuns:
 
 
 class PrefixIndex:
-    """Running sequences, and those being swapped out, hold numbers; others hold none.
+    """Index of the cached blocks. Numbers are held by running sequences and by those being swapped out, not by others.
 
-    A closed index matches, names and retains nothing.
+    A closed index matches, numbers and retains no blocks.
     """
 
     def __init__(self, limits: WorkerLimits, first_number: BlockNumber, host: HostPrefixes) -> None:
@@ -54,24 +54,24 @@ class PrefixIndex:
         self._last_number = first_number
         self._numbers: dict[BlockKey, BlockNumber] = {}
         self._keys: dict[BlockNumber, BlockKey] = {}
-        self._holders: dict[BlockNumber, int] = {}  # reference counts, at least 1
+        self._holders: dict[BlockNumber, int] = {}  # reference count of each held number
         self._retained: OrderedDict[BlockNumber, float] = (
             OrderedDict()
         )  # unreferenced -> last use; in order of eviction
         self._offline: OrderedDict[BlockNumber, None] = (
             OrderedDict()
-        )  # unreferenced, used by offline sequences only; in order of eviction, before `_retained`
+        )  # unreferenced, used by offline sequences only; in order of eviction, all before `_retained`
         self._online: set[BlockNumber] = set()  # numbers that online sequences have held
         self._marks: dict[BlockNumber, Mark] = {}  # last block of a marked prefix -> its mark
-        self.new_marks: list[Mark] = []  # marks of prefixes computed or reused since the last report
+        self.new_marks: list[Mark] = []  # marks of prefixes computed or reused since `take_marks` was last called
         self.at_s = 0.0  # instant of the event being handled
-        self._kept_since_s = 0.0  # all blocks used since then are still here or on the host
+        self._kept_since_s = 0.0  # all blocks used since this time are still here or on the host
         self._held: dict[SequenceId, list[BlockNumber | None]] = {}  # numbers of its first blocks; None: not numbered
-        self._begun: list[Sequence] = []  # sequences that have taken blocks and are in no plan yet
+        self._begun: list[Sequence] = []  # sequences that have taken blocks but are in no plan yet
         self._displaced: set[SequenceId] = set()  # sequences without KV on the stages of the new group
-        self.shared_count = 0  # blocks saved: how many more would be needed if each sequence had its own
+        self.shared_count = 0  # blocks saved by sharing: how many more are needed if each sequence has its own
         self.queried_tokens_total = self.hit_tokens_total = 0  # tokens of online sequences at their first admission
-        self.host_hit_tokens_total = 0  # part of the hits: those copied from the host
+        self.host_hit_tokens_total = 0  # part of the hits that were copied from the host
         # For the next batch:
         self._named: list[NamedBlocks] = []
         self._taken: list[TakenBlocks] = []
@@ -103,7 +103,7 @@ class PrefixIndex:
         return bool(self._forgotten or self._taken or self._named)
 
     def drain_changes(self) -> tuple[tuple[NamedBlocks, ...], NumberRuns, tuple[TakenBlocks, ...]]:
-        """Take the changes for the next batch: named, forgotten and taken blocks."""
+        """Return and clear the changes for the next batch: named, forgotten and taken blocks."""
         news = tuple(self._named), runs_of(sorted(self._forgotten)), tuple(self._taken)
         self._named, self._forgotten, self._taken = [], [], []
         return news
@@ -111,7 +111,7 @@ class PrefixIndex:
     # ---------------------------------------------------------------- lookup
 
     def _chain(self, sequence: Sequence, block_count: int) -> list[BlockKey]:
-        """Prefix keys of the sequence's first `block_count` blocks; new ones are computed."""
+        """Return the prefix keys of the sequence's first `block_count` blocks; missing keys are computed."""
         chain, size = sequence.block_keys, self._block_tokens
         for index in range(len(chain), block_count):
             adapter = sequence.sampling.adapter.encode()
@@ -121,7 +121,7 @@ class PrefixIndex:
         return chain[:block_count]
 
     def match(self, sequence: Sequence) -> list[BlockNumber]:
-        """Numbers of the blocks of the longest cached prefix. It never includes the last token, which is computed for
+        """Return the block numbers of the longest cached prefix, without the last token, which is always computed for
         its logits.
         """
         found: list[BlockNumber] = []
@@ -149,7 +149,9 @@ class PrefixIndex:
         return tuple(keys)
 
     def held_count(self, numbers: list[BlockNumber], without: list[Sequence] | None = None) -> int:
-        """How many of these numbers are held by sequences other than those in `without`: their blocks need no room."""
+        """Return how many of these numbers are held by sequences other than those in `without`. Their blocks need no
+        room.
+        """
         holders = self._holders
         if not without:
             return sum([number in holders for number in numbers])
@@ -168,8 +170,9 @@ class PrefixIndex:
         return Counter(n for s in sequences for n in self._held.get(s.sequence_id, ()) if n is not None)
 
     def wanted(self, waiting: Iterable[tuple[Sequence, int]]) -> tuple[int, int]:
-        """Blocks, and tokens to compute, that sequences need together: shared blocks and tokens count once, cached
-        tokens cost no computation, held blocks cost no room. `waiting`: each with the blocks that it needs alone.
+        """Return the number of blocks that sequences need together, and of tokens to compute. Shared blocks and tokens
+        count once; cached tokens need no computation and held blocks no room. `waiting`: each sequence with the blocks
+        that it needs alone.
         """
         size, block_count, token_count = self._block_tokens, 0, 0
         keys = set[BlockKey]()
@@ -187,7 +190,7 @@ class PrefixIndex:
         return block_count, token_count
 
     def is_being_computed(self, sequence: Sequence, running: Iterable[Sequence]) -> bool:
-        """True if a running prompt is soon going to compute at least half of what this sequence would compute, so that
+        """True if a running prompt will soon compute at least half of the tokens that this sequence needs, so that
         waiting for it saves work.
         """
         if self._closed or sequence.scores_prompt:
@@ -208,7 +211,7 @@ class PrefixIndex:
 
     def take(self, sequence: Sequence, from_host: int = 0) -> int:
         """Admit a sequence with its cached blocks; `from_host` more are copied back from the host. Returns how many of
-        the blocks are held by others and need no room.
+        the blocks other sequences hold already, which need no room.
         """
         if not self._closed:
             self._chain(sequence, (sequence.token_count - 1) // self._block_tokens)  # waiting sequences need its keys
@@ -237,12 +240,12 @@ class PrefixIndex:
         self._report_marks(sequence, hit_tokens)
         if numbers:
             self._begun.append(sequence)
-            sequence.dispatched_tokens = hit_tokens  # as if computed; true once a batch has told the stages
+            sequence.dispatched_tokens = hit_tokens  # treated as computed; the stages learn of them with the next batch
         self.shared_count += shared_count
         return shared_count
 
     def begin(self) -> list[Sequence]:
-        """Put the blocks taken since the last batch into the one being formed. Returns the sequences that took them."""
+        """Add the blocks taken since the last batch to the batch being formed. Returns the sequences that took them."""
         for sequence in self._begun:
             held = self._held[sequence.sequence_id]
             sequence.computed_tokens = len(held) * self._block_tokens
@@ -297,15 +300,15 @@ class PrefixIndex:
             self._named.append(NamedBlocks(sequence.sequence_id, first, self._last_number - count + 1, count))
 
     def leave(self, sequence: Sequence, *, kept: bool) -> int:
-        """Remove all references of a sequence. Returns how many of its blocks others hold. `kept`: its KV is valid on
-        all stages and is retained.
+        """Remove all references of a sequence. Returns how many of its blocks other sequences hold. `kept`: its KV is
+        valid on all stages and is retained.
         """
         self._displaced.discard(sequence.sequence_id)
         held = self._held.pop(sequence.sequence_id, ())
         if self._begun:
             self._begun = [s for s in self._begun if s is not sequence]
         shared_count = 0
-        for number in reversed(held):  # tail first: a block is evicted before those it builds on
+        for number in reversed(held):  # tail first, so that a block is evicted before the blocks before it
             if number is None:
                 continue
             holders = self._holders[number]
@@ -328,14 +331,14 @@ class PrefixIndex:
         return shared_count
 
     def fit(self, free_block_count: int) -> None:
-        """Evict retained blocks until they fit into the free ones."""
+        """Evict retained blocks until they fit into the free blocks."""
         for _ in range(self.retained_count - max(0, free_block_count)):
             if self._offline:
                 number, _ = self._offline.popitem(last=False)
                 self._forget(number)
             else:
                 number, used_at_s = self._retained.popitem(last=False)
-                if not self._forget(number, used_at_s) and not len(self._host):  # otherwise most older blocks are there
+                if not self._forget(number, used_at_s) and not len(self._host):  # else most older ones are on the host
                     self._kept_since_s = used_at_s
 
     def _forget(self, number: BlockNumber, used_at_s: float = 0.0) -> bool:
@@ -371,13 +374,13 @@ class PrefixIndex:
         return sorted(set(found))
 
     def keep_no_copies(self) -> None:
-        """Drop the list of blocks to copy: the host has no room."""
+        """Drop the list of blocks to copy, because the host has no room."""
         self._to_copy.clear()
 
     def forget_all(self, running: list[Sequence]) -> int:
-        """Forget all numbers as the group changes: stages drop theirs by themselves, and running sequences get none
-        until their KV is on the new stages. Blocks that running sequences share stay shared, under negative numbers,
-        which are never matched, sent to stages or retained. Returns by how many the number of held blocks grows.
+        """Forget all numbers because the group changes. Stages do the same independently, and running sequences get no
+        numbers until their KV is on the new stages. Blocks that running sequences share stay shared, under negative
+        numbers, which are never matched, sent to stages or retained. Returns the increase of the number of held blocks.
         """
         shared_count = self.shared_count
         self._displaced = {s.sequence_id for s in running if s.computed_tokens}
@@ -405,7 +408,7 @@ class PrefixIndex:
     # ---------------------------------------------------------------- blocks shared through a change of the group
 
     def hold(self, sequence_id: SequenceId, numbers: Iterable[BlockNumber]) -> int:
-        """Have a sequence hold negative numbers for its first blocks. Returns how many of them others hold."""
+        """Make a sequence hold negative numbers for its first blocks. Returns how many of them other sequences hold."""
         held, shared_count = self._held.setdefault(sequence_id, []), 0
         for number in numbers:
             held.append(number)
@@ -439,14 +442,14 @@ class PrefixIndex:
         return [number for number in self._held.get(sequence_id, ()) if number is not None and number < 0]
 
     def close(self) -> None:
-        """Disable the index: nothing is taken, named or retained any more."""
+        """Disable the index: from now on no blocks are matched, numbered or retained."""
         self.fit(0)
         self._closed = True
 
     # ---------------------------------------------------------------- inspector
 
     def check(self, stage_numbers: Iterable[BlockNumber] | None, reserved: dict[SequenceId, int]) -> None:
-        """Raise InvariantViolation unless reference counts equal the holders, and the leader's own stage has the same
+        """Raise InvariantViolation unless reference counts match the holders, and the leader's own stage has the same
         numbers after the next batch.
 
         Args:
@@ -455,9 +458,9 @@ class PrefixIndex:
         """
         holders = Counter(n for held in self._held.values() for n in held if n is not None)
         if holders != self._holders:
-            raise InvariantViolation(f"holders of numbered blocks are {holders}, counted are {self._holders}")
+            raise InvariantViolation(f"holders of numbered blocks are {holders}, but {self._holders} are counted")
         if (shared := sum(holders.values()) - len(holders)) != self.shared_count:
-            raise InvariantViolation(f"{self.shared_count} blocks are shared, the sum is {shared}")
+            raise InvariantViolation(f"{shared} blocks are shared, but {self.shared_count} are counted")
         places = Counter([*(number for number in holders if number > 0), *self._retained, *self._offline])
         if places.keys() != self._keys.keys() or places.total() != len(places) or self._online - places.keys():
             raise InvariantViolation("a number is neither held nor retained, or both")
@@ -470,4 +473,4 @@ class PrefixIndex:
             coming = {n for _, _, first, count in self._named for n in range(first, first + count)}
             told = (self._keys.keys() | set(self._forgotten)) - coming
             if told != set(stage_numbers):
-                raise InvariantViolation(f"the stage has numbers {set(stage_numbers)}, expected {told}")
+                raise InvariantViolation(f"the stage has numbers {set(stage_numbers)} instead of {told}")

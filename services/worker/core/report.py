@@ -1,4 +1,4 @@
-"""A worker's load report. Counts are of online work: what offline work holds counts as free."""
+"""Creates a worker's load report. It counts online work only; blocks and places held by offline work count as free."""
 
 import collections.abc
 from typing import NamedTuple
@@ -9,7 +9,7 @@ from services.worker.core.sequence import Sequence
 
 
 class GroupTotals(NamedTuple):
-    """Counters of the groups that a worker has led, since they began."""
+    """Counters of one group, or the sums of several, since their creation."""
 
     preemptions: int = 0
     offline_yields: int = 0
@@ -41,7 +41,7 @@ class ReportTotals(NamedTuple):
 
 
 class Parks(NamedTuple):
-    """Whether the worker is parked, and how long it takes to wake: see `LoadReport`."""
+    """Whether the worker is parked, and how long it takes to wake; see `LoadReport`."""
 
     parked: bool = False
     wake_s: float = 0.0
@@ -64,7 +64,7 @@ def load_of(
     *,
     draining: bool,
 ) -> LoadReport:
-    """The worker's load report. `groups`: those that it leads, the one in force last."""
+    """Create the worker's load report. `groups`: the groups that it leads, the current one last."""
     waiting_block_count = spare_block_count = running_count = waiting_count = max_running_count = 0
     offline_block_count = offline_running_count = offline_waiting_count = waiting_tokens = 0
     closed = totals.closed
@@ -74,7 +74,7 @@ def load_of(
         waiting_count += one.line.count
         block_count, token_count = one.wanted_by_waiting
         waiting_block_count += block_count
-        waiting_tokens = token_count  # of the last group, which is the one in force
+        waiting_tokens = token_count  # of the last group, which is the current one
         if one.swap.entries:
             away = one.swap.away
             waiting_count += len(away) + one.swap.leaving_count
@@ -88,7 +88,7 @@ def load_of(
     for one in leaving:
         max_running_count += one.running_count
         spare_block_count += max(0, one.free_block_count)
-    # Blocks of a draining group alongside this one count as used: this group gets them later.
+    # Blocks of a draining group next to this one count as used, since this group gets them later.
     block_count = scheduler.block_count if scheduler.stage_count > 1 else scheduler.ceiling_block_count
     used_block_count = block_count - scheduler.free_block_count - scheduler.offline_block_count
     longest = max([s for one in groups for s in one.online], key=_token_count, default=None)

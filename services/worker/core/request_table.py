@@ -1,4 +1,4 @@
-"""Every sequence of a worker, and the dispatcher's stream that gets its output."""
+"""All sequences of a worker, each with the dispatcher stream that gets its output."""
 
 from ballast.common.errors import InvariantViolation
 from ballast.common.sampling import FinishReason
@@ -26,7 +26,7 @@ class RequestTable:
         self.streams: dict[int, DispatcherStream] = {}  # stream id -> its sequences
         self.live: dict[SequenceId, Sequence] = {}
         self.group_schedulers: dict[SequenceId, GroupScheduler] = {}  # absent while a sequence waits for its KV
-        self.waiting_for_kv = Waits(limits.handover_timeout_s)  # requests
+        self.waiting_for_kv = Waits(limits.handover_timeout_s)  # requests without their KV
         self.kept = Waits(limits.handover_timeout_s)  # KV whose request has not arrived; not in `live`
         self.outbox = Outbox()
         self.turned: list[Sequence] = []  # preempted or resumed since the last report
@@ -44,13 +44,13 @@ class RequestTable:
 
     @property
     def waits(self) -> bool:
-        """True if a request waits for KV, or KV for its request."""
+        """True if a request waits for its KV, or KV for its request."""
         return bool(self.waiting_for_kv or self.kept)
 
     # ---------------------------------------------------------------- insertion
 
     def enter(self, sequence: Sequence) -> None:
-        """Add a sequence of a stream, not yet in a group."""
+        """Add a sequence of a stream that is in no group yet."""
         self.live[sequence.sequence_id] = sequence
         self.streams[sequence.key.stream_id].live[sequence.key.handle] = sequence
         self._watch(sequence)
@@ -63,19 +63,19 @@ class RequestTable:
         self._watch(sequence)
 
     def place(self, sequence: Sequence, group_scheduler: GroupScheduler, at_s: float, *, waits: bool = False) -> None:
-        """Assign the sequence to the group that is to run it. `waits`: its KV waits for room."""
+        """Assign the sequence to the group that will run it. `waits`: its KV waits for room."""
         self.group_schedulers[sequence.sequence_id] = group_scheduler
         group_scheduler.enter(sequence, at_s, waits=waits)
 
     def _watch(self, sequence: Sequence) -> None:
-        """Watch the sequence's deadline."""
+        """Add the sequence's deadline to those that are checked."""
         if sequence.deadline_at_s is not None:
             self._deadlines.add(sequence.deadline_at_s, sequence.sequence_id)
             self._deadlines.tidy(self.live)
 
     def report_preempted(self) -> None:
-        """Report each of `turned` as preempted or resumed, unless its dispatcher knows already. New waiting sequences
-        are not reported.
+        """Report each sequence in `turned` as preempted or resumed, unless its dispatcher already knows. New waiting
+        sequences are not reported.
         """
         for sequence in self.turned:
             if sequence.sequence_id not in self.live:
@@ -97,14 +97,14 @@ class RequestTable:
     def end(
         self, sequence: Sequence, at_s: float, reason: FinishReason, error: str = "", *, invalid: bool = False
     ) -> None:
-        """End a sequence and report it: the only place that emits its `Ending`."""
+        """End a sequence and report it. No other function emits an `Ending`."""
         self.outbox.text(sequence, sequence.stop.flush())
         self.remove(sequence, at_s, reason, error)
         self.outbox.ended(sequence, reason, error, invalid)
 
     def end_too_big(self, sequence: Sequence, at_s: float) -> None:
-        """End a sequence that does not fit the cache, even alone. Not `invalid`: it may have begun in a larger group,
-        and another one may run it.
+        """End a sequence that does not fit into the cache, even alone. It is not `invalid`, because it may have begun
+        in a larger group and another group may run it.
         """
         block_count = self.group_schedulers[sequence.sequence_id].scheduler.block_count
         error = (
@@ -139,7 +139,7 @@ class RequestTable:
         self.outbox.close(stream_id)
 
     def abandon(self, at_s: float) -> None:
-        """The group is lost, and all streams with it: end all sequences without reporting them."""
+        """End all sequences without reporting them, because the group and with it all streams are lost."""
         for sequence in list(self.live.values()):
             self.remove(sequence, at_s, FinishReason.CANCELLED, "the group is lost")
         for kept in self.kept.sequences:
@@ -156,13 +156,11 @@ class RequestTable:
     # ---------------------------------------------------------------- inspector
 
     def check(self) -> None:
-        """Raise InvariantViolation unless every live sequence is in all tables where it belongs,
-        and nothing else is.
-        """
+        """Raise InvariantViolation unless the tables contain exactly the live sequences."""
         for sequence_id, sequence in self.live.items():
             self._check_live(sequence_id, sequence)
             if (sequence_id in self.group_schedulers) == (sequence.state is SequenceState.WAITING_FOR_KV):
-                raise InvariantViolation(f"{sequence.name} waits for KV in a group, or is in none", sequence.story())
+                raise InvariantViolation(f"{sequence.name} waits for KV in a group, or has no group", sequence.story())
         streamed = sum(len(stream.live) for stream in self.streams.values())
         if len(self.live) != streamed:
             raise InvariantViolation(f"{len(self.live)} live sequences, {streamed} in streams")

@@ -1,9 +1,9 @@
 """Capacity of a group while a restore loads its members' parameters (pure).
 
-The parameters need the memory that the drop has given to KV. Meanwhile the group keeps running in the remaining blocks,
-less a minimum that each member needs to begin serving alone: see `DeviceMemory.leaving_block_count`. The leader limits
-the group to what the smallest stage has left, and announces the limit, in order with its batches, once no block beyond
-it is held.
+The parameters need the memory that the drop has given to KV. Meanwhile the group continues to run in the remaining
+blocks, minus a minimum that each member needs to begin serving alone (`DeviceMemory.leaving_block_count`). The leader
+limits the group to the remaining blocks of the smallest stage. Once no block beyond the limit is held, it announces the
+limit, in order with its batches.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,31 +16,31 @@ from services.worker.core.waves import Leading
 
 @dataclass(frozen=True, slots=True)
 class RoomSizes:
-    """Block counts of one stage: in the draining group, alone, and in host memory."""
+    """Block counts of one stage: in the draining group, when serving alone, and in host memory."""
 
-    leaving: int  # in its group, when all parameters are loaded as well
-    home: int  # alone, with all layers
+    leaving: int  # in its group, once all parameters are loaded as well
+    home: int  # when serving alone, with all layers
     host: int = 0  # in host memory, for swapped KV
 
 
 class GroupRoom:
-    """Blocks of each stage of the group in force, and the limit set by a restore.
+    """Blocks of each stage of the current group, and the limit set by a restore.
 
-    A leader uses the smallest stage; a follower knows its own sizes, and for which restore its leader has granted or
-    withdrawn room.
+    A leader uses the sizes of the smallest stage. A follower knows its own sizes and the restore for which its leader
+    has granted or withdrawn room.
     """
 
     def __init__(self, me: WorkerId, own: Callable[[], RoomSizes]) -> None:
-        """`own()`: present sizes of this stage."""
+        """`own()`: current sizes of this stage."""
         self._me = me
         self.own = own
         self._granted = (Epoch(0), 0)  # epoch of the last restore for which room was granted, and its blocks
-        self.withdrawn = Epoch(0)  # epoch of the last restore that the leader has withdrawn
+        self.withdrawn = Epoch(0)  # epoch of the last restore whose room the leader has withdrawn
         self.begin((), 0)
 
     def begin(self, stages: Sequence[WorkerId], block_count: int, *, before_block_count: int = 0) -> None:
-        """Start a new group, of which only this stage's `block_count` is known, with no restore under way.
-        `before_block_count`: blocks that it will have once the previous group has released its memory.
+        """Start a new group without a restore under way. Only this stage's `block_count` is known.
+        `before_block_count`: blocks that the group will have once the previous group has released its memory.
         """
         self.stages = tuple(stages) or (self._me,)
         self.counts: dict[WorkerId, int] = {self._me: block_count}
@@ -48,7 +48,7 @@ class GroupRoom:
         self._limited_epoch = Epoch(0)  # last restore that limited the group; reports before its end are out of date
         self._limited: set[WorkerId] = set()  # stages that have not reported since that limit
         self._before_block_count = before_block_count  # 0: the group has all its blocks
-        self.leading: Leading | None = None  # decides, after a drop, when suspended sequences get room
+        self.leading: Leading | None = None  # after a drop, decides when suspended sequences get room
 
     @property
     def smallest(self) -> int:
@@ -62,23 +62,26 @@ class GroupRoom:
 
     @property
     def homes(self) -> Mapping[WorkerId, int]:
-        """Blocks of each member when it holds all layers; until all have reported, this stage's for each."""
+        """Blocks of each member when it holds all layers. Until all have reported, this stage's number is used for
+        each.
+        """
         own, sizes = self.own(), self.sizes or {}
         return {stage: sizes.get(stage, own).home for stage in self.stages}
 
     def why_too_long(self, token_count: int, block_tokens: int) -> str:
-        """Why the group cannot dissolve: its longest request does not fit in a single member. Empty if it fits.
+        """Return why the group cannot dissolve: its longest request does not fit into a single member. Empty if it
+        fits.
 
-        A batch in flight may still add a token to it, and the next batch needs room for one more.
+        A batch in flight may still append a token to the request, and the next batch needs room for another one.
         """
         home = min(self.homes.values()) * block_tokens
         if token_count + 2 <= home:
             return ""
-        return f"a request has {token_count} tokens, and a member has room for {home} without its group"
+        return f"a request has {token_count} tokens, but a member has room for {home} without its group"
 
     def told(self, stage: WorkerId, block_count: int, sizes: RoomSizes, withdrawn: Epoch) -> bool:
-        """Record a stage's report. Returns False if the stage is not in this group, or sent it before it knew of the
-        end of the last restore. `withdrawn`: the last restore that it knows to be withdrawn.
+        """Record a stage's report. Returns False if the stage is not in this group, or sent the report before it knew
+        that the last restore had ended. `withdrawn`: the last restore that it knows to be withdrawn.
         """
         if stage not in self.stages or (stage != self._me and withdrawn < self._limited_epoch):
             return False
@@ -89,7 +92,7 @@ class GroupRoom:
         return True
 
     def capacity(self, now_s: float, *, ends: bool = False) -> CapacityChanged:
-        """Capacity for the leader's core. `ends`: the group is about to end."""
+        """Return the capacity for the leader's core. `ends`: the group is about to end."""
         if self.leading is not None and self.leading.waiting_ids:  # swapping begins when all of these have room
             change = self.leading.capacity(now_s, self.counts)
         else:
@@ -99,7 +102,7 @@ class GroupRoom:
 
     @property
     def _swap_block_count(self) -> int:
-        """0 from the moment a group is limited for its end: host memory then belongs to another group."""
+        """Host blocks of the group. 0 once its end has begun, because host memory then belongs to another group."""
         if self._before_block_count or (sizes := self.sizes) is None:
             return 0
         return min(size.host for size in sizes.values())
@@ -107,7 +110,7 @@ class GroupRoom:
     # ---------------------------------------------------------------- a restore before its commit
 
     def limit(self, epoch: Epoch) -> int:
-        """Leader: limit the group to what its smallest stage keeps in a restore. Returns that number of blocks."""
+        """Leader: limit the group to the blocks that its smallest stage keeps in a restore, and return their number."""
         block_count = min(size.leaving for size in (self.sizes or {self._me: self.own()}).values())
         self._limited_epoch = epoch
         self._before_block_count = max(self._before_block_count, self.smallest)
@@ -116,7 +119,8 @@ class GroupRoom:
         return block_count
 
     def grant(self, epoch: Epoch, block_count: int) -> None:
-        """Follower: its leader uses no block beyond `block_count`. May precede the planner's Prepare."""
+        """Follower: record that its leader uses no block beyond `block_count`. May arrive before the planner's Prepare.
+        """
         if epoch >= self._granted[0]:  # otherwise the grant is for an earlier restore
             self._granted = epoch, block_count
 

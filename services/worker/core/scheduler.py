@@ -1,16 +1,16 @@
-"""Decides, from counts, which sequences run: waiting queue, KV reservations, preemption.
+"""Decides which sequences run, from block and token counts: waiting queue, KV reservations, preemption.
 
-It knows how many blocks there are (in a pipeline the minimum over the stages) and how many each running sequence has
-reserved, but no block ids: every stage keeps its own tables (`core.blocks.BlockBook`) and can cover whatever the counts
-allow.
+The scheduler knows the number of blocks (in a pipeline the minimum over the stages) and each running sequence's
+reservation, but no block ids. Every stage has its own tables (`core.blocks.BlockBook`) and can provide the blocks that
+the counts allow.
 
 Order of service is (class, arrival). Classes decide who is admitted first and who is preempted when the cache is full.
-A running online sequence is preempted for a waiting one only if its caller holds much more than the other's, and never
-for one of a worse class (`policy.preemption`). Offline sequences are preempted for all online ones, and their blocks
-count as free for these (`core.offline`).
+A running online sequence is preempted for a waiting one only if its caller holds much more than the other caller, and
+never for a sequence of a worse class (`policy.preemption`). Any online sequence may preempt offline sequences, whose
+blocks count as free for it (`core.offline`).
 
 With several batches in flight, a sequence in one of them can be neither scheduled nor preempted. A sequence that needs
-such a victim's block skips a batch; as it precedes the victim in the order of service, it is the first to get the block
+such a victim's block skips a batch. Because it precedes the victim in the order of service, it gets the block first
 when the victim's batch has completed.
 """
 
@@ -45,14 +45,14 @@ class Scheduler(GroupCounts):
 
     @property
     def _takes_offline(self) -> bool:
-        """True if offline sequences may be admitted: no online one waits, and the group is not about to change."""
+        """True if offline sequences may be admitted: no online sequence waits, and the group is not about to change."""
         return not (
             self.line.count or len(self.swap.away) or self.offline_work.paused or self.admission_limit is not None
         )
 
     @property
     def decides_nothing(self) -> bool:
-        """True if the next plan admits and defers nothing, provided that no block is lacking."""
+        """True if the next plan admits and defers no sequence, provided that no block is lacking."""
         if self.stage_count > 1 or not self.running or self.suspended or self.swap.enabled:
             return False
         if self.line.offline_count or self.line.overtakes or self.swap.entries or self.offline or self._keeps_on_host:
@@ -64,8 +64,8 @@ class Scheduler(GroupCounts):
         return self.settled and not claims and self._preemption_candidates(head, 0) is None
 
     def has_ready_ahead(self, completed_step_id: int) -> bool:
-        """True if a lone instance may have a batch to run behind the one in flight. Not while it preempts or swaps:
-        sequences in flight cannot be preempted, and copies must not touch what is still being written.
+        """True if a lone instance may have a batch to run behind the one in flight. False while it preempts or swaps,
+        because sequences in flight cannot be preempted and copies must not touch blocks that are still being written.
         """
         swap = self.swap
         if swap.entries or swap.enabled or self.suspended or self.expected_block_count or not self.settled:
@@ -82,8 +82,8 @@ class Scheduler(GroupCounts):
         return False
 
     def has_ready(self, completed_step_id: int) -> bool:
-        """True if the next plan may have something to run. Not certain: blocks may be lacking, and only some
-        microbatching policies continue a prompt that has a chunk in flight.
+        """True if the next plan may have sequences to run. It is not certain, because blocks may be lacking, and only
+        some microbatching policies continue a prompt that has a chunk in flight.
         """
         for sequence in self.running:
             if sequence.step_id <= completed_step_id:
@@ -100,8 +100,8 @@ class Scheduler(GroupCounts):
     # ---------------------------------------------------------------- admission
 
     def admit(self, at_s: float, completed_step_id: int, *, offline: bool = True) -> list[Sequence]:
-        """Admit the head of the queue while it fits; nothing overtakes it, so it cannot starve. Returns the sequences
-        preempted for it, none of which is in a batch after `completed_step_id`. `offline`: whether offline sequences
+        """Admit the head of the queue while it fits. No sequence overtakes the head, so it cannot starve. Returns the
+        preempted sequences, none of which is in a batch after `completed_step_id`. `offline`: whether offline sequences
         may be admitted.
         """
         yielded: list[Sequence] = []
@@ -117,7 +117,7 @@ class Scheduler(GroupCounts):
                 or self.running_count >= self.max_running_count
             ):
                 victim = yielding.pop()
-                self._preempt(victim, at_s, f"{sequence.name} is let in")
+                self._preempt(victim, at_s, f"{sequence.name} is admitted")
                 yielded.append(victim)
             self._let_in(sequence, at_s)
         while offline and not yielded and (sequence := self._offline_head()) and self._lets_offline_in(sequence):
@@ -130,7 +130,7 @@ class Scheduler(GroupCounts):
             self._reserve(sequence, need)
             self.swap.come_back(sequence)
             self.turned.append(sequence)
-            sequence.note(at_s, "its KV comes back")
+            sequence.note(at_s, "its KV is swapped in")
             return
         self.line.remove(sequence)
         first, keys = self._brought(sequence)
@@ -141,14 +141,14 @@ class Scheduler(GroupCounts):
             self._run(sequence, need, at_s, why)
             return
         self._reserve(sequence, need)
-        sequence.move(SequenceState.SWAPPED, at_s, f"{why}; {len(keys)} come from host memory")
+        sequence.move(SequenceState.SWAPPED, at_s, f"{why}; {len(keys)} from host memory")
         self.swap.bring(sequence, first, keys)
         if sequence.preempted:
             self.turned.append(sequence)
 
     def _brought(self, sequence: Sequence) -> tuple[int, tuple[BlockKey, ...]]:
-        """Index of the sequence's first block that the device lacks, and the keys of the blocks copied back from the
-        host at its admission: none if recomputing them is faster.
+        """Return the index of the sequence's first block that the device lacks, and the keys of the blocks that
+        admission copies back from the host; no keys if recomputing is faster.
         """
         if not len(self.swap.prefixes) or sequence.rank == OFFLINE_RANK:
             return 0, ()
@@ -166,7 +166,7 @@ class Scheduler(GroupCounts):
         return need - self.prefixes.held_count(numbers, without)
 
     def _lets_offline_in(self, sequence: Sequence) -> bool:
-        """True if an offline sequence is admitted: without preemption, and leaving some blocks free for growth."""
+        """True if an offline sequence may be admitted: without preemption, and with some blocks left for growth."""
         if not self._takes_offline or self.running_count + self.expected_count >= self.max_running_count:
             return False
         kept = reserved(self.block_count, self.limits.admission_reserve_fraction) if self.running_count else 0
@@ -175,22 +175,22 @@ class Scheduler(GroupCounts):
         return sequence.state is SequenceState.SWAPPED or self.offline_work.wanted_tokens(self.offline) > 0
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why `block_count` more blocks cannot be reserved for a sequence of another leader that is new (`new`) or
-        already arriving; empty if they can.
+        """Return why `block_count` more blocks cannot be reserved for a sequence of another leader that is new (`new`)
+        or already arriving; empty if they can.
         """
         offline = self.offline
         free_count = self.free_block_count + self.prefixes.freed_count(offline)
         if self._admits(block_count, offline) if new else block_count <= free_count:
             return ""
         return (
-            f"{free_count} of {self.block_count} blocks are free, {block_count} are needed;"
+            f"{free_count} of {self.block_count} blocks are free, but {block_count} are needed;"
             f" {self.running_count - len(offline)} of {self.place_count} sequences run"
         )
 
     def _preemption_candidates(self, sequence: Sequence, completed_step_id: int) -> list[Sequence] | None:
-        """Sequences to preempt for `sequence`, last in the order of service first; empty if there is room. None: it
-        cannot be admitted, or would not be computed soon. Candidates are in no batch after `completed_step_id`: offline
-        sequences, and those of a caller that outweighs this one's.
+        """Return the sequences to preempt for `sequence`, the last in the order of service first; empty if there is
+        room. None: it cannot be admitted, or would not be computed soon. Candidates are offline sequences and those of
+        a caller that holds much more than this one's, if in no batch after `completed_step_id`.
         """
         begins = sequence.state is not SequenceState.SWAPPED
         if begins and self.prompt_tokens >= self.max_prompt_tokens:
@@ -204,8 +204,8 @@ class Scheduler(GroupCounts):
         return None if begins and self.prefixes.is_being_computed(sequence, coming) else yielding
 
     def _claim(self, sequence: Sequence, offline: list[Sequence], completed_step_id: int) -> list[Sequence]:
-        """Sequences to preempt: `offline`, and online ones of a caller that holds much more than this one's, as few as
-        make room for `sequence`; empty if none do.
+        """Return the sequences to preempt: `offline`, and as few online sequences as make room for `sequence`, from a
+        caller that holds much more than this one's. Empty if they do not make enough room.
         """
         running = self.online
         if self.admission_limit is not None or all(s.caller == sequence.caller for s in running):
@@ -225,8 +225,8 @@ class Scheduler(GroupCounts):
         return head is not None and not self._admits(self._cost(head, offline), offline)
 
     def _admits(self, need_block_count: int, yielding: list[Sequence]) -> bool:
-        """True if a sequence that needs so many blocks may be admitted, once the blocks of the `yielding` ones are
-        free.
+        """True if a sequence that needs this many blocks may be admitted once the blocks of the `yielding` sequences
+        are free.
         """
         block_count = self._limited_block_count
         lent_count = self.prefixes.freed_count(yielding) if yielding else 0
@@ -248,8 +248,8 @@ class Scheduler(GroupCounts):
         bisect.insort(self.running, sequence, key=order)
 
     def _head(self) -> Sequence | None:
-        """The online sequence to be admitted next, waiting or swapped out: the first in the order of service, or, in
-        that one's class, the first whose caller holds much less than its caller.
+        """The online sequence, waiting or swapped out, to be admitted next: the first in the order of service, or the
+        first in its class whose caller holds much less than the caller of that first one.
         """
         waiting = self.line.online
         if waiting is not None and len(self.line.callers) > 1:
@@ -293,20 +293,20 @@ class Scheduler(GroupCounts):
                 self.suspended.let_go(sequence)
 
     def fit_prefixes(self, wanted_block_count: int = 0) -> None:
-        """Evict retained blocks beyond the room left by `wanted_block_count`; all of them while suspended KV waits for
-        room.
+        """Evict retained blocks until `wanted_block_count` blocks are free, and all of them while suspended KV waits
+        for room.
         """
         if self.prefixes.retained_count:
             waits = self.lent_block_count or self.suspended.without_blocks
             self.prefixes.fit(0 if waits else self.free_block_count - wanted_block_count)
 
     def forget_prefixes(self) -> None:
-        """Drop all prefix numbers, as the stages do; see `PrefixIndex.forget_all`."""
+        """Drop all prefix numbers, which the stages do independently; see `PrefixIndex.forget_all`."""
         self.reserved_block_count += self.prefixes.forget_all(self.running)
 
     def stranded(self) -> list[Sequence]:
-        """Sequences that have outgrown the whole cache, to be ended before the next plan, as no preemption helps:
-        running ones, and the first waiting offline one, which may just have been preempted.
+        """Return the sequences that have outgrown the whole cache: running ones, and the first waiting offline one,
+        which may just have been preempted. They are ended before the next plan, because no preemption helps.
         """
         ceiling_tokens = self.ceiling_tokens
         found = [s for s in self.running if s.token_count > ceiling_tokens]
@@ -323,7 +323,7 @@ class Scheduler(GroupCounts):
             self._reserve(sequence, missing)
 
     def plan(self, at_s: float, completed_step_id: int, in_flight_count: int) -> BatchPlan:
-        """Plan the next step, without the sequences in a batch after `completed_step_id`."""
+        """Plan the next step, without sequences that are in a batch after `completed_step_id`."""
         preempted: list[Sequence] = []
         ahead = in_flight_count > 0 and self.stage_count == 1
         left = self._settle_swaps(at_s) if self.swap.entries else ()
@@ -335,7 +335,8 @@ class Scheduler(GroupCounts):
                 preempted += self._make_room(sequence, at_s, completed_step_id)
         if self.swap.enabled:
             self._leave_ahead(at_s, completed_step_id)
-        # A sequence preempted just now does not fit: it needs at least its former blocks, and part of them is taken.
+        # A sequence that was just preempted does not fit, because it needs at least its former blocks, and some of them
+        # are taken.
         preempted += self.admit(at_s, completed_step_id, offline=not (preempted and self.running))
         begun = self.prefixes.begin()
         if self.stage_count > 1:
@@ -358,7 +359,7 @@ class Scheduler(GroupCounts):
             plan = replace(plan, safepoint_layers=safepoint_layers) if safepoint_layers else plan
         busy = bool(plan.decodes or plan.chunks)
         swaps = SwapOrders(left) if left else NOTHING
-        # Without a batch, copies would delay those in flight.
+        # Without a batch to hide them, copies would delay the batches in flight.
         if self.swap.entries and not ahead and (busy or not in_flight_count):
             swaps = self.swap.order(left, busy=online_busy)
         if offline and busy:
@@ -369,13 +370,13 @@ class Scheduler(GroupCounts):
 
     @property
     def _keeps_on_host(self) -> bool:
-        """True if retained blocks are to be copied to the host and it has room."""
+        """True if there are retained blocks to copy to the host, and the host has room."""
         return self.swap.has_space and self.prefixes.wants_copies
 
     def _reserve_ahead(self, completed_step_id: int) -> bool:
-        """Reserve the blocks that sequences need with the tokens in flight. False: there are too few, or the head of
-        the queue needs another sequence's blocks. Both cases wait until nothing is in flight and any sequence may be
-        preempted.
+        """Reserve the blocks that sequences need including the tokens in flight. Returns False if there are too few, or
+        if the head of the queue needs another sequence's blocks. In both cases, planning waits until no batch is in
+        flight and any sequence may be preempted.
         """
         growing = growing_ahead(self.running, completed_step_id)
         if len(growing) > self.free_block_count:
@@ -396,7 +397,7 @@ class Scheduler(GroupCounts):
         *,
         ahead: bool,
     ) -> int:
-        """Add offline sequences to the batch, as far as it has room. Returns its `safepoint_layers`."""
+        """Add offline sequences to the batch while it has room. Returns its `safepoint_layers`."""
         running = [s for s in offline if s.state is SequenceState.RUNNING]
         return self.offline_work.fill(
             plan.decodes,
@@ -412,8 +413,8 @@ class Scheduler(GroupCounts):
         )
 
     def _make_room(self, sequence: Sequence, at_s: float, completed_step_id: int) -> list[Sequence]:
-        """Reserve the block for its next token, unless only sequences in flight could yield one. Returns the preempted
-        sequences, possibly including itself.
+        """Reserve the block for the sequence's next token, unless only sequences in flight could yield one. Returns the
+        preempted sequences, possibly including the sequence itself.
         """
         victims: list[Sequence] = []
         while self.free_block_count < 1:
@@ -439,8 +440,8 @@ class Scheduler(GroupCounts):
         return [*self.running, *self.suspended.kept] if self.suspended.arrived else self.running
 
     def _victim(self, completed_step_id: int) -> Sequence:
-        """The candidate to preempt first: among running offline ones the newest that is in no batch; one in a batch
-        only if all are.
+        """Return the candidate to preempt first: the newest running offline sequence that is in no batch, or the newest
+        one if all are in a batch. Without offline sequences, the policy chooses.
         """
         if offline := self.offline:
             return next((s for s in reversed(offline) if s.step_id <= completed_step_id), offline[-1])
@@ -448,8 +449,8 @@ class Scheduler(GroupCounts):
         return candidates[choose_victim(_views(candidates))]
 
     def surplus(self, completed_step_id: int) -> Sequence | None:
-        """The next sequence to preempt when more blocks are held than exist, or offline work is paused. None: it is in
-        flight, or there is no surplus.
+        """Return the next sequence to preempt if more blocks are held than exist, or offline work is paused. None: that
+        sequence is in flight, or there is no surplus.
         """
         pauses = self.offline_work.paused and bool(self.offline)
         if (self.settled and not pauses) or not (self._candidates or pauses):
@@ -461,7 +462,7 @@ class Scheduler(GroupCounts):
         """Preempt until reservations fit the capacity, or the next victim is in flight."""
         victims: list[Sequence] = []
         while (victim := self.surplus(completed_step_id)) is not None:
-            self._preempt(victim, at_s, "the group has become smaller")
+            self._preempt(victim, at_s, "the group has fewer blocks")
             victims.append(victim)
         return victims
 
@@ -472,7 +473,7 @@ class Scheduler(GroupCounts):
             victim = self._victim(completed_step_id)
             if victim.step_id > completed_step_id:
                 break
-            self._preempt(victim, at_s, "room is wanted for KV that comes")
+            self._preempt(victim, at_s, "incoming KV needs room")
             yielded.append(victim)
         return yielded
 
@@ -484,7 +485,7 @@ class Scheduler(GroupCounts):
             self.turned.append(sequence)
             sequence.note(at_s, "its KV is in host memory")
         for sequence in back:
-            self._run(sequence, 0, at_s, "its KV is back")
+            self._run(sequence, 0, at_s, "its KV is swapped in")
         return tuple(left)
 
     def _leave_ahead(self, at_s: float, completed_step_id: int) -> None:
@@ -504,7 +505,7 @@ class Scheduler(GroupCounts):
             )
             if growing <= soon_free or not self.swap.takes(victim):
                 return
-            self._swap_out(victim, at_s, "the cache is about to be full")
+            self._swap_out(victim, at_s, "the cache is almost full")
 
     def _swap_out(self, victim: Sequence, at_s: float, why: str) -> None:
         self.running.remove(victim)
@@ -512,10 +513,10 @@ class Scheduler(GroupCounts):
         victim.move(SequenceState.SWAPPED, at_s, f"preempted, {why}")
         for lost in self.swap.leave(victim):
             self.offline_work.lost_tokens_total += lost.computed_tokens
-            self._recompute(lost, at_s, f"host memory is for {victim.name}")
+            self._recompute(lost, at_s, f"host memory is needed for {victim.name}")
 
     def forget_swapped(self, at_s: float, why: str, who: Container[SequenceId] | None = None) -> list[Sequence]:
-        """The group changes: drop swapped KV of all sequences, or of those in `who`, and recompute them."""
+        """Drop swapped KV of all sequences, or of those in `who`, and recompute them, because the group changes."""
         self.swap.drop_mirrors(who)
         lost = [s for s in self.swap.sequences if who is None or s.sequence_id in who]
         self.offline_work.lost_tokens_total += sum([s.computed_tokens for s in lost if s.rank == OFFLINE_RANK])
@@ -532,7 +533,7 @@ class Scheduler(GroupCounts):
             self.start_over(victim, at_s, f"preempted, {why}")
 
     def _yield(self, victim: Sequence, at_s: float, why: str) -> None:
-        """Preempt an offline sequence: its blocks are free at once. Its mirror on the host stays valid."""
+        """Preempt an offline sequence. Its blocks are free at once, and its mirror on the host stays valid."""
         computed_tokens = victim.computed_tokens
         if victim.state is SequenceState.SWAPPED:
             self._unreserve(victim, kept=False)
@@ -582,9 +583,7 @@ class Scheduler(GroupCounts):
             self._run(sequence, 0, at_s, "its KV is complete")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> None:
-        """Bind KV to its request, which has been given the KV's sequence id. The caller makes room by `shed`
-        afterwards.
-        """
+        """Bind KV to its request, which has been given the KV's sequence id. The caller calls `shed` afterwards."""
         if self.suspended.bind(kept, request, at_s):
             self.resume(request, at_s)
 

@@ -1,4 +1,4 @@
-"""Consistency check of a scheduler. For tests and simulation."""
+"""Consistency check of a scheduler, for tests and simulations."""
 
 from ballast.common.errors import InvariantViolation
 from services.worker.core.line import OFFLINE_RANK, order
@@ -6,7 +6,8 @@ from services.worker.core.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler, completed_step_id: int) -> None:
-    """Raise InvariantViolation unless counts equal sums, orders hold and every sequence has the blocks it needs."""
+    """Raise InvariantViolation unless counts are right, sequences are in order and each has the blocks that it needs.
+    """
     if scheduler.surplus(completed_step_id) is not None:
         raise InvariantViolation(
             f"{scheduler.reserved_block_count} of {scheduler.block_count} blocks are reserved,"
@@ -23,7 +24,7 @@ def check(scheduler: Scheduler, completed_step_id: int) -> None:
     bound = scheduler.limits.max_waiting_count
     bounded = [s.rank == OFFLINE_RANK for s in waiting if not s.may_overfill]
     if max(sum(bounded), len(bounded) - sum(bounded)) > bound:
-        raise InvariantViolation(f"{len(waiting)} sequences wait, {bound} online ones and as many offline may")
+        raise InvariantViolation(f"{len(waiting)} sequences wait, but only {bound} online and {bound} offline ones may")
     if [order(s) for s in running] != sorted(order(s) for s in running):
         raise InvariantViolation(f"out of order: {[order(s) for s in running]}")
     for sequence in running:

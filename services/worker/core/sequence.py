@@ -1,4 +1,4 @@
-"""A request inside a worker."""
+"""A request's state inside a worker."""
 
 from collections import deque
 from enum import Enum
@@ -19,7 +19,7 @@ class SequenceState(Enum):
     WAITING = "waiting"  # accepted; holds no KV
     RUNNING = "running"  # its KV is reserved; scheduled into batches
     SUSPENDED = "suspended"  # its KV is reserved and being transferred between stages
-    SWAPPED = "swapped"  # its KV is in host memory, or being copied there or back
+    SWAPPED = "swapped"  # its KV is in host memory, or being swapped out or in
     WAITING_FOR_KV = "waiting for KV"  # in no queue yet: another leader may be sending its KV
     ENDED = "ended"
 
@@ -45,7 +45,7 @@ _MOVES = frozenset(
 
 
 class Sequence:
-    """Tokens and bookkeeping of one request. Changed only by the scheduler and the core that own it."""
+    """Tokens and bookkeeping of one request. Only its owning scheduler and core change it."""
 
     __slots__ = (
         "_story",
@@ -98,10 +98,10 @@ class Sequence:
         self.waits_since_s = submitted.at_s  # when it last began to wait
         self.deadline_at_s = submitted.deadline_at_s
         self.wants_text = submitted.wants_text
-        self.targets = submitted.targets  # its own, or its class's
+        self.targets = submitted.targets  # its own targets, or those of its class
         self.cache_salt = submitted.cache_salt  # KV is shared only among sequences with the same salt
         self.caller = submitted.caller
-        self.block_keys: list[bytes] = []  # prefix keys of its first full blocks, made on demand: `core.prefixes`
+        self.block_keys: list[bytes] = []  # prefix keys of its first full blocks, computed on demand: `core.prefixes`
         self.marks: list[int] = []  # prefix marks reported to dispatchers: `ballast.common.marks`
         # Prompt tokens whose KV was cached at its first admission; None: not admitted yet.
         self.cached_tokens: int | None = 0 if self.output_token_ids else None
@@ -113,17 +113,17 @@ class Sequence:
         self.reserved_block_count = 0
         self.reserved_tokens = 0  # capacity of its reserved blocks
         self.step_id = 0  # step of the last batch that it was in
-        self.in_engine = False  # a batch of this leader has added it and none has removed it
+        self.in_engine = False  # True: a batch of this leader has added it, and none has removed it
         self.on_stages = False  # stages hold state or blocks for it, and must be notified when it leaves
         self.snapshot: SequenceSnapshot | None = None  # set for KV whose request has not arrived
-        self.may_overfill = False  # admitted before it entered the waiting queue, so the queue's bound does not apply
+        self.may_overfill = False  # True: admitted before it entered the queue, so the queue's bound does not apply
         self.first_token_at_s: float | None = None  # when this attempt's first token was sampled
-        self.preempted = False  # its dispatcher was notified that it waits, and not yet that it runs again
+        self.preempted = False  # True: its dispatcher was notified that it waits, and not yet that it runs again
         self._story: deque[tuple[float, str]] = deque(maxlen=STORY_LINES)
 
     def _ahead(self) -> range:
-        """Token counts at which the next token may be computed before the last one is known. Excluded: tokens under
-        constraints that depend on the last one, the final token by count, and a first token that is returned with
+        """Token counts at which the next token may be computed before the last one is known. Excluded are tokens whose
+        constraints depend on the last one, the last token allowed by count, and a first token that is returned with
         logprobs of the prompt.
         """
         sampling, prompt_count = self.sampling, len(self.prompt_token_ids)
@@ -134,12 +134,12 @@ class Sequence:
 
     @property
     def planned_tokens(self) -> int:
-        """Number of its first tokens that have KV or are in a batch."""
+        """Number of the first tokens that have KV or are in a batch."""
         return max(self.computed_tokens, self.dispatched_tokens)
 
     @property
     def left_tokens(self) -> int:
-        """Number of tokens to be computed that are in no batch; at least 1: the one that is sampled in flight."""
+        """Number of tokens to be computed that are in no batch; at least 1, for the token that is sampled in flight."""
         return self.token_count - self.planned_tokens or 1
 
     @property
@@ -149,7 +149,7 @@ class Sequence:
 
     def move(self, to: SequenceState, at_s: float, why: str) -> None:
         if (self.state, to) not in _MOVES:
-            raise InvariantViolation(f"{self.name} cannot go from {self.state.value} to {to.value}", self.story())
+            raise InvariantViolation(f"{self.name} cannot change from {self.state.value} to {to.value}", self.story())
         self.state = to
         if to is SequenceState.WAITING:
             self.waits_since_s = at_s
@@ -157,7 +157,7 @@ class Sequence:
 
     @property
     def waits(self) -> bool:
-        """True if the sequence waits for admission without blocks; while being swapped out it still has some."""
+        """True if the sequence waits for admission and holds no blocks. While being swapped out it still holds some."""
         waiting, swapped = self.state is SequenceState.WAITING, self.state is SequenceState.SWAPPED
         return waiting or (swapped and not self.reserved_block_count)
 
@@ -169,7 +169,7 @@ class Sequence:
         return f"sequence {self.sequence_id} (request {self.request_id}, attempt {self.attempt})"
 
     def story(self) -> list[str]:
-        """The latest STORY_LINES notes on the sequence, then its present state, one line each."""
+        """The latest STORY_LINES notes on the sequence, then its current state, one line each."""
         now = f"now {self.state.value}: {self.token_count} tokens, {self.computed_tokens} with KV,"
         return [f"{at_s:.6f} {what}" for at_s, what in self._story] + [
             f"{now} {self.reserved_block_count} blocks reserved"
@@ -192,11 +192,12 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """True if its prompt's logprobs are still to be computed: one engine has to compute the whole prompt."""
+        """True if the prompt's logprobs are still to be computed, for which one engine must compute the whole prompt.
+        """
         return self.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def enter_engine(self) -> None:
-        """Have the next batch add the sequence, to an engine that does not know it."""
+        """Make the next batch add the sequence to an engine that does not know it."""
         self.in_engine = False
         if self.scores_prompt and self.state is SequenceState.RUNNING:
             self.computed_tokens = self.dispatched_tokens = 0
@@ -207,17 +208,17 @@ class Sequence:
     # ---------------------------------------------------------------- inspector
 
     def check_running(self, block_tokens: int) -> None:
-        """Raise InvariantViolation unless it has tokens to compute, and blocks for the computed ones."""
+        """Raise InvariantViolation unless the sequence has tokens to compute, and blocks for the computed ones."""
         if self.state is not SequenceState.RUNNING:
             raise InvariantViolation(f"{self.name} is in the running set", self.story())
         if not 0 <= self.computed_tokens < self.token_count:
-            raise InvariantViolation(f"{self.name} has nothing left to compute", self.story())
+            raise InvariantViolation(f"{self.name} has no tokens left to compute", self.story())
         if self.reserved_tokens != self.reserved_block_count * block_tokens:
-            raise InvariantViolation(f"{self.name} miscounts its reservation", self.story())
+            raise InvariantViolation(f"{self.name} has a wrong count of reserved tokens", self.story())
         if self.computed_tokens > self.reserved_tokens:
             raise InvariantViolation(f"{self.name} has KV beyond its reservation", self.story())
 
     def check_waiting(self) -> None:
-        """Raise InvariantViolation if it holds blocks."""
+        """Raise InvariantViolation if the sequence holds blocks."""
         if self.state is not SequenceState.WAITING or self.computed_tokens or self.reserved_tokens:
             raise InvariantViolation(f"{self.name} waits but holds blocks", self.story())

@@ -1,4 +1,4 @@
-"""State of a moved sequence that its leader sends to the next one; the request itself comes from its dispatcher."""
+"""State of a moved sequence, sent by its leader to the next one. The request itself is sent by its dispatcher."""
 
 from dataclasses import dataclass
 
@@ -10,11 +10,11 @@ from services.worker.core.blocks import Table
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceSnapshot:
-    sequence_id: SequenceId  # the key of its blocks on the stages
+    sequence_id: SequenceId  # key of its blocks on the stages
     request_id: RequestId
-    computed_tokens: int  # number of its first tokens with KV on the stages; 0: no KV moves
-    checksum: int  # CRC-32 of those token ids, compared before the KV is used
+    computed_tokens: int  # number of its first tokens with KV on the stages; 0: no KV is sent
+    checksum: int  # CRC-32 of these token ids, compared before the KV is used
     token_count: int  # prompt and output
     priority: PriorityClass
-    age_s: float  # seconds since its submission, as clocks differ
+    age_s: float  # seconds since its submission; relative, because clocks differ
     shared_blocks: Table = ()  # see `plan.Victim`

@@ -1,4 +1,4 @@
-"""Which stage sends which KV to which other stage when a sequence changes its group (pure).
+"""Computes which stage sends which KV to which other stage when a sequence changes its group (pure).
 
 Each stage of the target group receives, from each stage of the source group, the layers that both execute. The unit of
 transfer is a `KvRange` of the sequence, split at stage boundaries into one `Piece` for each hop.
@@ -15,7 +15,7 @@ Key = tuple[int, int, WorkerId, int]  # key of incoming KV: move, sequence, send
 
 
 class Holder(Protocol):
-    """A stage that has the KV of some layers, or is to receive it."""
+    """A stage that has or will receive the KV of some layers."""
 
     @property
     def worker_id(self) -> WorkerId: ...
@@ -44,7 +44,9 @@ class Hop(NamedTuple):
 
 
 def hops(givers: Sequence[Holder], takers: Sequence[Holder]) -> list[Hop]:
-    """The hops between two sets of holders, by receiver, then by layer. A worker in both sends to itself."""
+    """Return the hops between two sets of holders, ordered by receiver and then by layer. A worker in both sets sends
+    to itself.
+    """
     found: list[Hop] = []
     for taker in takers:
         for giver in givers:
@@ -57,7 +59,7 @@ def hops(givers: Sequence[Holder], takers: Sequence[Holder]) -> list[Hop]:
 
 @dataclass(frozen=True, slots=True)
 class KvRange:
-    """KV of a sequence in all layers: its blocks `[first_block, last_block)`. `last`: nothing follows, and
+    """KV of a sequence in all layers: its blocks `[first_block, last_block)`. `last`: no further span follows, and
     `token_count` tokens have KV.
     """
 
@@ -69,7 +71,7 @@ class KvRange:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """The part of a span that one hop carries. `move`: the epoch of a transition, or the number of a migration."""
+    """The part of a span that is sent over one hop. `move`: the epoch of a transition, or the number of a migration."""
 
     move: int
     sequence_id: SequenceId

@@ -1,8 +1,8 @@
 """Sequences whose KV is being transferred, and KV that is complete before its request has arrived.
 
-A suspended sequence is not scheduled, and keeps its reservation even if it ends meanwhile, because its blocks are being
-written on the stages. One that waits for room on some stage has reserved only the blocks that it shares with others,
-until `take_blocks`. KV that has `arrived` before its request may be preempted like a running sequence.
+A suspended sequence is not scheduled, and keeps its reservation even if it ends meanwhile, because the stages still
+write into its blocks. Until `take_blocks`, a sequence that waits for room on some stage reserves only the blocks that
+it shares with others. KV that has `arrived` before its request may be preempted like a running sequence.
 """
 
 from collections.abc import Callable
@@ -22,13 +22,13 @@ class Suspended(dict[SequenceId, Sequence]):
         reserve: Callable[[Sequence, int], None],
         unreserve: Callable[[Sequence], None],
     ) -> None:
-        """`reserve` adds blocks to the reservation of a sequence, or removes them; `unreserve` removes all."""
+        """`reserve` adds blocks to the reservation of a sequence, or removes them; `unreserve` removes all of them."""
         super().__init__()
         self._block_tokens = block_tokens
         self._reserve = reserve
         self._unreserve = unreserve
         self.without_blocks: set[SequenceId] = set()  # sequences without a reservation of their own yet
-        self.arrived: set[SequenceId] = set()  # those with all KV and without a request
+        self.arrived: set[SequenceId] = set()  # sequences with all their KV but without a request
 
     @property
     def kept(self) -> list[Sequence]:
@@ -36,8 +36,8 @@ class Suspended(dict[SequenceId, Sequence]):
         return [self[sequence_id] for sequence_id in sorted(self.arrived)]
 
     def add(self, sequence: Sequence, at_s: float, *, travels: bool, waits: bool) -> None:
-        """Add a sequence of this group or of another leader. `travels`: its KV is being transferred or, if it `waits`,
-        will be once there is room; otherwise its KV is complete.
+        """Add a sequence of this group or of another leader. `travels`: its KV is being transferred; otherwise it is
+        complete. `waits`: the transfer begins once there is room.
         """
         why = "its KV waits for room" if waits else "its KV travels" if travels else "its KV is here"
         if sequence.state is SequenceState.SUSPENDED:
@@ -59,27 +59,27 @@ class Suspended(dict[SequenceId, Sequence]):
         self.without_blocks.remove(sequence.sequence_id)
         block_count = blocks_for(sequence.token_count, self._block_tokens)
         self._reserve(sequence, max(0, block_count - sequence.reserved_block_count))
-        sequence.note(at_s, "its KV travels")
+        sequence.note(at_s, "its KV is being transferred")
 
     def bind(self, kept: Sequence, request: Sequence, at_s: float) -> bool:
-        """Bind KV to its request, which has been given the KV's sequence id. Returns True if the KV is complete: the
-        sequence is to run.
+        """Bind KV to its request, which has been given the KV's sequence id. Returns True if the KV is complete, so
+        that the sequence can run.
         """
         self[kept.sequence_id] = request
-        request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or on its way")
+        request.move(SequenceState.SUSPENDED, at_s, "its KV is here, or being transferred")
         request.computed_tokens, request.on_stages = kept.computed_tokens, kept.on_stages
         request.reserved_block_count, request.reserved_tokens = kept.reserved_block_count, kept.reserved_tokens
         return kept.sequence_id in self.arrived
 
     def complete(self, sequence: Sequence, at_s: float) -> bool:
-        """Note that all KV has arrived. Returns True if the sequence is to run and was removed; otherwise its request
-        is missing.
+        """Record that all KV has arrived. Returns True if the sequence was removed because it can run; False if its
+        request is missing.
         """
         if sequence.sequence_id in self.without_blocks:
             raise InvariantViolation(f"{sequence.name} has its KV in no block", sequence.story())
         if sequence.snapshot is not None:
             self.arrived.add(sequence.sequence_id)
-            sequence.note(at_s, "its KV is complete, its request is not here")
+            sequence.note(at_s, "its KV is complete, but its request has not arrived")
             return False
         self.leave(sequence)
         return True
@@ -90,7 +90,8 @@ class Suspended(dict[SequenceId, Sequence]):
         self.arrived.discard(sequence.sequence_id)
 
     def let_go(self, sequence: Sequence) -> None:
-        """Remove a sequence with its reservation: no write into its blocks is under way, and it does not need them."""
+        """Remove a sequence with its reservation. It needs its blocks no longer, and no write into them is under way.
+        """
         self.leave(sequence)
         self._unreserve(sequence)
 
@@ -106,7 +107,7 @@ class Suspended(dict[SequenceId, Sequence]):
             if sequence.state not in (SequenceState.SUSPENDED, SequenceState.ENDED):
                 raise InvariantViolation(f"{sequence.name} is among the suspended", sequence.story())
             if sequence_id in self.arrived and sequence.snapshot is None:
-                raise InvariantViolation(f"{sequence.name} has all its KV and does not run", sequence.story())
+                raise InvariantViolation(f"{sequence.name} has all its KV but does not run", sequence.story())
         if not self.without_blocks | self.arrived <= self.keys() or self.without_blocks & self.arrived:
             waits, has = sorted(self.without_blocks), sorted(self.arrived)
-            raise InvariantViolation(f"{waits} wait for room, {has} for their requests, and not all are suspended")
+            raise InvariantViolation(f"{waits} wait for room and {has} for their requests, but not all are suspended")

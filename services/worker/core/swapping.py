@@ -1,18 +1,17 @@
-"""Sequences whose KV is in host memory, or being copied there or back.
+"""Sequences whose KV is in host memory, or being swapped out or in.
 
-A sequence preempted when the cache is full leaves the running set and keeps its blocks until they have been copied,
-some with each step (`policy.swapping`); then they are free, and it waits in the queue by arrival. When it fits again it
-gets new blocks, and runs once its KV has been copied back: no token is computed twice. A step copies only blocks of
-sequences that it does not compute, so copies and computation overlap.
+A sequence preempted because the cache is full leaves the running set and keeps its blocks until they have been copied,
+some in each step (`policy.swapping`). Then the blocks are free, and the sequence waits in the queue according to its
+arrival. When it fits again it gets new blocks and runs once its KV has been copied back, so no token is computed twice.
+A step copies only blocks of sequences that it does not compute, so copies and computation overlap.
 
-Device block ids are those of each stage's own book; host block ids are chosen by the leader and the same on every
-stage, so the stage with the least host memory limits their number. Batches carry the copies. As every stage executes
-batches in order and waits for the copies of each, a batch may use what an earlier one has copied, before that one has
-completed.
+Each stage has its own device block ids. The leader chooses host block ids, which are the same on every stage, so the
+stage with the least host memory limits their number. Batches carry the copies. Every stage executes batches in order
+and waits for the copies of each, so a batch may use blocks copied by an earlier batch before that one has completed.
 
-The full blocks of an offline sequence, which are never written again, are copied while it runs (its mirror, an
-incremental checkpoint). When preempted, it is swapped out at once: tokens not copied are recomputed on its return, and
-the mirror stays valid. Mirrors use host blocks left over by online sequences.
+The full blocks of an offline sequence, which are never written again, are copied while it runs; these copies are its
+mirror, an incremental checkpoint. When preempted, the sequence is swapped out at once. Tokens that were not copied are
+recomputed on its return, and the mirror stays valid. Mirrors use host blocks that online sequences leave free.
 
 Prefix blocks that are only on the host (`core.host_prefixes`) are copied back the same way, at admission.
 
@@ -46,18 +45,18 @@ class _SwapEntry:
     def __init__(self, sequence: Sequence, block_count: int, first: int = 0, keys: tuple[BlockKey, ...] = ()) -> None:
         self.sequence = sequence
         self.block_count = block_count  # blocks of its KV
-        self.copied_count = 0  # blocks copied in the present direction
+        self.copied_count = 0  # blocks copied in the current direction
         self.phase = SwapPhase.LEAVING
-        self.first = first  # index in its table of the first block copied
-        self.keys = keys  # of retained prefix blocks, copied from the host when it is first admitted; else empty
+        self.first = first  # index in its table of the first copied block
+        self.keys = keys  # keys of prefix blocks copied from the host when it is first admitted, or empty
 
 
 @dataclass(frozen=True, slots=True)
 class SwapOrders:
     """The copies of a step, and the sequences whose copies have ended."""
 
-    left: tuple[Sequence, ...] = ()  # their KV is on the host: their device blocks are free before the step
-    back: tuple[Sequence, ...] = ()  # device blocks are reserved for these
+    left: tuple[Sequence, ...] = ()  # their KV is on the host, so their device blocks are free before the step
+    back: tuple[Sequence, ...] = ()  # sequences for which device blocks are reserved
     copies: tuple[SwapCopy, ...] = ()
 
     @property
@@ -69,26 +68,26 @@ NOTHING = SwapOrders()
 
 
 class SwapSpace:
-    """Host memory in counts of blocks, as in the scheduler. `block_count` 0: no sequence swaps."""
+    """Host memory as counts of blocks, like in the scheduler. `block_count` 0: no sequence is swapped."""
 
     def __init__(self, block_count: int, block_tokens: int, fixed_blocks: int, *, online: bool = True) -> None:
-        """`online`: preempted online sequences swap, too; otherwise only offline ones."""
+        """`online`: preempted online sequences are swapped, too; otherwise only offline ones."""
         self._limit = block_count
         self._online = online
         self._block_tokens = block_tokens
         self._fixed_blocks = fixed_blocks
         self._host = BlockBook(block_count, block_tokens)
         self.prefixes = HostPrefixes(self._host, block_tokens)
-        self.entries: dict[SequenceId, _SwapEntry] = {}  # read from outside only to see whether it is empty
+        self.entries: dict[SequenceId, _SwapEntry] = {}  # other modules only check whether it is empty
         self._mirrors: dict[
             SequenceId, int
-        ] = {}  # offline running sequence -> number of its full blocks mirrored on the host
+        ] = {}  # running offline sequence -> number of its full blocks mirrored on the host
         self._pace = CopyPace()
         self.swapped_total = 0
 
     @property
     def enabled(self) -> bool:
-        """True if online sequences swap."""
+        """True if online sequences are swapped."""
         return self._online and self._limit > 0
 
     def limit(self, block_count: int) -> bool:
@@ -103,7 +102,7 @@ class SwapSpace:
 
     @property
     def used_block_count(self) -> int:
-        """Host blocks in use, without copies of retained blocks."""
+        """Host blocks in use, except copies of retained blocks."""
         return self._host.used_count - len(self.prefixes)
 
     @property
@@ -120,12 +119,12 @@ class SwapSpace:
 
     @property
     def leaving_block_count(self) -> int:
-        """Device blocks of sequences being swapped out: free soon."""
+        """Device blocks of sequences being swapped out, which will soon be free."""
         return sum(s.reserved_block_count for s in self._in(SwapPhase.LEAVING))
 
     @property
     def leaving_count(self) -> int:
-        """Online sequences being swapped out; offline ones are out at once."""
+        """Number of online sequences being swapped out. Offline ones are swapped out at once."""
         return len(self._in(SwapPhase.LEAVING))
 
     @property
@@ -152,8 +151,8 @@ class SwapSpace:
     # ---------------------------------------------------------------- swap out and in
 
     def takes(self, sequence: Sequence) -> bool:
-        """True if the sequence may be swapped out: it has KV, and the host has room for it in addition to other online
-        ones.
+        """True if the sequence may be swapped out: it has KV, and the host has room for it in addition to the other
+        online sequences.
         """
         if not self._online or sequence.snapshot is not None:
             return False
@@ -163,7 +162,7 @@ class SwapSpace:
         return 0 < blocks_for(sequence.computed_tokens, self._block_tokens) <= room
 
     def leave(self, sequence: Sequence) -> list[Sequence]:
-        """Swap out a sequence. Returns offline sequences that have lost their KV to it."""
+        """Swap out a sequence. Returns the offline sequences whose KV was dropped to make room."""
         lost = self._free(blocks_for(sequence.computed_tokens, self._block_tokens))
         table = self._host.hold(sequence.sequence_id, sequence.computed_tokens)
         self.entries[sequence.sequence_id] = _SwapEntry(sequence, len(table))
@@ -190,7 +189,7 @@ class SwapSpace:
     def come_back(self, sequence: Sequence) -> None:
         entry = self.entries[sequence.sequence_id]
         if entry.phase is not SwapPhase.AWAY:
-            raise InvariantViolation(f"{sequence.name} comes back while it is {entry.phase.value}", sequence.story())
+            raise InvariantViolation(f"{sequence.name} is swapped in while it is {entry.phase.value}", sequence.story())
         entry.phase, entry.copied_count = SwapPhase.RETURNING, 0
 
     def forget(self, sequence: Sequence) -> None:
@@ -203,13 +202,13 @@ class SwapSpace:
             self.prefixes.done(entry.keys)
 
     def delay_return(self, sequence: Sequence) -> None:
-        """Stop copying a sequence back. Its KV on the host is complete."""
+        """Stop swapping in a sequence. Its KV on the host is complete."""
         entry = self.entries[sequence.sequence_id]
         entry.phase, entry.copied_count = SwapPhase.AWAY, 0
 
     def settle(self) -> tuple[list[Sequence], list[Sequence]]:
-        """Complete all copies ordered so far, before a step. Returns the sequences swapped out now, and those swapped
-        in.
+        """Complete all copies ordered so far, before a step. Returns the sequences that are now swapped out, and those
+        that are now swapped in.
         """
         complete = [entry for entry in self.entries.values() if entry.copied_count == entry.block_count]
         left = [entry for entry in complete if entry.phase is SwapPhase.LEAVING]
@@ -227,10 +226,10 @@ class SwapSpace:
         return [entry.sequence for entry in left], back
 
     def order(self, left: tuple[Sequence, ...], *, busy: bool) -> SwapOrders:
-        """Order copies for the step being formed, those to the host first, since others wait for the blocks. A step
-        without online computation has nothing to overlap with, and copies everything for online sequences; swap-in of
-        offline ones stays within the remaining budget, as a new online sequence would wait for the step. `left`:
-        sequences that have left since the last step.
+        """Order copies for the step being formed, those to the host first, because other sequences wait for the blocks.
+        A step without online computation has nothing to overlap with, and copies everything for online sequences.
+        Offline sequences are swapped in within the remaining budget, because a new online sequence would wait for the
+        step. `left`: sequences that have left since the last step.
         """
         budget = self.budget_blocks
         copies: list[SwapCopy] = []
@@ -262,7 +261,7 @@ class SwapSpace:
     # ---------------------------------------------------------------- copies of retained blocks
 
     def brings_within(self, block_count: int, seconds: float) -> bool:
-        """True if copying so many blocks from the host takes less than that time."""
+        """True if copying this many blocks from the host takes less than `seconds`."""
         return block_count > 0 and bringing_s(self._pace, block_count) < seconds
 
     def bring(self, sequence: Sequence, first: int, keys: tuple[BlockKey, ...]) -> None:
@@ -273,11 +272,11 @@ class SwapSpace:
         self.prefixes.read(keys)
 
     def brings(self, sequence: Sequence) -> bool:
-        """True if the sequence waits for copies of prefix blocks."""
+        """True if the sequence waits until prefix blocks are copied."""
         return bool(self.entries[sequence.sequence_id].keys)
 
     def keep(self, orders: SwapOrders, index: PrefixIndex) -> SwapOrders:
-        """Add copies of retained blocks to a computing step, as many as overlap with it."""
+        """Add copies of retained blocks to a computing step, as many as it hides."""
         budget = self.budget_blocks - orders.block_count
         room = self._limit - self._host.used_count + self.prefixes.removable_count
         if room <= 0:
@@ -291,7 +290,7 @@ class SwapSpace:
         return replace(orders, copies=(*orders.copies, SwapCopy(0, True, 0, 0, host_blocks, numbers)))
 
     def landed(self, orders: SwapOrders, *, good: bool) -> None:
-        """Note the end of a step's copies of retained blocks. `good`: the step has completed on all stages."""
+        """Record that a step's copies of retained blocks have ended. `good`: the step has completed on all stages."""
         for copy in orders.copies:
             if copy.numbers:
                 self.prefixes.landed(copy.numbers, good=good)
@@ -303,8 +302,8 @@ class SwapSpace:
         return sum(self._mirrors.values())
 
     def mirror(self, orders: SwapOrders, sequences: Iterable[Sequence]) -> SwapOrders:
-        """Add copies to the host of full blocks of running offline sequences to a step that computes anyway. They get
-        at most half of the copies that the step hides, so that copies for online sequences are never delayed.
+        """Add copies of full blocks of running offline sequences to a step that computes anyway. They get at most half
+        of the copies that the step hides, so that copies for online sequences are never delayed.
 
         Args:
             orders: The step's swap orders so far.
@@ -330,8 +329,8 @@ class SwapSpace:
         return replace(orders, copies=tuple(copies)) if len(copies) > len(orders.copies) else orders
 
     def _room(self, block_count: int, later: list[Sequence]) -> int:
-        """Make room for a mirror: evict copies of retained blocks, and mirrors of sequences preempted `later`. Returns
-        how many of `block_count` host blocks are free.
+        """Make room for a mirror: evict copies of retained blocks, and mirrors of the sequences in `later`, which are
+        preempted later. Returns how many of `block_count` host blocks are free.
         """
         self.prefixes.make_room(block_count - self._limit + self._host.used_count)
         for sequence in reversed(later):
@@ -351,7 +350,7 @@ class SwapSpace:
             del self._mirrors[sequence_id]
 
     def leave_by_mirror(self, sequence: Sequence) -> int:
-        """Preempt a sequence that has a mirror. Returns how many of its tokens have KV on the host; 0: none, it is not
+        """Preempt a sequence that has a mirror. Returns how many of its tokens have KV on the host; 0: it is not
         swapped.
         """
         mirrored = self._mirrors.pop(sequence.sequence_id, 0)
@@ -365,13 +364,13 @@ class SwapSpace:
             self._host.release(sequence.sequence_id)
 
     def drop_mirrors(self, who: Container[SequenceId] | None) -> None:
-        """Drop all mirrors, or those named."""
+        """Drop the mirrors of the sequences in `who`, or all of them."""
         for sequence_id in [i for i in self._mirrors if who is None or i in who]:
             self._trim(sequence_id, 0)
 
     def measured(self, step_s: float, block_count: int, copy_s: float) -> None:
-        """Learn from the duration of a step that copied so many blocks. Steps without copies are ignored if online
-        sequences do not swap, because fast-forward (`core.plain`) may skip such steps.
+        """Learn from the duration of a step that copied this many blocks. Steps without copies are ignored if online
+        sequences are not swapped, because the simulator may skip such steps (`core.plain`).
         """
         if block_count or self.enabled:
             self._pace = self._pace.after(step_s, block_count, copy_s)
@@ -379,22 +378,22 @@ class SwapSpace:
     # ---------------------------------------------------------------- inspector
 
     def check(self, offline: Iterable[Sequence]) -> None:
-        """Raise InvariantViolation unless host blocks are exactly those of swapped sequences, and each has what it
-        should (I3 for host memory); mirrors are of the running `offline` sequences.
+        """Raise InvariantViolation unless the host blocks in use are exactly those of swapped and mirrored sequences
+        (I3 for host memory). Only running `offline` sequences may have mirrors.
         """
         self._host.check()
         self.prefixes.check()
         own = [i for i, entry in self.entries.items() if not entry.keys]
         if sorted(self._host.sequence_ids) != sorted(swapped := [*own, *self._mirrors, *self.prefixes.book_ids]):
-            raise InvariantViolation(f"host blocks of {self._host.sequence_ids}, swapped or mirrored are {swapped}")
+            raise InvariantViolation(f"host blocks of {self._host.sequence_ids}, swapped or mirrored: {swapped}")
         mirrored = {s.sequence_id: s for s in offline if s.sequence_id in self._mirrors}
         for sequence_id, block_count in self._mirrors.items():
             if sequence_id not in mirrored:
-                raise InvariantViolation(f"sequence {sequence_id} has a mirror and does not run offline")
+                raise InvariantViolation(f"sequence {sequence_id} has a mirror but is no running offline one")
             full = mirrored[sequence_id].computed_tokens // self._block_tokens
             if not 0 < block_count == len(self._host.table(sequence_id)) <= full:
                 story = mirrored[sequence_id].story()
-                raise InvariantViolation(f"{mirrored[sequence_id].name} miscounts its mirror, {block_count}", story)
+                raise InvariantViolation(f"{mirrored[sequence_id].name} mirrors {block_count} blocks", story)
         for sequence_id, entry in self.entries.items():
             sequence = entry.sequence
             if sequence.state is not SequenceState.SWAPPED:
@@ -404,7 +403,7 @@ class SwapSpace:
             if entry.keys:
                 needed, held_count = sequence.dispatched_tokens // self._block_tokens - entry.first, len(entry.keys)
             if not 0 < needed == entry.block_count == held_count:
-                raise InvariantViolation(f"{sequence.name} miscounts its host blocks", sequence.story())
+                raise InvariantViolation(f"{sequence.name} has a wrong count of host blocks", sequence.story())
             if (entry.phase is SwapPhase.AWAY) != (sequence.reserved_block_count == 0):
                 raise InvariantViolation(f"{sequence.name} is {entry.phase.value}", sequence.story())
             if not 0 <= entry.copied_count <= entry.block_count:
@@ -412,8 +411,8 @@ class SwapSpace:
 
 
 def block_copies(batch: Batch, book: BlockBook) -> tuple[BlockCopy, ...]:
-    """The copies that accompany a batch, on a stage whose `book` has applied it, so that returning sequences have
-    blocks.
+    """Return the copies that accompany a batch. The stage's `book` must have applied the batch, so that sequences being
+    swapped in have blocks.
     """
     copies: list[BlockCopy] = []
     for copy in batch.copies:

@@ -1,7 +1,7 @@
 """One worker's part in a change of the layout: a state machine driven by the tables of `core.phases` (pure).
 
-All decisions of a transition are made there and in `TransitionState`; the member connects links, moves memory and KV,
-and reports.
+The tables and `TransitionState` make all decisions of a transition. The member executes them: it connects links, moves
+memory and KV, and reports.
 """
 
 from collections.abc import Sequence
@@ -18,15 +18,15 @@ from services.worker.core.transition_messages import Command, Event, PeerLost
 from services.worker.core.transition_state import TransitionState
 
 AFTER_COMMIT = (Phase.COMMITTING, Phase.EXCHANGING)
-STAND_IN_S = 3.0  # how long the rest of a group waits for a stand-in to replace a lost follower
+STAND_IN_S = 3.0  # how long the remaining members of a group wait for a stand-in for a lost follower
 
 
 class Reception(Enum):
     """How a member answers a plan."""
 
-    IGNORE = auto()  # a repetition, an outdated plan, or another one is committed: the planner asks again
-    LEAVE = auto()  # the plan's base lacks this member's group, since a member counts as lost: leave the group
-    CONFIRM = auto()  # the plan makes this member serve alone, which it does already, perhaps with requests
+    IGNORE = auto()  # a repeated or outdated plan, or another plan is committed: the planner retries
+    LEAVE = auto()  # the plan's base lacks this member's group, because a member counts as lost: leave the group
+    CONFIRM = auto()  # the plan makes this member serve alone, which it already does, perhaps with requests
     TAKE = auto()
 
 
@@ -34,7 +34,7 @@ def reception(
     plan: Plan, me: WorkerId, newest_epoch: Epoch, transition: "Transition | None", *, in_group: bool, is_whole: bool
 ) -> Reception:
     """Decide how this worker answers a plan. `transition`: the current or last one. `in_group`: its group has several
-    members. `is_whole`: it serves alone, at rest, with all layers.
+    members. `is_whole`: it serves alone with all layers, without a transition.
     """
     part = part_of(plan, me)
     if plan.epoch <= newest_epoch or part is None:
@@ -49,8 +49,8 @@ def reception(
 
 @dataclass(frozen=True, slots=True)
 class LostStage:
-    """A follower of the group in force is lost. The others keep their KV until `until_s`: an instance that serves alone
-    may take over its layers, through a plan whose target puts it in that place.
+    """A lost follower of the current group. The other members keep their KV until `until_s`, so that an instance that
+    serves alone can take over the follower's layers through a plan whose target puts it in that place.
     """
 
     epoch: Epoch  # epoch of the group
@@ -59,7 +59,7 @@ class LostStage:
     until_s: float
 
     def waits(self, now_s: float, transition: "Transition | None") -> bool:
-        """True while such a plan may still arrive, or is under way."""
+        """True while such a plan may still arrive or is being executed."""
         if transition is None or self.peer not in transition.part.lost:
             return now_s < self.until_s
         return transition.phase not in (Phase.FAILED, Phase.ABORTED)
@@ -68,8 +68,8 @@ class LostStage:
 def lost_stage(
     at_s: float, epoch: Epoch, lost: PeerLost, stages: Sequence[Member], me: WorkerId, *, at_rest: bool
 ) -> LostStage | None:
-    """The loss that a stand-in may repair; None if the group has to end: its leader is lost, or its layout changes (not
-    `at_rest`).
+    """Return the loss that a stand-in may repair. None if the group has to end, because its leader is lost or its
+    layout is changing (not `at_rest`).
     """
     if not at_rest or lost.peer in (me, stages[0].worker_id):
         return None
@@ -90,12 +90,12 @@ class Transition(TransitionState):
 
     @property
     def takes_checksums(self) -> bool:
-        """True while checksums of the layers to be given up are computed: they must not be moved."""
+        """True while checksums of the layers to be dropped are computed. These layers must not be moved meanwhile."""
         return self.state is State.PREPARING and not (self.part.dissolves or self.memory_ready)
 
     @property
     def undoing(self) -> bool:
-        """True while layers loaded by a restore that failed before its commit are given up again."""
+        """True while layers loaded by a restore that failed before its commit are dropped again."""
         failed = self.state is State.FAILED and self.part.dissolves and not self.undone
         return failed or self.state is State.UNDOING
 
@@ -106,12 +106,12 @@ class Transition(TransitionState):
 
     @property
     def limits(self) -> bool:
-        """True while this leader limits its group, until no request holds a block beyond the limit."""
+        """True while this leader limits its group and requests still hold blocks beyond the limit."""
         return self.state is State.LIMITING
 
     @property
     def quiesces(self) -> bool:
-        """True while no batch is formed and the last ones of the old layout complete."""
+        """True while no batch is formed and the last batches of the old layout complete."""
         return self.state is State.QUIESCING and self.led_before
 
     @property
@@ -126,7 +126,7 @@ class Transition(TransitionState):
 
     @property
     def awaits_roster(self) -> bool:
-        """True until the group's leader has sent which KV is kept."""
+        """True until the group's leader has announced which KV is kept."""
         return self.phase is Phase.EXCHANGING and self.part.new.leader.worker_id not in self.waves
 
     def handle(self, event: Event) -> list[Command]:
@@ -155,4 +155,4 @@ class Transition(TransitionState):
         if self.state is State.DONE:
             self.check_done()
         if self._open_way() is not None:
-            raise InvariantViolation(f"{self.me}: epoch {self.epoch} has not gone on from {self.state}")
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is stuck in {self.state}")

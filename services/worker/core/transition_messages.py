@@ -12,7 +12,7 @@ from services.worker.core.spans import Hop
 
 @dataclass(frozen=True, slots=True)
 class PrepareRequested:
-    """Prepare a plan. `room_blocks`: room that a follower's leader has granted before for this restore; None: none."""
+    """Prepare a plan. `room_blocks`: room that a follower's leader has already granted for this restore; None: none."""
 
     at_s: float
     plan: Plan
@@ -58,7 +58,7 @@ class PreparationFailed:
 
 @dataclass(frozen=True, slots=True)
 class GroupLimited:
-    """The group that this worker leads is limited to what its smallest stage keeps until it dissolves."""
+    """Until it dissolves, the group that this worker leads is limited to the blocks that its smallest stage keeps."""
 
     at_s: float
     epoch: Epoch
@@ -67,7 +67,7 @@ class GroupLimited:
 
 @dataclass(frozen=True, slots=True)
 class LimitHeld:
-    """No request of the group holds a block beyond the limit, or will reserve one."""
+    """No request of the group holds or will reserve a block beyond the limit."""
 
     at_s: float
     epoch: Epoch
@@ -91,7 +91,7 @@ class BoundaryReached:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """No batch of the draining group is in flight, and this worker has handed its remaining sequences over."""
+    """No batch of the draining group is in flight, and this worker has handed over its remaining sequences."""
 
     at_s: float
     epoch: Epoch
@@ -99,8 +99,8 @@ class GroupEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakenUp:
-    """Memory and role are those of the new layout. `own_victims`: sequences that this worker has led and continues to
-    lead. `draining`: the old group, in a restore.
+    """Memory and role are those of the new layout. `own_victims`: sequences that this worker led before and continues
+    to lead. `draining`: the old group, in a restore.
     """
 
     at_s: float
@@ -111,8 +111,8 @@ class TakenUp:
 
 @dataclass(frozen=True, slots=True)
 class Led:
-    """Answer to Lead and LeadWave: the KV of these victims is exchanged now. Unless this is the `last` wave, others
-    wait for room; sequences in no wave are recomputed.
+    """Answer to Lead and LeadWave: the KV of these victims is exchanged now. Unless this is the `last` wave, other
+    victims wait for room. Sequences that are in no wave are recomputed.
     """
 
     at_s: float
@@ -124,7 +124,7 @@ class Led:
 
 @dataclass(frozen=True, slots=True)
 class KvSent:
-    """The receiver has all of the KV."""
+    """The receiver has all KV of this transfer."""
 
     at_s: float
     epoch: Epoch
@@ -152,7 +152,7 @@ class PeerLost:
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted:
-    """From the leader of a group that is to dissolve: the group uses no block beyond the first `block_count`."""
+    """From the leader of a group that will dissolve: the group uses only the first `block_count` blocks."""
 
     at_s: float
     epoch: Epoch
@@ -161,8 +161,8 @@ class RoomGranted:
 
 @dataclass(frozen=True, slots=True)
 class EpochEnded:
-    """From the old leader: every batch of the old group has been sent. `kept`: if a stage was lost, the sequences that
-    the leader has and their tokens in completed batches; all other KV belongs to lost batches.
+    """From the old leader: every batch of the old group has been sent. `kept`: if a stage was lost, the leader's
+    sequences with their tokens in completed batches; all other KV belongs to lost batches.
     """
 
     at_s: float
@@ -183,7 +183,7 @@ class HandoverReceived:
 
 @dataclass(frozen=True, slots=True)
 class RosterReceived:
-    """From a new leader: sequences of its group whose KV is to be sent there now. One roster for each wave."""
+    """From a new leader: sequences of its group whose KV must be sent to the group now. Each wave has one roster."""
 
     at_s: float
     epoch: Epoch
@@ -195,7 +195,7 @@ class RosterReceived:
 
 @dataclass(frozen=True, slots=True)
 class WaveDone:
-    """From a stage to its leader, with its capacity: it has sent and received all KV of this wave."""
+    """From a stage to its leader, with its capacity: the stage has sent and received all KV of this wave."""
 
     at_s: float
     epoch: Epoch
@@ -274,7 +274,7 @@ class LoadLayers:
 
 @dataclass(frozen=True, slots=True)
 class ShrinkGroup:
-    """Shrink this stage's share of the group: the leader has committed already and its group needs less."""
+    """Shrink this stage's share of the group, because the leader has already committed and its group needs less."""
 
     epoch: Epoch
     block_count: int
@@ -282,7 +282,7 @@ class ShrinkGroup:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawRoom:
-    """A restore has failed before its commit: its leader lifts the group's limit."""
+    """A restore has failed before its commit: its leader must lift the group's limit."""
 
     epoch: Epoch
 
@@ -311,21 +311,21 @@ class SendEpochEnded:
 
 @dataclass(frozen=True, slots=True)
 class TakeUp:
-    """Move memory and change role; an old leader hands its sequences over. Answered with TakenUp."""
+    """Move memory and change role; an old leader hands over its sequences. Answered with TakenUp."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Empty:
-    """A stage of the draining group is lost: hand its sequences over without KV. Answered with GroupEnded."""
+    """Hand over the draining group's sequences without KV, because a stage is lost. Answered with GroupEnded."""
 
     epoch: Epoch
 
 
 @dataclass(frozen=True, slots=True)
 class CloseSeat:
-    """Stop computing for the draining group, which has ended. Its blocks are read until ReleaseLost."""
+    """Stop computing for the draining group, which has ended. Its KV blocks are still read until ReleaseLost."""
 
     epoch: Epoch
 
@@ -356,8 +356,8 @@ class LeadWave:
 
 @dataclass(frozen=True, slots=True)
 class SendRoster:
-    """Send a roster: that of wave 0 at once, later ones in order with batches, as their sequences reserve blocks that
-    earlier batches have freed.
+    """Send a roster. The one of wave 0 is sent at once, later ones in order with batches, because their sequences
+    reserve blocks that earlier batches have freed.
     """
 
     epoch: Epoch
@@ -369,7 +369,7 @@ class SendRoster:
 
 @dataclass(frozen=True, slots=True)
 class SendKv:
-    """Send the KV of the sequence's computed tokens in the layers of that hop. Answered with KvSent."""
+    """Send the KV of the sequence's computed tokens in the layers of this hop. Answered with KvSent."""
 
     epoch: Epoch
     victim: Victim
@@ -378,9 +378,7 @@ class SendKv:
 
 @dataclass(frozen=True, slots=True)
 class ExpectKv:
-    """Reserve blocks for a sequence of the new group. KV that arrives by each of these hops is reported with
-    KvReceived.
-    """
+    """Reserve blocks for a sequence of the new group. The KV of each of these hops is reported with KvReceived."""
 
     epoch: Epoch
     victim: Victim
@@ -413,8 +411,8 @@ class Resume:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseSent:
-    """KV of the waves so far, in layers given up, has been sent: reuse its room and report the
-    capacity to the leader.
+    """Reuse the room of KV in dropped layers, which has been sent for the waves so far, and report the capacity to the
+    leader.
     """
 
     plan: Plan
@@ -422,7 +420,7 @@ class ReleaseSent:
 
 @dataclass(frozen=True, slots=True)
 class SendWaveDone:
-    """Report to the leader that this worker has ended a wave, after the report of ReleaseSent."""
+    """Report to the leader that this worker has completed a wave, after the report of ReleaseSent."""
 
     epoch: Epoch
     wave: int
@@ -431,14 +429,14 @@ class SendWaveDone:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseLost:
-    """All KV of layers given up has been sent: release their memory."""
+    """Release the memory of dropped layers, whose KV has all been sent."""
 
     plan: Plan
 
 
 @dataclass(frozen=True, slots=True)
 class Broken:
-    """Leave the group in force, which cannot continue because a member is lost."""
+    """Leave the current group, which cannot continue because a member is lost."""
 
     peer: WorkerId
     why: str

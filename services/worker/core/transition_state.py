@@ -1,5 +1,5 @@
-"""What one member knows of a transition, and its reaction to an event (pure). `core.phases` says which event applies
-when.
+"""One member's state in a transition, and its reactions to events (pure). The tables in `core.phases` say which
+reaction applies when.
 
 A drop and a merge of pipelines are handled alike: they exchange KV at a boundary. In a restore each member serves alone
 from the commit on, and the old group drains at the same time; the KV of its remaining sequences is exchanged at its
@@ -17,7 +17,9 @@ Commands = list[t.Command]
 
 
 class TransitionState:
-    """Methods that return commands handle an event; those that return a bool are conditions of the table."""
+    """State of a member in a transition. Methods that return commands handle an event; methods that return a bool are
+    conditions in the tables.
+    """
 
     def __init__(self, me: WorkerId, plan: Plan) -> None:
         part = part_of(plan, me)
@@ -29,22 +31,22 @@ class TransitionState:
         self.why = ""
         self.links_up = False
         self.memory_ready = False
-        self.room_blocks: int | None = None  # restore: blocks that the group keeps; None: not granted yet
-        self.undone = False  # restore: layers loaded before an abort are given up again
-        self.epoch_ended = False  # the old leader has announced the end of its batches; followers wait for that
+        self.room_blocks: int | None = None  # in a restore: blocks that the group keeps; None: not granted yet
+        self.undone = False  # True in a restore: layers loaded before an abort have been dropped again
+        self.epoch_ended = False  # True: the old leader has announced the end of its batches, for which followers wait
         self.kept: tuple[Victim, ...] = ()  # if a stage was lost: see EpochEnded
-        self.draining: Draining | None = None  # restore: the old group, from the commit on
+        self.draining: Draining | None = None  # in a restore: the old group, from the commit on
         self.lost: set[WorkerId] = set()  # members of the draining group lost since the commit
         self.own_victims: tuple[Victim, ...] = ()  # sequences that this worker continues to lead
         self.handovers: dict[WorkerId, tuple[Victim, ...]] = {}  # member -> sequences that it has handed over
         self.waves: dict[WorkerId, int] = {}  # new leader -> number of its waves handled
         self.closed: set[WorkerId] = set()  # new leaders that have announced their last wave
-        self._waves_left: dict[WorkerId, int] = {}  # new leader -> last wave reported to it as done
-        self._wave_missing: set[WorkerId] = set()  # leader: stages that have not ended its wave
+        self._waves_left: dict[WorkerId, int] = {}  # new leader -> last wave reported to it as completed
+        self._wave_missing: set[WorkerId] = set()  # on a leader: stages that have not completed its wave
         self._outgoing: set[tuple[SequenceId, WorkerId]] = set()
         self._incoming: dict[SequenceId, set[WorkerId]] = {}  # sequence -> members that have not sent its KV
-        self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # leader: sequence -> stages without all its KV
-        self._donors: dict[SequenceId, SequenceId] = {}  # leader: sequence -> its donor, if the donor's KV is sent, too
+        self._stages_missing: dict[SequenceId, set[WorkerId]] = {}  # on a leader: sequence -> stages without all its KV
+        self._donors: dict[SequenceId, SequenceId] = {}  # on a leader: sequence -> its donor, if its KV is sent, too
 
     @property
     def epoch(self) -> Epoch:
@@ -127,7 +129,7 @@ class TransitionState:
         return [*self._epoch_ends(), *self.take_up()]
 
     def may_follow(self) -> bool:
-        """True if the follower has its leader's notice; a new member needs none."""
+        """True if this follower has its leader's notice. A new member needs none."""
         return not self.led_before and (self.epoch_ended or self.part.old is None)
 
     def take_up(self, _: t.CommitRequested | None = None) -> Commands:
@@ -157,21 +159,21 @@ class TransitionState:
     # ------------------------------------------------------------ end of a draining group
 
     def yield_to_changes(self, _: t.AbortRequested) -> Commands:
-        """Have the draining group hand over its running sequences now."""
+        """Make the draining group hand over its running sequences now."""
         if self.draining is not None:
             self.draining.hurried = True
         return []
 
     def end_group(self, _: t.GroupEnded) -> Commands:
-        """End the draining group, whose old leader has handed everything over."""
+        """End the draining group, whose old leader has handed over all sequences."""
         self.epoch_ended = True
         if self.draining is not None:
             self.own_victims = self.draining.own_victims
         return self._epoch_ends()
 
     def group_ended(self) -> bool:
-        """True if the draining group has ended, or a follower has lost a member. A leader that has lost one first hands
-        all sequences over.
+        """True if the draining group has ended, or on a follower if a member is lost. A leader first hands over all
+        sequences if a member is lost.
         """
         return self.epoch_ended or (bool(self.lost) and not self.led_before)
 
@@ -183,13 +185,13 @@ class TransitionState:
         return [t.Empty(self.epoch)] if self.led_before else []
 
     def lose(self, event: t.PeerLost) -> Commands:
-        """Stop waiting for a lost member: for its messages, and for the end of transfers to it."""
+        """Stop waiting for messages of a lost member, and for the end of transfers to it."""
         self.lost.add(event.peer)
         self._outgoing = {(sequence_id, to) for sequence_id, to in self._outgoing if to != event.peer}
         return []
 
     def awaits_kv_of(self, event: t.PeerLost) -> bool:
-        """True if KV of a sequence is expected from that member, and may be being written."""
+        """True if KV of a sequence is expected from that member, so that a write may be under way."""
         return any(event.peer in sources for sources in self._incoming.values())
 
     def break_up(self, event: t.PeerLost) -> Commands:
@@ -285,7 +287,7 @@ class TransitionState:
         return self._complete(sequence_id)
 
     def _complete(self, sequence_id: SequenceId) -> Commands:
-        """Resume the sequence if all its KV is here, and then those that share blocks with it."""
+        """Resume the sequence if all its KV is here, and then the sequences that share blocks with it."""
         if self._stages_missing[sequence_id] or self._donors.get(sequence_id) in self._stages_missing:
             return []
         del self._stages_missing[sequence_id]
@@ -302,14 +304,14 @@ class TransitionState:
         return set(self.part.rosters_from) - self.lost
 
     def _nothing_travels(self) -> bool:
-        """True if no transfer is known: every new leader has sent at least one roster, and all of
-        its KV has arrived.
+        """True if no transfer is under way: every new leader has sent at least one roster, and all KV on it has
+        arrived.
         """
         on_its_way = self._outgoing or self._incoming or self._stages_missing
         return not on_its_way and self._rosters_from <= self.waves.keys()
 
     def _waves_to_leave(self) -> list[tuple[WorkerId, int]]:
-        """Leaders with further waves, with the wave that has ended here and was not reported."""
+        """Leaders with further waves, each with the wave that has ended here but was not reported to it."""
         going_on = [leader for leader in self.part.rosters_from if leader not in self.closed]
         waves = [(leader, self.waves[leader] - 1) for leader in going_on if leader in self.waves]
         return [(leader, wave) for leader, wave in waves if self._waves_left.get(leader, -1) != wave]
@@ -342,6 +344,6 @@ class TransitionState:
 
     def check_done(self) -> None:
         if self._outgoing or self._incoming or self._stages_missing:
-            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done with KV still on its way")
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done while KV is still being transferred")
         if self._rosters_from - self.closed:
-            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done and victims wait")
+            raise InvariantViolation(f"{self.me}: epoch {self.epoch} is done, but victims wait")

@@ -1,7 +1,7 @@
-"""The engine loop's turn: pending events go to the core and to the group member, then batches are run.
+"""One turn of the engine loop: the core and the group member handle pending events, then batches are run.
 
-A worker's engine thread and the simulator take the same turns. `take_in` and `step` yield after requesting work that
-takes time. In a thread the time has passed by then; a simulation lets it pass.
+A worker's engine thread and the simulator execute the same turns. `take_in` and `step` yield after requesting work that
+takes time. In a thread that time has already passed; a simulation lets virtual time pass.
 """
 
 from abc import ABC, abstractmethod
@@ -34,7 +34,7 @@ class MemberEvent:
 
     @property
     def preempts(self) -> bool:
-        """True if offline work is to be preempted within its step."""
+        """True if offline work is preempted within its step for this event."""
         return False
 
 
@@ -56,7 +56,7 @@ class LaunchedBatch:
 
 
 class TurnMember(Protocol):
-    """This worker as a member of its group. Called from the engine thread only."""
+    """This worker as a member of its group. Called only from the engine thread."""
 
     @property
     def newest_epoch(self) -> int:
@@ -68,7 +68,7 @@ class TurnMember(Protocol):
 
     @property
     def may_form(self) -> bool:
-        """True if batches may be formed: not while the layout changes."""
+        """True if batches may be formed; False while the layout changes."""
         ...
 
     @property
@@ -78,27 +78,26 @@ class TurnMember(Protocol):
 
     @property
     def wakes_at_s(self) -> float | None:
-        """Instant at which `poll` is to be called even without an event."""
+        """Time at which `poll` must be called even without an event."""
         ...
 
     @property
     def pipeline_request_count(self) -> int | None:
-        """Requests in the pipeline of which this worker is, or is about to become, a stage; None:
-        there is no pipeline.
+        """Number of requests in the pipeline in which this worker is, or is about to become, a stage; None: no
+        pipeline.
         """
         ...
 
     def handle(self, event: MemberEvent) -> list[Command | StepOutcome]:
-        """Handle an event. Each `Removed` among the returned commands was executed already."""
+        """Handle an event. Any `Removed` among the returned commands has already been executed."""
         ...
 
     def poll(self) -> list[Command | StepOutcome]:
-        """Between two turns: continue what waits for a step boundary or for room."""
+        """Continue work that waits for a step boundary or for room; called between two turns."""
         ...
 
     def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
-        """Execute a batch, or launch it. None: it is on its way through the stages and its outcome follows, or there is
-        none.
+        """Execute a batch, or launch it. None: its outcome follows when it has passed all stages, or it has no outcome.
         """
         ...
 
@@ -108,12 +107,12 @@ class TurnMember(Protocol):
 
 
 class Turns(ABC):
-    """Base of the engine thread's and the simulator's turns, which define how a batch is run. A turn is `take_in`, then
-    `step` while `steps`; `commands` then holds the output for dispatchers.
+    """Base of the turns of the engine thread and of the simulator, which define how a batch is run. A turn is
+    `take_in`, then `step` while `steps`; `commands` then holds the output for dispatchers.
 
     With asynchronous scheduling one batch stays launched between two turns, and the next one is launched before its
-    outcome is collected. The member never notices: launched batches are collected before it handles an event, and at
-    once while it is not at rest.
+    outcome is collected. The member does not notice, because launched batches are collected before it handles an event,
+    and at once while it is not at rest.
     """
 
     __slots__ = ("_launched", "_member", "_now", "commands", "core", "fruitless_count")
@@ -123,7 +122,7 @@ class Turns(ABC):
         self._member: TurnMember | None = None
         self._launched: deque[LaunchedBatch] = deque()
         self.commands: list[Command] = []
-        self.fruitless_count = 0  # consecutive BatchWanted without a batch
+        self.fruitless_count = 0  # consecutive `BatchWanted` events that gave no batch
         self._now = now
 
     # ---------------------------------------------------------------- for subclasses
@@ -137,7 +136,7 @@ class Turns(ABC):
         """One text for each token of a batch that has completed, failed or been preempted."""
 
     def note(self, command: Command) -> None:
-        """Collect a command of the core or the member in `commands`; not `Removed`, which is not for dispatchers."""
+        """Collect a command of the core or the member in `commands`, except `Removed`, which is not for dispatchers."""
         if not isinstance(command, Removed):
             self.commands.append(command)
 
@@ -154,8 +153,8 @@ class Turns(ABC):
 
     @property
     def rests(self) -> bool:
-        """True if there is nothing to do until the next event: no batch may be formed, or none could be (sequences wait
-        for blocks of batches in flight).
+        """True if there is nothing to do until the next event, because no batch may be formed or none could be
+        (sequences wait for blocks of batches in flight).
         """
         if self._launched:
             return False
@@ -167,7 +166,7 @@ class Turns(ABC):
             if not isinstance(event, MemberEvent):
                 self._feed(event)
             elif member is None:
-                raise InvariantViolation("an event for a member of a group, and this worker is none")
+                raise InvariantViolation("an event for a group member, which this worker is not")
             else:
                 self._collect()
                 self._take(member.handle(event))
@@ -212,7 +211,7 @@ class Turns(ABC):
         return formed
 
     def _collect(self, left_count: int = 0) -> None:
-        """Collect launched batches, all but the latest `left_count`."""
+        """Collect all launched batches but the latest `left_count`."""
         while len(self._launched) > left_count:
             self._land(self._launched.popleft().collect())
 

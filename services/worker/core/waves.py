@@ -1,14 +1,14 @@
 """Admission of running sequences to a new group, in waves bounded by free blocks (pure).
 
-Until KV has been sent, its sender needs the room: after a drop at full memory there is room for all KV in the end, but
-not while everything is stored twice. So sequences move in waves. Those of the first wave reserve blocks at once. The
-others are suspended with their KV where it is; on stages that keep some of their layers they hold blocks meanwhile.
-When a wave has been sent and received, its senders free its room, and as many of the others as fit make the next wave.
-No KV is being transferred between two waves, so all counts are exact.
+A sender needs the room of KV until that has been sent. After a drop at full memory all KV fits in the end, but not
+while it is stored twice, so sequences move in waves. Those of the first wave reserve blocks at once. The others are
+suspended, and their KV stays in place; meanwhile they hold blocks on stages that keep some of their layers. When a wave
+has been sent and received, its senders free its room, and as many other sequences as fit form the next wave. No KV is
+being transferred between two waves, so all counts are exact.
 
 Every wave makes progress: if no sequence fits, the last in the order of service drops its KV and is recomputed.
-Sequences that would not fit in the end are dropped at once. The order is that of `policy.preemption`: of the lowest
-class the latest arrival first.
+Sequences that would not fit in the end are dropped at once, in the order of `policy.preemption`: the latest arrival of
+the lowest class first.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -38,15 +38,15 @@ _SPARE_BLOCKS = 1  # per sequence of a wave, for tokens that it generates while 
 
 @dataclass(frozen=True, slots=True)
 class MovedSequence:
-    """A sequence to be moved, as its new leader sees it."""
+    """A sequence to be moved, from the view of its new leader."""
 
     victim: Victim
-    rank: int  # rank of its priority class; a higher rank matters less
+    rank: int  # rank of its priority class; a higher rank is less important
     arrival: tuple[float, SequenceId]
-    need_blocks: int  # on every stage of the group once admitted, without those of `shared`
-    held_blocks: int  # on each of `holders` before, without those of `shared`
+    need_blocks: int  # blocks on every stage of the group once admitted, without those in `shared`
+    held_blocks: int  # blocks on each of `holders` before that, without those in `shared`
     holders: frozenset[WorkerId]  # stages of the group on which it has blocks already
-    shared: frozenset[BlockNumber] = frozenset()  # blocks counted once on every stage, also while it waits
+    shared: frozenset[BlockNumber] = frozenset()  # blocks counted once on every stage, even while it waits
 
     @property
     def order(self) -> tuple[int, tuple[float, SequenceId]]:
@@ -63,7 +63,7 @@ def standing_of(
     size: int,
     shared: Collection[BlockNumber] = (),
 ) -> MovedSequence:
-    """The victim as its new leader sees it. `members`: of the new group; `size`: tokens of a block."""
+    """Return the victim from the view of its new leader. `members`: of the new group; `size`: tokens of a block."""
     old = members_of(group_of(plan.base, victim.old_leader))
     held_blocks = blocks_for(victim.computed_tokens, size) - len(shared)
     need_blocks = max(need_blocks - len(shared), held_blocks)
@@ -74,13 +74,13 @@ def standing_of(
 
 
 def may_wait(plan: Plan, part: PlanPart) -> bool:
-    """True if there can be a second wave: members give up layers, and all holders of KV are stages of the new group."""
+    """True if a second wave is possible: members drop layers, and all holders of KV are stages of the new group."""
     return plan.kind is TransitionKind.DROP and set(part.roster_to) <= set(members_of(part.new))
 
 
 @dataclass(frozen=True, slots=True)
 class Wave:
-    """Waiting sequences admitted now, and those to be recomputed. `last`: none waits afterwards."""
+    """Waiting sequences that are admitted now, and those that are recomputed. `last`: none waits afterwards."""
 
     admitted: tuple[Victim, ...]
     lost: tuple[Victim, ...]
@@ -88,7 +88,7 @@ class Wave:
 
 
 class Waves:
-    """The sequences moved to one new group, kept by its leader: `first`, then `next` whenever a wave has ended."""
+    """The sequences that move to one new group, on its leader. Call `first`, then `next` whenever a wave has ended."""
 
     def __init__(self, stages: Sequence[WorkerId], standings: Iterable[MovedSequence]) -> None:
         self._stages = tuple(stages)
@@ -99,14 +99,16 @@ class Waves:
         return frozenset(standing.victim.sequence_id for standing in self._waiting)
 
     def lent_blocks(self, counts: Mapping[WorkerId, int]) -> tuple[int, int]:
-        """Blocks of the smallest stage, and how many of them the group lacks because of waiting sequences."""
+        """Return the number of blocks of the smallest stage, and how many of them waiting sequences withhold from the
+        group.
+        """
         held = self._held()
         smallest = min(counts[stage] for stage in self._stages)
         return smallest, smallest - min(counts[stage] - held[stage] for stage in self._stages)
 
     def first(self, counts: Mapping[WorkerId, int], in_the_end: int) -> Wave:
-        """Admit the first wave. `counts`: blocks of each stage; `in_the_end`: blocks of the smallest once all KV has
-        been sent. A second wave is possible only if that exceeds `counts`.
+        """Admit the first wave. `counts`: blocks of each stage; `in_the_end`: blocks of the smallest stage once all KV
+        has been sent. A second wave is possible only if that exceeds `counts`.
         """
         kept: list[MovedSequence] = []
         lost: list[Victim] = []
@@ -122,7 +124,7 @@ class Waves:
         self._waiting = kept
         admitted = self._admit(self._room(counts, len(shared)))
         if in_the_end <= min(counts.values()) and self._waiting:
-            raise InvariantViolation(f"{len(self._waiting)} victims would fit in the end and do not fit now")
+            raise InvariantViolation(f"{len(self._waiting)} victims would fit in the end, but do not fit now")
         return Wave(admitted, tuple(lost), not self._waiting)
 
     def next(self, counts: Mapping[WorkerId, int], reserved_blocks: int, gone: Collection[SequenceId]) -> Wave:
@@ -149,7 +151,9 @@ class Waves:
         return {stage: counts[stage] - held[stage] - taken_blocks for stage in self._stages}
 
     def _admit(self, room: Mapping[WorkerId, int]) -> tuple[Victim, ...]:
-        """Admit all waiting sequences if they fit; otherwise some, with blocks to spare; otherwise one, if any fits."""
+        """Admit all waiting sequences if they fit. Otherwise admit some, with blocks to spare, or else at least one, if
+        any fits.
+        """
         for spare_blocks, enough in ((0, len(self._waiting)), (_SPARE_BLOCKS, 1), (0, 1)):
             found = self._fitting(room, spare_blocks)
             if len(found) >= enough:
@@ -175,22 +179,22 @@ class Waves:
         """Raise InvariantViolation if waiting sequences hold more blocks than there are."""
         for stage, held_blocks in self._held().items():
             if held_blocks > counts[stage]:
-                raise InvariantViolation(f"{stage}: {held_blocks} of {counts[stage]} blocks are held by who waits")
+                raise InvariantViolation(f"{stage}: {held_blocks} of {counts[stage]} are held by waiting sequences")
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
     wave: Wave
     events: tuple[Event, ...]  # events for the core, in this order
-    recomputed: tuple[SequenceId, ...]  # recomputed or ended: their KV is not needed
+    recomputed: tuple[SequenceId, ...]  # sequences recomputed or ended, whose KV is not needed
     victim_count: int
 
 
 class Leading:
-    """Decisions of a new group's leader about moved sequences, as events in the order in which its core must handle
-    them: which keep KV, which wait for room, which are recomputed. In a drop, `lead` is called first, then `lead_on`
-    whenever all members have ended a wave; for a worker alone, after a draining group, `lead_alone`. The methods only
-    read the group.
+    """Decides which moved sequences of a new group keep their KV, wait for room or are recomputed. The decisions are
+    events, in the order in which the leader's core must handle them. In a drop, `lead` is called first, then `lead_on`
+    whenever all members have completed a wave. For a worker that serves alone after a draining group, `lead_alone` is
+    called. The methods only read the group.
     """
 
     def __init__(
@@ -219,8 +223,9 @@ class Leading:
         counts_in_the_end: Mapping[WorkerId, int],
         lacking: Collection[SequenceId] = (),
     ) -> Decision:
-        """Decide when all members are ready. `counts`, `counts_in_the_end`: blocks of each stage, now and once all KV
-        has been sent. `lacking`: sequences for which a stage lacks KV, or the activations that a stand-in needs.
+        """Decide about the first wave, when all members are ready. `counts`, `counts_in_the_end`: blocks of each stage,
+        now and once all KV has been sent. `lacking`: sequences for which a stage lacks KV, or the activations that a
+        stand-in needs.
         """
         alive = self._group_scheduler.kv_tokens  # own sequences may have ended since they were counted
         gone_ids = {v.sequence_id for v in victims if v.old_leader == self._me} - alive.keys()
@@ -262,13 +267,13 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids | gone_ids)), len(present))
 
     def lead_on(self, now_s: float, counts: Mapping[WorkerId, int]) -> Decision:
-        """Decide on the next wave: all members have freed the room of earlier ones, and no KV is being transferred."""
+        """Decide about the next wave, when all members have freed the room of earlier ones and no KV is being transferred."""
         gone = self._waves.waiting_ids - set(self._group_scheduler.sequence_ids)
         wave = self._waves.next(counts, self._group_scheduler.reserved_block_count, gone)
         lost_ids = sorted(v.sequence_id for v in wave.lost)
         events: list[Event] = [
             *(KvLost(now_s, sequence_id) for sequence_id in lost_ids),
-            self.capacity(now_s, counts),  # the stages then learn what is free
+            self.capacity(now_s, counts),  # notifies the stages of the free blocks
             KvAdmitted(now_s, frozenset(v.sequence_id for v in wave.admitted)),
         ]
         if wave.last:
@@ -278,7 +283,7 @@ class Leading:
     def lead_alone(
         self, now_s: float, victims: Sequence[Victim], coming: Sequence[SequenceSnapshot], free_blocks: int
     ) -> Decision:
-        """Decide when all members are ready. Own sequences come first, then those handed over to this worker."""
+        """Decide when all members are ready. Own sequences are first in order, then those handed over to this worker."""
         mine, alive = (
             {v.sequence_id for v in victims if v.old_leader == self._me},
             set(self._group_scheduler.sequence_ids),
@@ -309,12 +314,12 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids)), len(victims))
 
     def _shared(self, victims: Iterable[Victim]) -> dict[SequenceId, tuple[BlockNumber, ...]]:
-        """Numbers of blocks that several victims share; a stand-in computes the KV of each sequence by itself."""
+        """Return the numbers of blocks that several victims share. None with a stand-in, which computes the KV of each sequence separately."""
         return shared_numbers(() if self._part.lost else victims, self._plan.epoch)
 
     def _without_kv(self, victims: Iterable[Victim], lacking: Collection[SequenceId]) -> frozenset[SequenceId]:
-        """Ids of own sequences whose lost KV a stand-in cannot compute: it has no adapters, and log-probabilities of a
-        prompt have to come from one engine.
+        """Return the ids of own sequences whose lost KV a stand-in cannot compute, because it has no adapters, and one
+        engine has to compute all logprobs of a prompt.
         """
         if not self._part.lost:
             return frozenset()
@@ -323,7 +328,7 @@ class Leading:
         return frozenset(i for i in own if i not in able or i in lacking)
 
     def capacity(self, now_s: float, counts: Mapping[WorkerId, int]) -> CapacityChanged:
-        """The group's blocks, those held on some stages by waiting sequences counted as lent."""
+        """Return the group's number of blocks. Those held on some stages by waiting sequences count as lent."""
         smallest, held_blocks = self._waves.lent_blocks(counts)
         before = self._in_the_end if self._waves.waiting_ids else 0
         return CapacityChanged(now_s, smallest, held_blocks, before)

@@ -1,9 +1,9 @@
-"""The deciding half of a worker: requests in, batches and tokens out.
+"""The core of a worker: requests in, batches and tokens out.
 
-Owns every sequence from its submission until it ends or another leader takes it over. Its group's scheduler
-(`core.group_scheduler`) decides what runs when. While a group dissolves there are two: the one in force, which takes
-new requests, and the draining one. No clock, no threads, no tensors. The caller calls `handle` from one thread, asks
-for a batch when the first stage is free, and reports steps in order.
+The core owns every sequence from its submission until it ends or another leader takes it over. Its group's scheduler
+(`core.group_scheduler`) decides which sequences run when. While a group dissolves there are two schedulers: that of the
+current group, which takes new requests, and that of the draining group. No clock, no threads, no tensors. The caller
+calls `handle` from one thread, requests a batch when the first stage is free, and reports steps in order.
 
 A request that can never run is refused at once. A sequence that outgrows the whole KV cache ends with ERROR, not
 LENGTH: a truncated answer must not look complete, and a larger group may continue it.
@@ -105,7 +105,7 @@ class WorkerCore:
         self._first_sequence_id = self._last_sequence_id = first_sequence_id
         self._group_schedulers = [
             self._new_group_scheduler(block_count, book)
-        ]  # the draining one, if any; the one in force
+        ]  # the draining group's scheduler, if any; the current group's
         self._last_formed: GroupScheduler | None = None
         self._closed = GroupTotals()  # counters of groups that have ended
         self._stale_groups_total = 0  # stale events of groups that have ended
@@ -121,8 +121,8 @@ class WorkerCore:
     # ---------------------------------------------------------------- events
 
     def handle(self, event: Event) -> list[Command]:
-        """Handle an event. Of the commands, output for dispatchers comes first, Execute last. Stale events are only
-        counted.
+        """Handle an event. Among the returned commands, output for dispatchers is first and Execute last. Stale events
+        are only counted.
         """
         if not self._is_busy:
             self._progress_at_s = event.at_s
@@ -201,7 +201,7 @@ class WorkerCore:
 
     @property
     def group_scheduler(self) -> GroupScheduler:
-        """The scheduler of the group in force: it gets new requests and the events about a group."""
+        """The scheduler of the current group, which gets new requests and the events about a group."""
         return self._group_schedulers[-1]
 
     def _new_group_scheduler(self, block_count: int, book: BlockBook | None) -> GroupScheduler:
@@ -218,13 +218,13 @@ class WorkerCore:
 
     @property
     def leaving(self) -> GroupScheduler | None:
-        """The scheduler of the draining group that this worker has led."""
+        """The scheduler of the draining group that this worker led before."""
         return self._group_schedulers[0] if len(self._group_schedulers) > 1 else None
 
     def _leaving(self) -> GroupScheduler:
         group_scheduler = self.leaving
         if group_scheduler is None:
-            raise InvariantViolation("no group_scheduler is leaving")
+            raise InvariantViolation("there is no draining group")
         return group_scheduler
 
     def _group_scheduler_of(self, step_id: int) -> GroupScheduler:
@@ -234,7 +234,7 @@ class WorkerCore:
     def _open(self, event: GroupOpened) -> None:
         before, group_scheduler = self.group_scheduler, self._new_group_scheduler(event.book.block_count, event.book)
         if len(self._group_schedulers) > 1:
-            raise InvariantViolation("a group_scheduler is opened while another one is leaving")
+            raise InvariantViolation("a group is opened while another one is draining")
         before.dissolve(event.at_s)
         group_scheduler.scheduler.prefixes.kept_since_s = event.at_s
         self._handovers.forget_kv(before, event.at_s)
@@ -243,13 +243,13 @@ class WorkerCore:
             self._close_leaving()
 
     def _close_leaving(self) -> None:
-        """Remove the draining group, if any, and add its counters to those of ended groups."""
+        """Remove the draining group, if any, and add its counters to those of closed groups."""
         if (group_scheduler := self.leaving) is None:
             return
         in_flight = group_scheduler.batches_in_flight
         if group_scheduler.sequences or in_flight or in_flight.needs_release_batch:
             raise InvariantViolation(
-                f"a group_scheduler is closed with {len(group_scheduler.sequences)} sequences in it"
+                f"a group is closed with {len(group_scheduler.sequences)} sequences"
             )
         self._closed = self._closed.plus(group_scheduler.scheduler)
         self._stale_groups_total += group_scheduler.stale_total
@@ -257,12 +257,12 @@ class WorkerCore:
 
     @property
     def _is_busy(self) -> bool:
-        """True if a step runs, or could."""
+        """True if a step runs or could run."""
         return True in [each.is_busy for each in self._group_schedulers]  # a generator would take longer
 
     @property
     def is_drained(self) -> bool:
-        """True if this worker takes no new requests, and none depends on it any more."""
+        """True if this worker takes no new requests and no request depends on it."""
         return self._draining and self.is_empty
 
     @property
@@ -297,11 +297,11 @@ class WorkerCore:
 
     @property
     def kept_count(self) -> int:
-        """Sequences handed over to this worker whose requests have not been submitted here."""
+        """Number of sequences handed over to this worker whose requests have not been submitted here."""
         return len(self._request_table.kept)
 
     def running_kv_tokens(self, sequence_id: SequenceId) -> int | None:
-        """Tokens of a running sequence that have KV; None: it does not run here."""
+        """Tokens of a running sequence that have KV; None: the sequence does not run here."""
         sequence = self._request_table.live.get(sequence_id)
         if sequence is None or sequence.state is not SequenceState.RUNNING:
             return None
@@ -313,8 +313,8 @@ class WorkerCore:
         return sequence is not None and sequence.step_id > self.group_scheduler.completed_step_id
 
     def why_no_room(self, block_count: int, *, new: bool) -> str:
-        """Why `block_count` more blocks cannot be reserved for a sequence of another leader that is new (`new`) or
-        already arriving; empty if they can.
+        """Return why `block_count` more blocks cannot be reserved for a sequence of another leader that is new (`new`)
+        or already arriving; empty if they can.
         """
         return _DRAINS if self._draining else self.group_scheduler.why_no_room(block_count, new=new)
 
@@ -325,7 +325,7 @@ class WorkerCore:
 
     @property
     def next_deadline_at_s(self) -> float | None:
-        """When the next Tick is due at the latest. May be early: that sequence may have ended."""
+        """Latest time for the next Tick. It may be too early, because its sequence may have ended."""
         return self._request_table.next_deadline_at_s
 
     @property
@@ -347,7 +347,7 @@ class WorkerCore:
         )
 
     def load(self, at_s: float, memory: MemoryReport, newest_epoch: int = 0, parks: Parks = IN_SERVICE) -> LoadReport:
-        """The load report. `newest_epoch`: newest epoch of a transition known to this worker."""
+        """Return the load report. `newest_epoch`: newest epoch of a transition known to this worker."""
         totals = ReportTotals(
             self._steps_total,
             self._prompt_tokens_total,
@@ -377,7 +377,7 @@ class WorkerCore:
             return
         kept, waits = self._handovers.kept(event.request_id), self._handovers.may_wait(event)
         moves = kept is not None or waits
-        # A moved request may run in a group larger than this one is now.
+        # A moved request may have begun in a larger group than this one.
         if fault := fault_of(
             event, self._limits, sys.maxsize if moves else group_scheduler.scheduler.ceiling_block_count
         ):
@@ -456,8 +456,8 @@ class WorkerCore:
             self._stale_events_total += 1
 
     def _shed(self, at_s: float) -> None:
-        """Preempt what does not fit, after sequences have ended: if the next one to preempt was in flight and is among
-        them, its successor may be in no batch.
+        """Preempt until reservations fit, after sequences have ended. If the next one to preempt was in flight and has
+        ended, its successor may be in no batch and thus be preempted now.
         """
         for group_scheduler in self._group_schedulers:
             group_scheduler.shed(at_s)
@@ -470,7 +470,7 @@ class WorkerCore:
     # ---------------------------------------------------------------- steps
 
     def _form(self, at_s: float) -> Execute | Removed | None:
-        """Form a batch; the groups take turns."""
+        """Form a batch; the groups alternate."""
         self._expire(at_s)
         if len(self._group_schedulers) == 1:
             self.group_scheduler.demand_place()
@@ -486,7 +486,7 @@ class WorkerCore:
         in_flight_batch = group_scheduler.complete(result, len(texts))
         self._count_step(event.at_s)
         at_s, token_ids, logprobs, ended = event.at_s, result.token_ids, result.logprobs, SequenceState.ENDED
-        plain: dict[int, list[tuple[int, int]]] = {}  # stream -> handles and tokens
+        plain: dict[int, list[tuple[int, int]]] = {}  # stream -> (handle, token)
         errors, index, offline_count, last_id, news = dict(result.errors), 0, 0, -1, list[tuple[int, int]]()
         for sequence, computed_tokens, samples in in_flight_batch.shares:
             if sequence.state is not ended:
@@ -545,7 +545,7 @@ class WorkerCore:
         group_scheduler.shed(event.at_s)
 
     def plain_steps(self) -> PlainSteps | None:
-        """The decode-only steps that will run if no event arrives; None if none can be foreseen."""
+        """Return the decode-only steps that will run if no event arrives; None if they cannot be predicted."""
         return None if self._request_table.waits or len(self._group_schedulers) > 1 else foresee(self.group_scheduler)
 
     def take_plain_steps(self, plain: PlainSteps, token_ids: Iterable[Items[int]], count: int, at_s: float) -> None:
@@ -571,7 +571,9 @@ class WorkerCore:
     # ---------------------------------------------------------------- inspector
 
     def check(self) -> None:
-        """Raise InvariantViolation unless all tables agree. For tests and simulation: linear in all of them."""
+        """Raise InvariantViolation unless all tables agree. For tests and simulations: takes time linear in the size of
+        all tables.
+        """
         request_table = self._request_table
         request_table.check()
         placed_count = 0
@@ -583,11 +585,11 @@ class WorkerCore:
                 placed_count += 1
                 if request_table.group_schedulers.get(sequence.sequence_id) is not group_scheduler:
                     raise InvariantViolation(
-                        f"{sequence.name} is in a group_scheduler that is not its own", sequence.story()
+                        f"{sequence.name} is in a wrong group_scheduler", sequence.story()
                     )
         if len(request_table.group_schedulers) != placed_count:
             raise InvariantViolation(
-                f"{len(request_table.group_schedulers)} sequences have a group_scheduler, {placed_count} are in one"
+                f"{len(request_table.group_schedulers)} sequences have a group_scheduler, but {placed_count} are in one"
             )
 
 

@@ -1,1 +1,3 @@
-"""A worker without a model: real control plane, memory without contents, durations from a profile. No torch."""
+"""A worker without a model: real control plane, memory without contents, durations from a profile. Does not import
+torch.
+"""

@@ -1,7 +1,7 @@
-"""An instance's network cards as one: bulk transfers leave one after the other, by priority.
+"""All network cards of an instance, modelled as one that sends bulk transfers one after another, by priority.
 
-Only marks (see `phantom`) are moved; a transfer takes as long as its bytes would. Receivers' cards are not modelled.
-Concurrent reception halves the rate, as in the simulator, where both directions share a card.
+Only marks (see `phantom`) are transferred, but a transfer takes as long as its bytes would. Receivers' cards are not
+modelled. Concurrent reception halves the rate, like in the simulator, because both directions share the card.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 
-_QUANTUM_S = 0.02  # time after which a more urgent transfer may go first
+_QUANTUM_S = 0.02  # interval after which a more urgent transfer may overtake
 
 
 @dataclass(slots=True)
@@ -17,14 +17,14 @@ class CardTransfer:
     order: tuple[int, int, int]  # traffic class, rank, sequence number
     left_bytes: float
     sent: Callable[[], None]
-    is_over: bool = False  # cancelled or refused, or its link has ended
+    is_over: bool = False  # cancelled or refused, or the link has ended
 
     def __lt__(self, other: "CardTransfer") -> bool:
         return self.order < other.order
 
 
 class Card:
-    """An instance's network cards. Used on the event loop only."""
+    """The network cards of an instance. Used on the event loop only."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, bytes_per_s: float) -> None:
         self._loop = loop

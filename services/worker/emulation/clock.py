@@ -1,11 +1,11 @@
 """Ideal time of steps and messages of an emulated GPU, without delays of the host.
 
-Several emulated workers share a machine's processors, and wake up some milliseconds late under load: after a step, on a
-message. A GPU's host has a processor of its own. So a step counts as begun when it could have been: at the ideal end
-of the previous one, or the ideal arrival of the message it waited for, which the message states. Delays above `MOST_S`
-are not compensated, as there may have been nothing to do.
+Several emulated workers share a machine's processors, so under load they wake up some milliseconds late after a step or
+on a message. A real GPU's host has its own processors. A step therefore counts as begun when it could have begun: at
+the ideal end of the previous step, or at the ideal arrival of the message that it waited for, which the message
+contains. Delays above `MOST_S` are not compensated, because the worker may have been idle.
 
-Instants are those of `time.monotonic`, shared by all processes of a machine.
+All times are those of `time.monotonic`, which the processes of a machine share.
 """
 
 import time

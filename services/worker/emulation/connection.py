@@ -1,8 +1,8 @@
 """A connection between two emulated workers: one TCP connection, on both event loops.
 
 Messages are real, except tensors, which are only sizes. A transfer is announced, takes time on the card, and then its
-marks are sent. Everything else is as over channels: the opening asks the receiver for destinations, which it may
-refuse, and either end may cancel.
+marks are sent. Otherwise connections behave like real channels: the opening message asks the receiver for destinations,
+which it may refuse, and either end may cancel.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     import torch
 
 VERSION = 3
-_LEAST_WAIT_S = 0.0005  # shorter waits are skipped: two event loops take as long
+_LEAST_WAIT_S = 0.0005  # shorter waits are skipped, because two event loops take that long
 _CLOSE_WITHIN_S = 2.0
 _OPEN_WITHIN_S = 5.0
 _LOOK_S = 10.0  # interval of idle checks
@@ -96,7 +96,7 @@ class _LongMeta:
 
 
 class EmulatedConnection(Connection):
-    """A `Connection` between emulated workers. Sending is thread-safe; all else happens on the event loop."""
+    """A `Connection` between emulated workers. Sending is thread-safe; all other work is done on the event loop."""
 
     def __init__(
         self, peer: Hello, receiver: Receiver, loop: asyncio.AbstractEventLoop, card: Card, clock: GpuClock
@@ -110,15 +110,15 @@ class EmulatedConnection(Connection):
         self._sendings: dict[int, _EmulatedSend] = {}
         self._incoming: dict[int, tuple[Link, Opening, Sequence[torch.Tensor]]] = {}
         self._numbers = itertools.count(1)
-        self._free_at_s = 0.0  # when the last message has left
-        self._unsent: deque[tuple[float, EmulatedFrame, Future[None]]] = deque()  # with their times of departure
+        self._free_at_s = 0.0  # when the last message has been sent
+        self._unsent: deque[tuple[float, EmulatedFrame, Future[None]]] = deque()  # with their times of sending
         self._call(self._look, None)
 
     # ------------------------------------------------------------ sending: any thread
 
     @property
     def packed_below_bytes(self) -> int:
-        """0: only a transfer models the time of moving bytes."""
+        """0, because only transfers model the time of moving bytes."""
         return 0
 
     def send(
@@ -187,7 +187,7 @@ class EmulatedConnection(Connection):
         return number in self._sendings
 
     def reprioritise(self, number: int, traffic: TrafficClass, rank: int) -> bool:
-        """Always False: an emulated card keeps the order."""
+        """Always False, because an emulated card keeps the order."""
         return False
 
     def end_transfers(self, epoch: int, why: str) -> None:
@@ -197,7 +197,7 @@ class EmulatedConnection(Connection):
         self._call(self._break, why)
 
     def check(self) -> None:
-        """No-op: the only queue is the card's."""
+        """Does nothing, because only the card has a queue."""
 
     def begin_close(self) -> None:
         with self._changed:
@@ -212,7 +212,7 @@ class EmulatedConnection(Connection):
         self.wait_ended(_CLOSE_WITHIN_S if timeout_s is None else timeout_s)
 
     def wait_ended(self, timeout_s: float) -> bool:
-        """Wait until the connection has ended. Returns at once on the event loop, which has to end it itself."""
+        """Wait until the connection has ended. On the event loop, which has to end it itself, return at once."""
         with contextlib.suppress(RuntimeError):
             if asyncio.get_running_loop() is self._loop:
                 return True
@@ -233,7 +233,7 @@ class EmulatedConnection(Connection):
     # ------------------------------------------------------------ event loop: out
 
     def _send(self, what: tuple[EmulatedFrame, Future[None]]) -> None:
-        """Send frames in order, each after the ideal duration of the previous and its own bytes."""
+        """Send frames in order, each after the ideal duration of its own bytes and of the previous frame."""
         frame, done = what
         now_s = self._loop.time()
         self._free_at_s = max(now_s, self._free_at_s) + self._card.message_s(frame.size_bytes)
@@ -301,7 +301,7 @@ class EmulatedConnection(Connection):
         try:
             self._handle(frame)
         except (BallastError, ValueError, KeyError) as error:
-            get_logger().error("what came over a link is wrong", peer=self.peer_id, why=f"{error}")
+            get_logger().error("received invalid data over a link", peer=self.peer_id, why=f"{error}")
             self._break(f"{type(error).__name__}: {error}")
 
     def _handle(self, frame: EmulatedFrame) -> None:
@@ -342,13 +342,13 @@ class EmulatedConnection(Connection):
             frame.transfer, TrafficClass(frame.traffic), frame.topic, frame.stream, frame.size_bytes, frame.meta
         )
         link = self.link_of(frame.epoch)
-        pieces = Refusal(f"epoch {frame.epoch} is over") if link is None else self._receiver.on_opening(link, opening)
+        pieces = Refusal(f"epoch {frame.epoch} has ended") if link is None else self._receiver.on_opening(link, opening)
         if link is None or isinstance(pieces, Refusal):
             why = pieces.why if isinstance(pieces, Refusal) else ""
             self.protocol.write(EmulatedFrame(FrameType.REFUSED, transfer=frame.transfer, meta=why.encode()))
             return
         if sum(piece.nbytes for piece in pieces) != frame.size_bytes:
-            raise ValueError(f"{sum(piece.nbytes for piece in pieces)} bytes for {frame.size_bytes}")
+            raise ValueError(f"{sum(piece.nbytes for piece in pieces)} bytes instead of {frame.size_bytes}")
         self._incoming[frame.transfer] = (link, opening, pieces)
         self._card.incoming_count += 1
 
@@ -383,7 +383,7 @@ class EmulatedConnection(Connection):
         self._finish(LinkState.BROKEN, why)
 
     def _finish(self, how: LinkState, why: str) -> None:
-        """End the connection, once. Transfers end after the links, as with a real one."""
+        """End the connection, once. Transfers end after the links, like on a real connection."""
         with self._changed:
             if self._has_ended:
                 return

@@ -1,7 +1,7 @@
 """Copies between emulated device and host memory: marks are copied, in the time that the bytes would take.
 
-Engine thread only. Copies are made when the step begins; the worker waits after the step for the rest of their
-duration.
+Used by the engine thread only. Marks are copied when the step begins; after the step the worker waits for the rest of
+the duration.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def copy_marks(copy: BlockCopy, layer: int, area: Area, host: HostMarks) -> None
 
 
 def one_way(copies: Sequence[BlockCopy], layer_count: int) -> int:
-    """Blocks per layer in the direction with more of them: both run concurrently."""
+    """Return the number of blocks in the direction with more of them, because both directions run concurrently."""
     counts = [0, 0]
     for copy in copies:
         counts[copy.out] += len(copy.device_blocks) * layer_count
@@ -60,4 +60,4 @@ class EmulatedCopier:
         return self._took_s
 
     def close(self) -> None:
-        """No-op."""
+        """Does nothing."""

@@ -1,4 +1,4 @@
-"""An engine with a model's sizes instead of a model: memory is accounted and remapped as usual, without contents."""
+"""An engine that has only the sizes of a model: memory without contents is accounted and remapped as usual."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class EmulatedEngine:
         return self.memory.kv.block_count
 
     def compute_here(self) -> None:
-        """No-op."""
+        """Does nothing."""
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult:
         return self.runner.step(batch, block_tables)
@@ -49,7 +49,8 @@ class EmulatedEngine:
         return self.host_copy.holds(layer)
 
     def read_layer(self, layer: int) -> bool:
-        """Read a layer's parameters from host memory if kept there (True), otherwise from the emulated disk (False)."""
+        """Read a layer's parameters from their copy in host memory, if any (True), or from the emulated disk (False).
+        """
         if self.host_copy.fill(self.memory.parameters, layer):
             self._wait_for_host()
             return True
@@ -72,7 +73,7 @@ class EmulatedEngine:
         self.memory.check()
 
     def close(self) -> None:
-        """Close the memory, and log the delay of steps."""
+        """Close the memory, and log by how much steps were late."""
         clock = self.runner.clock
         due_s, late_s, lost_s = (round(seconds, 3) for seconds in (clock.due_s, clock.late_s, clock.lost_s))
         get_logger().info("emulated", due_s=due_s, late_s=late_s, lost_s=lost_s)
@@ -96,8 +97,8 @@ def emulate(
     name: str | None = None,
     kv_cache_dtype: str = "auto",
 ) -> EmulatedEngine:
-    """An engine for an emulated machine. Raises ConfigError if the model exceeds the memory, or `max_model_len` the
-    model's.
+    """Create the engine of an emulated machine. Raises ConfigError if the model exceeds the memory, or `max_model_len`
+    exceeds the model's limit.
     """
     model = machine.model
     element, kind = dtype(model.dtype), model.dtype

@@ -1,7 +1,7 @@
-"""The machine of an emulated worker: a model's sizes, and durations of operations.
+"""The machine of an emulated worker: a model's sizes, and the durations of operations.
 
-Read from a file that `ballast up --engine emulated` makes from the catalogue, or from one of `ballast profile` with the
-checkpoint's config.json.
+It is read from a file that `ballast up --engine emulated` makes from the catalogue, or from a profile made by `ballast
+profile` and the checkpoint's config.json.
 """
 
 from collections.abc import Sequence
@@ -42,18 +42,18 @@ class Roofline(_Strict):
 
     kind: Literal["roofline"] = "roofline"
     costs: RooflineCosts
-    balance: CostModel  # cost model of the whole model fitted to it, for microbatches
+    balance: CostModel  # the roofline's cost model of the whole model, for microbatches
 
     def stage_s(self, parts: Sequence[Part], layer_count: int, *, is_first: bool, is_last: bool) -> float:
         return self.costs.work(parts).on(layer_count, is_last=is_last)
 
     def cost_of(self, layer_count: int, *, is_first: bool, is_last: bool) -> CostModel:
-        """The cost model of the whole model, for any stage: balancing microbatches needs ratios only."""
+        """Return the cost model of the whole model for any stage, because balancing microbatches needs only ratios."""
         return self.balance
 
 
 class MeasuredCosts(_Strict):
-    """Durations measured by `ballast profile`: see `policy.cost_fit.StageCosts`."""
+    """Durations measured by `ballast profile`; see `policy.cost_fit.StageCosts`."""
 
     kind: Literal["measured"] = "measured"
     layer: CostModel
@@ -79,7 +79,7 @@ class Machine(_Strict):
     version: Literal[1] = VERSION
     name: str  # name shown to people
     model: Outline
-    memory_bytes: int = Field(ge=1)  # memory for parameters and KV, unless configured otherwise
+    memory_bytes: int = Field(ge=1)  # memory for parameters and KV, if not configured
     execution: Roofline | MeasuredCosts = Field(discriminator="kind")
     link_bytes_per_s: float = Field(gt=0)  # speed of the network cards, both directions together
     disk_bytes_per_s: float = Field(gt=0)
@@ -94,7 +94,7 @@ def read_machine(path: Path) -> Machine:
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}") from error
     except (UnicodeDecodeError, ValidationError) as error:
-        raise ConfigError(str(path), f"describes no emulated machine: {_first(error)}") from error
+        raise ConfigError(str(path), f"does not describe an emulated machine: {_first(error)}") from error
 
 
 def write_machine(path: Path, machine: Machine) -> Path:

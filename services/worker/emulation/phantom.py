@@ -1,7 +1,7 @@
 """Tensors without memory. Each cell has a mark of four bytes instead of contents.
 
-A cell is a KV block of a layer, or a whole parameter. Marks are copied like contents and lost on unmapping, so reading
-a block that was never copied, or a wrong one, is detected.
+A cell is a KV block of a layer, or a whole parameter. Marks are copied like contents and lost on unmapping, so a read
+of a wrong block, or of one that was never copied, is detected.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _BYTE = Dtype("uint8", 1)
 
 
 class Area:
-    """A reserved range. With `cell_bytes` it has two arrays of such cells, the second beginning at cell `second`, far
-    after the end of the first; without, each tensor has its own cell.
+    """A reserved range. With `cell_bytes` it has two arrays of cells of this size; the second array begins at cell
+    `second`, far after the end of the first. Without `cell_bytes` each tensor has its own cell.
     """
 
     def __init__(self, cell_bytes: int = 0) -> None:
@@ -120,7 +120,7 @@ def _reach(cells: array[int], count: int) -> None:
 
 
 class Phantom:
-    """The part of torch.Tensor's interface that remapped memory needs: sizes, slices, views."""
+    """The part of torch.Tensor's interface that is needed for remapped memory: sizes, slices, views."""
 
     __slots__ = ("area", "dtype", "offset", "shape")
 
@@ -149,7 +149,7 @@ class Phantom:
                 return Phantom(self.area, self.offset, cast("tuple[int, ...]", how), self.dtype)
 
     def zero_(self) -> None:
-        """No-op: fresh memory has no marks."""
+        """Does nothing, because fresh memory has no marks."""
 
     def clone(self) -> Phantom:
         copy = Phantom(Area(self.area.cell_bytes), 0, self.shape, self.dtype)
@@ -164,12 +164,12 @@ class Phantom:
 
 
 def phantom(tensor: torch.Tensor) -> Phantom:
-    """A cast for type checkers: the tensors of an emulated worker are phantoms."""
+    """Cast for type checkers, because the tensors of an emulated worker are phantoms."""
     return cast("Phantom", tensor)
 
 
 def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
-    """The marks of several tensors, concatenated."""
+    """Return the marks of several tensors, concatenated."""
     marks = array(_MARK)
     for tensor in tensors:
         marks.extend(phantom(tensor).read())
@@ -177,7 +177,7 @@ def read_all(tensors: Sequence[torch.Tensor]) -> bytes:
 
 
 def write_all(tensors: Sequence[torch.Tensor], contents: bytes) -> None:
-    """Write the marks of `read_all` into tensors. Raises ValueError if the number of cells differs."""
+    """Write marks returned by `read_all` into tensors. Raises ValueError if the number of cells differs."""
     marks, at = array(_MARK, contents), 0
     for each in map(phantom, tensors):
         count = len(each.read())
@@ -196,7 +196,7 @@ class PhantomBackend:
         self._block_bytes = block_bytes
         self._remap_s_per_byte = remap_s_per_byte
         self._extent_bytes = 0
-        self.takes_time = False  # mapping takes time, except at the start
+        self.takes_time = False  # True: mapping takes time; False at the start
         self._bases: list[int] = []
         self._areas: list[Area] = []
         self._next = 1 << 30
@@ -208,14 +208,14 @@ class PhantomBackend:
 
     def create(self, extent_bytes: int, count: int) -> None:
         if self._created:
-            raise InvariantViolation("the extents of this backend were created before")
+            raise InvariantViolation("the extents of this backend have already been created")
         self._created, self._extent_bytes = True, extent_bytes
 
     def give_up(self, runs: Sequence[ExtentRun]) -> None:
-        """No-op: there is no memory."""
+        """Does nothing, because there is no memory."""
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
-        """No-op: there is no memory."""
+        """Does nothing, because there is no memory."""
 
     def export(self, first: int, count: int) -> list[int]:
         raise InvariantViolation("an emulated instance has one rank")
@@ -235,7 +235,7 @@ class PhantomBackend:
         area.forget_all()
 
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
-        """Map extents, which takes time but has no effect: fresh memory has no marks."""
+        """Map extents. This takes time but has no effect, because fresh memory has no marks."""
         if self.takes_time:
             time.sleep(sum(run.count for run in runs) * self._extent_bytes * self._remap_s_per_byte)
 
@@ -267,10 +267,10 @@ class PhantomBackend:
         yield memoryview(read_all([tensor]))
 
     def synchronise(self) -> None:
-        """No-op: nothing is asynchronous."""
+        """Does nothing, because no operation is asynchronous."""
 
     def close(self) -> None:
-        """No-op."""
+        """Does nothing."""
 
     def _at(self, address: int) -> tuple[Area, int]:
         index = bisect_right(self._bases, address) - 1

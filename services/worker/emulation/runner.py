@@ -1,6 +1,7 @@
 """Executes batches by waiting, and samples tokens that are a function of the prompt.
 
-Marks of KV and layers are verified (see `phantom`). A sequence with wrong or missing KV gets wrong tokens from then on.
+Marks of KV and layers are verified (see `phantom`). A sequence whose KV was wrong or missing once gets wrong tokens
+from then on.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Activation:
-    """Stand-in for hidden states: their size, and the slices with errors in earlier stages."""
+    """Stand-in for hidden states: their size, and which slices had errors in earlier stages."""
 
     __slots__ = ("at_s", "nbytes", "wrong")
 
@@ -35,7 +36,7 @@ class Activation:
 
 
 class EmulatedActivations:
-    """An `ActivationStore` (`services.worker.pipeline.context`) that keeps only sizes."""
+    """An `ActivationStore` (`services.worker.pipeline.context`) that stores only sizes."""
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -52,8 +53,8 @@ class EmulatedActivations:
 
 
 class _KnownSequence:
-    """State of a sequence, with the hash of its first `position` tokens. `before`: position, hash and mark of a partial
-    block before its last slice, in case that is repeated.
+    """State of a sequence, with the hash of its first `position` tokens. `before`: position, hash and mark of the
+    partial block before its last slice, needed if that slice is repeated.
     """
 
     __slots__ = ("before", "hash", "is_wrong", "logprobs", "position", "scored", "start")
@@ -83,7 +84,7 @@ class Marks:
         self._checked_layers: set[int] = set()
         self._wrong_layers: set[int] = set()
         self._layers_are_wrong = False
-        self.wrong_total = 0  # slices with a wrong read
+        self.wrong_total = 0  # slices that read a wrong mark
 
     def take_in(self, batch: Batch) -> None:
         """Forget the batch's removed sequences and add its new ones."""
@@ -95,8 +96,8 @@ class Marks:
             self.known[new.sequence_id] = _KnownSequence(new)
 
     def compute(self, batch: Batch, tables: Sequence[Sequence[int]], before: bytes, layers: range) -> bytes:
-        """Verify and write the marks of a batch. Returns a byte per slice: 1 if there was an error here or, by
-        `before`, in earlier stages.
+        """Verify and write the marks of a batch. Returns a byte per slice: 1 if there was an error here or, according
+        to `before`, in earlier stages.
         """
         self._memory.kv.guard(max(max(table) for table in tables) + 1, layers)
         self._check_layers(layers)
@@ -106,13 +107,15 @@ class Marks:
         return bytes(wrong)
 
     def forget_all(self) -> None:
-        """Forget all sequences and verified layers: another leader's batches follow, and add every sequence anew."""
+        """Forget all sequences and verified layers, because another leader's batches follow and add every sequence
+        anew.
+        """
         self.known.clear()
         self._checked_layers.clear()
         self._wrong_layers.clear()
 
     def _compute(self, part: Slice, table: Sequence[int], layers: range) -> bool:
-        """Verify and write the marks of a slice. Returns False if a read was wrong now or before."""
+        """Verify and write the marks of a slice. Returns False if a read was wrong now or earlier."""
         known = self.known.get(part.sequence_id)
         if known is None:
             raise InvariantViolation(f"sequence {part.sequence_id} has not been added")
@@ -132,8 +135,8 @@ class Marks:
         return not known.is_wrong
 
     def _read_all(self, known: _KnownSequence, first: int, table: Sequence[int], layers: range) -> bool:
-        """Verify every block of the prefix in every layer, computed elsewhere or in an earlier layout. In the last
-        block further tokens may have been computed already, in a batch that a later stage has lost.
+        """Verify every block of a prefix in every layer, after it was computed elsewhere or in an earlier layout. The
+        last block may already contain more tokens, from a batch that a later stage has lost.
         """
         if first > len(known.start):
             raise InvariantViolation(f"a sequence of {len(known.start)} tokens continues at position {first}")
@@ -151,7 +154,7 @@ class Marks:
             cell = self._areas[layer].cell
             found = [cell(block) for block in table[: len(marks)]]
             if len(found) != len(marks) or found[:-1] != marks[:-1] or not further.issuperset(found[-1:]):
-                get_logger().error("KV of another sequence, or none", layer=layer, tokens=first)
+                get_logger().error("a block has KV of another sequence, or no KV", layer=layer, tokens=first)
                 return False
         return True
 
@@ -169,7 +172,7 @@ class Marks:
         known.hash, known.position, known.before = mark, end, (*before, left)
 
     def _check_layers(self, layers: range) -> None:
-        """Verify each layer's parameters, once per layout: nothing writes to them meanwhile."""
+        """Verify each layer's parameters, once per layout, because they are not written to meanwhile."""
         if not self._checked_layers.issuperset(layers):
             parameters = self._memory.parameters
             fresh = [i for i in layers if i not in self._checked_layers]
@@ -177,12 +180,12 @@ class Marks:
             self._checked_layers.update(fresh)
             self._wrong_layers.update(wrong)
             if wrong:
-                get_logger().error("layers are not what they should be", layers=wrong)
+                get_logger().error("wrong parameters", layers=wrong)
         self._layers_are_wrong = not self._wrong_layers.isdisjoint(layers)
 
 
 class EmulatedRunner:
-    """A `StageEngine`. Engine thread only."""
+    """A `StageEngine` that computes nothing. Used by the engine thread only."""
 
     def __init__(self, machine: Machine, memory: DeviceMemory) -> None:
         self._machine = machine
@@ -194,7 +197,7 @@ class EmulatedRunner:
 
     @property
     def wrong_total(self) -> int:
-        """Number of slices that have read wrong KV or parameters."""
+        """Number of slices that read wrong KV or parameters."""
         return self._marks.wrong_total
 
     @property
@@ -266,5 +269,5 @@ WEIGHTS = "weights"  # name of a layer's only parameter
 
 
 def layer_mark(layer: int) -> int:
-    """The mark of a layer's parameters."""
+    """Return the mark of a layer's parameters."""
     return layer + 1

@@ -1,6 +1,6 @@
 """Answers of an emulated model: each token is a function of all tokens before it.
 
-So an answer can be verified from its prompt, and a lost, repeated or foreign token changes all that follow.
+An answer can therefore be verified from its prompt, and a lost, repeated or foreign token changes all following tokens.
 """
 
 import sys
@@ -14,7 +14,7 @@ _WRONG = 0x5BD1E995
 
 
 def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:
-    """A 32-bit hash of a prefix, of which `token_ids` are the last tokens. `before`: the hash of the tokens before."""
+    """Return a 32-bit hash of a prefix that ends with `token_ids`. `before`: the hash of the tokens before them."""
     words = array(_WORD, token_ids)
     if sys.byteorder == "big":
         words.byteswap()
@@ -22,18 +22,18 @@ def prefix_hash(token_ids: Sequence[int], before: int = 0) -> int:
 
 
 def next_token(before: int, position: int, vocab_size: int) -> int:
-    """The token at `position`, after a prefix with the hash `before`."""
+    """Return the token at `position`, after a prefix with the hash `before`."""
     mixed = ((before ^ position) * _SPREAD) & 0xFFFFFFFF
     return (mixed ^ mixed >> 15) % vocab_size
 
 
 def wrong_token(right: int, vocab_size: int) -> int:
-    """The token sampled when KV or layers were wrong: a different one."""
+    """Return a token other than `right`, sampled if KV or parameters were wrong."""
     return (right + 1 + _WRONG % (vocab_size - 1)) % vocab_size
 
 
 def answer(prompt: Sequence[int], count: int, vocab_size: int) -> list[int]:
-    """The correct answer of `count` tokens."""
+    """Return the correct answer of `count` tokens."""
     before, tokens = prefix_hash(prompt), list[int]()
     for position in range(len(prompt), len(prompt) + count):
         tokens.append(next_token(before, position, vocab_size))

@@ -31,7 +31,7 @@ class EmulatedFrame(NamedTuple):
     size_bytes: int = 0  # size of the real payload
     meta: bytes = b""
     body: bytes = b""
-    at_s: float = 0.0  # ideal arrival of a message, see `clock`
+    at_s: float = 0.0  # ideal arrival of the message; see `clock`
 
     def encode(self) -> bytes:
         head = _HEAD.pack(

@@ -25,12 +25,12 @@ from services.worker.links.ports import Pending
 from services.worker.links.traffic import TrafficClass, TrafficCounts
 from services.worker.links.transfer import Transfer, TransferOutcome, TransferReport
 
-_LEAST_ON_WIRE_BYTES = 16 * 1024  # minimum chunk on an emulated wire, where chunks have no fixed cost
+_LEAST_ON_WIRE_BYTES = 16 * 1024  # minimum chunk size on an emulated wire, where chunks have no fixed cost
 
 
 @dataclass(slots=True)
 class _Outgoing:
-    """An outgoing transfer: queued, opened, sent completely, acknowledged. It exists until its future completes."""
+    """An outgoing transfer, which is queued, opened, sent and acknowledged. It exists until its future completes."""
 
     peer: str
     epoch: int
@@ -42,7 +42,7 @@ class _Outgoing:
     pieces: Pieces
     queued_at_s: float
     done: Future[TransferReport]
-    computed: Mark | None = None  # wait for it before reading the pieces
+    computed: Mark | None = None  # must be reached before the pieces are read
     opened: bool = False
     sent_bytes: int = 0
     in_flight: int = 0  # number of posted frames that may still be read from memory
@@ -67,7 +67,7 @@ class _SenderState:
     )  # sent before any chunk
     in_flight: deque[_Posted] = field(default_factory=deque[_Posted])
     last_number: int = 0
-    promised: bool = False  # the last frame announced another one
+    promised: bool = False  # the last frame announced another frame
     refusal: str | None = None  # reason for refusing new transfers
     broken: bool = False
 
@@ -104,7 +104,7 @@ class BulkSender:
             config.bandwidth_bytes_per_s if wire is None else config.rate_bytes_per_s,
         )
         self._free_since_s = 0.0  # from this time on only the link's speed limits bulk
-        self._last_end_s = 0.0  # completion of the last chunk
+        self._last_end_s = 0.0  # when the last chunk was completed
         self._share = 1.0  # fraction of link time allowed to the last chunk's class: see `_share_of`
         self._in_background = False  # the last chunk was of parameters
         self._changed = Condition()
@@ -129,7 +129,7 @@ class BulkSender:
         source = Pieces(pieces, "pieces")
         self._refuse_bad(traffic, meta, source.total_bytes)
         done: Future[TransferReport] = Future()
-        done.set_running_or_notify_cancel()  # only Transfer.cancel cancels it
+        done.set_running_or_notify_cancel()  # only `Transfer.cancel` may cancel it
         with self._changed:
             if self._state.refusal is not None:
                 raise Unavailable(self._peer, self._state.refusal)
@@ -186,7 +186,7 @@ class BulkSender:
             outgoing = self._state.transfers.get(number)
             if outgoing is None or outgoing.verdict is not None:
                 return
-            if self._schedule.remove(number):  # refused early: notify the receiver of where the transfer ends
+            if self._schedule.remove(number):  # refused early: notify the receiver of the transfer's end
                 finished = self._withdraw(outgoing, outcome, why)
             else:
                 outgoing.verdict, outgoing.why = outcome, why
@@ -221,7 +221,9 @@ class BulkSender:
             _settle(finished)
 
     def fail(self, why: str) -> None:
-        """Fail all unfinished transfers. The channel must have been aborted: it no longer reads the callers' memory."""
+        """Fail all unfinished transfers. The channel must have been aborted, so that it no longer reads the callers'
+        memory.
+        """
         with self._changed:
             self._state.refusal, self._state.broken = why, True
             failed = list(self._state.transfers.values())
@@ -236,7 +238,9 @@ class BulkSender:
             _settle(outgoing)
 
     def release(self) -> None:
-        """Drop the posted sends, which reference the channel. It must have been aborted, and `run` must have ended."""
+        """Drop the posted sends, which reference the channel. The channel must have been aborted, and `run` must have
+        ended.
+        """
         self._state.in_flight.clear()
 
     # ------------------------------------------------------------ the thread
@@ -269,16 +273,15 @@ class BulkSender:
 
     def _share_of(self, traffic: TrafficClass, now_s: float) -> float:
         """Fraction of link time for this class. Parameters are throttled because moving them takes processor time from
-        batches, except while requests wait for the memory that the restore holds. On an emulated slow link nothing is
-        throttled, as the processor is idle anyway.
+        batches, except while requests wait for the memory that the restore holds. On an emulated slow link there is no
+        throttling, because the processor is idle anyway.
         """
         if self._wire is not None or traffic is not TrafficClass.PARAMETERS or self._pace.memory_is_awaited:
             return 1.0
         return self._config.background_share
 
     def _rest(self, began_s: float) -> bool:
-        """Pause until the last chunk's class has used no more than its fraction of time, or until traffic of a higher
-        class arrives.
+        """Pause until the last chunk's class is within its fraction of time, or traffic of a higher class arrives.
 
         Returns True if the lane has ended.
         """
@@ -343,11 +346,11 @@ class BulkSender:
             self._state.in_flight.append(_Posted(pending, outgoing, FrameKind.CHUNK, size, posted_at_s))
 
     def _post_chunk(self, outgoing: _Outgoing, offset: int, size: int, *, more: bool) -> list[Pending] | None:
-        """Post a chunk; None if the link is broken. Runs without _changed, as copying and writing to a socket take
-        time; no other thread posts on this lane.
+        """Post a chunk; None if the link is broken. Does not hold `_changed`, because copying and writing to a socket
+        take time. No other thread posts on this lane.
         """
         with self._reading:
-            if self._state.broken:  # its owner has been notified and may have unmapped the memory
+            if self._state.broken:  # the memory's owner was notified and may have unmapped it
                 return None
             if outgoing.computed is not None:
                 outgoing.computed.wait()
