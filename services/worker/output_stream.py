@@ -1,4 +1,4 @@
-"""Output for one dispatcher, between the engine's turns and the dispatcher's socket."""
+"""Queue of output for one dispatcher, between the engine loop and the dispatcher's socket."""
 
 import asyncio
 from collections import deque
@@ -21,7 +21,7 @@ class Output:
 
 
 class OutputStream:
-    """Queue of outputs for one dispatcher. Lives on the event loop."""
+    """Queue of outputs for one dispatcher. Used on the event loop only."""
 
     def __init__(self, stream_id: int) -> None:
         self.stream_id = stream_id
@@ -29,7 +29,7 @@ class OutputStream:
         self.seen_handle = 0
         self.told: LoadReport | None = None  # load report of the last output
         self._told_handle = 0
-        self.broken = asyncio.Event()  # set when closed with an error: the current write is abandoned, too
+        self.broken = asyncio.Event()  # set when closed with an error; the current write is then abandoned
         self._outputs: deque[Output] = deque()
         self._wake = asyncio.Event()
         self._closed: BallastError | _StreamEnd | None = None
@@ -40,11 +40,11 @@ class OutputStream:
 
     @property
     def counts_more(self) -> bool:
-        """True if the engine has seen requests that the last report to this dispatcher does not count."""
+        """True if the engine has received requests that the last report to this dispatcher does not count."""
         return self.seen_handle > self._told_handle
 
     def put(self, emit: Emit | None, load: LoadReport, now_s: float) -> None:
-        """Queue an output; ignored once closed. Closes the stream when the bound is reached."""
+        """Queue an output, which is ignored once the stream is closed. Closes the stream when the bound is reached."""
         if self._closed is not None:
             return
         if len(self._outputs) >= STREAM_OUTPUTS:
@@ -73,7 +73,7 @@ class OutputStream:
         self._wake.set()
 
     async def next(self) -> Output | None:
-        """The next output; None at the end. Raises the closing error."""
+        """Wait for the next output; None at the end. Raises the error with which the stream was closed."""
         while not self._outputs:
             if self._closed is not None:
                 if isinstance(self._closed, _StreamEnd):
@@ -85,4 +85,4 @@ class OutputStream:
 
 
 class _StreamEnd:
-    """A stream's regular end."""
+    """Marks a stream's regular end."""

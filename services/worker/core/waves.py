@@ -267,7 +267,7 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids | gone_ids)), len(present))
 
     def lead_on(self, now_s: float, counts: Mapping[WorkerId, int]) -> Decision:
-        """Decide about the next wave, when all members have freed the room of earlier ones and no KV is being transferred."""
+        """Decide about the next wave, once all members have freed the room of earlier ones and no KV is in transit."""
         gone = self._waves.waiting_ids - set(self._group_scheduler.sequence_ids)
         wave = self._waves.next(counts, self._group_scheduler.reserved_block_count, gone)
         lost_ids = sorted(v.sequence_id for v in wave.lost)
@@ -283,7 +283,7 @@ class Leading:
     def lead_alone(
         self, now_s: float, victims: Sequence[Victim], coming: Sequence[SequenceSnapshot], free_blocks: int
     ) -> Decision:
-        """Decide when all members are ready. Own sequences are first in order, then those handed over to this worker."""
+        """Decide when all members are ready. Own sequences precede those handed over to this worker."""
         mine, alive = (
             {v.sequence_id for v in victims if v.old_leader == self._me},
             set(self._group_scheduler.sequence_ids),
@@ -314,7 +314,7 @@ class Leading:
         return Decision(wave, tuple(events), tuple(sorted(lost_ids)), len(victims))
 
     def _shared(self, victims: Iterable[Victim]) -> dict[SequenceId, tuple[BlockNumber, ...]]:
-        """Return the numbers of blocks that several victims share. None with a stand-in, which computes the KV of each sequence separately."""
+        """Numbers of shared blocks of victims; empty with a stand-in, which computes each sequence's KV separately."""
         return shared_numbers(() if self._part.lost else victims, self._plan.epoch)
 
     def _without_kv(self, victims: Iterable[Victim], lacking: Collection[SequenceId]) -> frozenset[SequenceId]:

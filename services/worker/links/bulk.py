@@ -367,7 +367,7 @@ class BulkSender:
             return self._writer.post(header, b"", payload)
 
     def _complete_oldest(self) -> bool:
-        """Wait for the oldest posted frame. Returns True if it was the last of this lane."""
+        """Wait for the oldest posted frame. Returns True if it was the lane's last frame."""
         posted = self._state.in_flight.popleft()
         for pending in posted.pending:
             pending.wait(self._config.send_timeout_s)
@@ -383,7 +383,7 @@ class BulkSender:
 
     def _note_speed(self, posted: _Posted) -> None:
         began_s, self._last_end_s = max(posted.posted_at_s, self._last_end_s), time.monotonic()
-        if self._free_since_s <= began_s:  # otherwise the completion was noticed late
+        if self._free_since_s <= began_s:  # else the completion was noticed late
             self._chunks.moved(posted.size_bytes, self._last_end_s - began_s)
 
     # ------------------------------------------------------------ below: called with _changed held
@@ -404,7 +404,7 @@ class BulkSender:
         return decision
 
     def _post_notice(self) -> bool | None:
-        """Post a queued notice. Returns None if there is none: the caller then asks the schedule for a chunk."""
+        """Post a queued notice. Returns None if there is none, so that the caller asks the schedule for a chunk."""
         if not self._state.notices:
             return None
         kind, outgoing = self._state.notices.popleft()
@@ -431,8 +431,8 @@ class BulkSender:
         self._state.promised = more
 
     def _wait_for_work(self) -> None:
-        """Wait for something to send while nothing is in flight. Queue a keepalive if nothing is submitted in time, or
-        if the last frame announced another one and there is none.
+        """Wait for work while no frame is in flight. Queue a keepalive if no work is submitted in time, or if the last
+        frame announced another frame that does not exist.
         """
         if not self._state.promised and self._changed.wait(self._config.keepalive_s):
             return
@@ -477,12 +477,12 @@ class BulkSender:
             for outgoing in self._state.transfers.values():
                 left = outgoing.pieces.total_bytes - outgoing.sent_bytes
                 if outgoing.verdict is None and bool(left) != (outgoing.number in self._schedule):
-                    raise InvariantViolation(f"transfer {outgoing.number}: {left} bytes left, not in the schedule")
+                    raise InvariantViolation(f"transfer {outgoing.number}: {left} bytes left, but not in the schedule")
 
 
 def _settle(outgoing: _Outgoing | None) -> None:
-    """Complete the caller's future; the source may then be modified or unmapped. Called without the lock, as callbacks
-    run here.
+    """Complete the caller's future, after which the source may be modified or unmapped. Called without the lock,
+    because callbacks run here.
     """
     if outgoing is None or outgoing.verdict is None or outgoing.done.done():
         return

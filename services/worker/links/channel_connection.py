@@ -200,7 +200,7 @@ class ChannelConnection(Connection):
                 self._finish()
 
     def _break(self, why: str) -> None:
-        """End both lanes at once. While closing this is no fault: the peer has finished first."""
+        """End both lanes at once. During a close this is no error, because the peer may finish first."""
         with self._changed:
             if self._state not in (LinkState.UP, LinkState.CLOSING) or self._channels is None:
                 return
@@ -209,7 +209,7 @@ class ChannelConnection(Connection):
             links = self._take_links() if was_up else []
             self._changed.notify_all()
             channels = self._channels
-        channels.urgent.abort()  # must precede all callbacks: until then the channels may access the callers' memory
+        channels.urgent.abort()  # must precede all callbacks, since channels may access the callers' memory until then
         channels.bulk.abort()
         self._urgent.fail(why)
         self._bulk.fail(why)
@@ -217,8 +217,8 @@ class ChannelConnection(Connection):
             self._receiver.on_link_end(link, LinkEnding(LinkState.BROKEN, why))
 
     def _finish(self) -> None:
-        """Report the end of the connection, and schedule the destruction of its channels. Runs on the last of its
-        threads to end.
+        """Report the end of the connection, and schedule the destruction of its channels. Runs on the connection's last
+        thread.
         """
         with self._changed:
             if self._state is not LinkState.BROKEN:
@@ -233,7 +233,7 @@ class ChannelConnection(Connection):
         finally:
             if channels is not None:
                 self._dispose(partial(self._destroy, channels))
-            self._ended.set()  # last: a waiter may then end the thread that destroys the channels
+            self._ended.set()  # must be last: a waiter may then end the thread that destroys the channels
 
     def _destroy(self, channels: Channels) -> None:
         with self._changed:

@@ -13,21 +13,21 @@ _BACKGROUND_SHARE_ON_DEVICE = 0.5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportConfig:
-    port: int = 0  # port of the rendezvous; 0: any free one
+    port: int = 0  # port for the rendezvous; 0: any free one
     # Bulk.
-    chunk_bytes: int = 512 * 1024  # initial; later it depends on the measured speed of link and stage, see `pace`
+    chunk_bytes: int = 512 * 1024  # initial size; later it depends on the measured speed of link and stage, see `pace`
     least_chunk_bytes: int = 256 * 1024
     most_chunk_bytes: int = 8 * 1024 * 1024
     window_chunks: int = 4  # bulk chunks in flight while no activations are sent
     calm_s: float = 0.2  # time without activations after which `window_chunks` applies
     bandwidth_bytes_per_s: float | None = None  # bulk bandwidth of a link, from a profile; refined by measurement
-    hold_s: float = 0.005  # maximum time for which urgent traffic holds back one chunk
+    hold_s: float = 0.005  # maximum time for which urgent traffic delays one chunk
     patience_chunks: int = 64  # chunks of higher classes after which a waiting lower class gets one
     background_share: float = 0.15  # fraction of time for sending parameters, which takes processor time from serving
-    background_chunk_bytes: int = 2 * 1024 * 1024  # maximum chunk of parameters; smaller ones wake threads too often
+    background_chunk_bytes: int = 2 * 1024 * 1024  # maximum chunk of parameters; smaller chunks wake threads too often
     rate_bytes_per_s: float | None = None  # emulates a slower link, both lanes together; None: unlimited
-    sized_by_device: bool = True  # for a GPU, chunks have the size of one slot, whatever is set above
-    urgent_first: bool = True  # False: order of arrival on an emulated link, as a baseline
+    sized_by_device: bool = True  # for a GPU, chunks have the size of one slot instead of the sizes above
+    urgent_first: bool = True  # False: an emulated link keeps the order of arrival, as a baseline
     # Frames: a header, meta and, if it fits, the payload, in one message whose receive is posted in advance.
     urgent_inline_bytes: int = 64 * 1024
     bulk_inline_bytes: int = 4 * 1024
@@ -41,10 +41,10 @@ class TransportConfig:
     urgent_window: int = 8  # maximum urgent messages in flight
     # Waits.
     connect_timeout_s: float = 10.0  # time for a peer to connect
-    open_timeout_s: float = 5.0  # time for both sides to open their channels after the rendezvous
-    send_timeout_s: float = 10.0  # time from posting a message or chunk to its completion
+    open_timeout_s: float = 5.0  # maximum time until both sides have opened their channels after the rendezvous
+    send_timeout_s: float = 10.0  # maximum time from posting a message or chunk to its completion
     keepalive_s: float = 1.0
-    silence_timeout_s: float = 10.0  # a peer without traffic for that long counts as lost
+    silence_timeout_s: float = 10.0  # a peer that sends nothing for that long counts as lost
     close_timeout_s: float = 2.0
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class TransportConfig:
             raise ConfigError("transport.urgent_inline_bytes", "and bulk_inline_bytes must not be negative")
 
     def naive(self) -> Self:
-        """These settings as a baseline: bulk in one piece, in order of arrival, without priorities."""
+        """Return these settings as a baseline: bulk in one piece, in order of arrival, without priorities."""
         whole = self.max_message_bytes
         return replace(
             self,
@@ -83,8 +83,8 @@ class TransportConfig:
         )
 
     def on_device(self) -> Self:
-        """These settings adapted to GPU memory: chunks of one slot, since each chunk costs a copy, an event and a
-        message; and a larger share for parameters, since sending them takes no time from the processors that serve.
+        """Return these settings adapted to GPU memory. Chunks have the size of one slot, because each costs a copy, an
+        event and a message. Parameters get a larger share, because sending them takes no processor time from serving.
         """
         if not self.sized_by_device:
             return self
@@ -98,5 +98,5 @@ class TransportConfig:
         )
 
     def frame_bytes(self, *, urgent: bool) -> int:
-        """Size of a posted receive: the largest frame that the peer may send."""
+        """Return the size of a posted receive, which is that of the largest frame that the peer may send."""
         return HEADER_BYTES + (self.urgent_inline_bytes if urgent else self.bulk_inline_bytes)

@@ -1,8 +1,8 @@
 """A connection between two incarnations of workers, with the epochs joined by both. Subclasses transport the bytes.
 
-A connection is opened for the first epoch that needs it and reused by later ones, as the same two workers share groups
-repeatedly. An epoch begins with a `join` by each side, in either order, and ends with a `leave`. Messages carry their
-epoch; those of an epoch that this side has not joined are refused.
+A connection is opened for the first epoch that needs it and reused by later ones, because the same two workers share
+groups repeatedly. An epoch begins when both sides have sent `join`, in either order, and ends with a `leave`. Messages
+carry their epoch; those of an epoch that this side has not joined are refused.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from services.worker.links.transfer import Opening, Refusal, Transfer, TransferO
 if TYPE_CHECKING:
     import torch
 
-_IDLE_S = 60.0  # time without an epoch until a connection is closed: its workers are likely to share a group again
-_MAX_EPOCHS = 64  # epochs that the peer has joined; the oldest of those joined by it only are dropped
-_LOOK_S = 0.1  # interval of checks whether the peer has ended this connection
+_IDLE_S = 60.0  # time without an epoch after which a connection is closed; it may be reused before that
+_MAX_EPOCHS = 64  # maximum epochs joined by the peer; the oldest that only the peer has joined are dropped
+_LOOK_S = 0.1  # interval for checking whether the peer has ended this connection
 
 
 class Receiver(Protocol):
@@ -38,7 +38,7 @@ class Receiver(Protocol):
     """
 
     def device_of(self, topic: int) -> torch.device | str:
-        """Device on which tensors of that topic are delivered; the host for those that the CPU reads."""
+        """Return the device on which tensors of a topic are delivered; the host for tensors that the CPU reads."""
         ...
 
     def on_message(self, link: Link, message: Message) -> None: ...
@@ -55,21 +55,21 @@ class Receiver(Protocol):
         ...
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
-        """Called once. A broken link is reported at once, followed by the ends of its transfers. A link retired by this
-        side is reported on the retiring thread.
+        """Called once for every link. A broken link is reported immediately, followed by the ends of its transfers. A
+        link retired by this side is reported on the retiring thread.
         """
         ...
 
 
 class Link:
-    """One epoch of a connection. Safe for use from any thread."""
+    """One epoch of a connection. Thread-safe."""
 
     def __init__(self, connection: Connection, epoch: int) -> None:
         self.connection = connection
         self.peer_id = connection.peer_id
         self.epoch = epoch
-        self.retired = False  # this side has retired it: nothing is sent, arriving messages are refused and counted
-        self.met = False  # the peer has joined the epoch at some point
+        self.retired = False  # True: nothing is sent, and arriving messages are refused and counted
+        self.met = False  # True: the peer has joined the epoch at some point
         self.ended: LinkState | None = None  # set by the connection, before the receiver is notified
 
     @property
@@ -88,7 +88,7 @@ class Link:
 
     @property
     def counts(self) -> TrafficCounts:
-        """Traffic counters of the whole connection."""
+        """Traffic counters of the whole connection, over all its epochs."""
         return self.connection.counts
 
     @property
@@ -108,14 +108,14 @@ class Link:
     ) -> Future[None]:
         """Send an urgent message. The tensor must not change until the future completes.
 
-        Completion means that it has left this process's memory, not that the peer has handled it. Messages of a class
-        are ordered.
+        Completion means that the message has left this process's memory, not that the peer has handled it. Messages of
+        one class are ordered.
 
         Raises:
-            Overloaded: no room in the queue within `timeout_s`.
-            InvalidRequest: over a bound, or not contiguous.
+            Overloaded: the queue had no room within `timeout_s`.
+            InvalidRequest: the message exceeds a bound, or the tensor is not contiguous.
             Unavailable: the link has ended.
-            StaleEpoch: this side has retired it.
+            StaleEpoch: this side has retired the link.
         """
         self._refuse_ended()
         return self.connection.send(self.epoch, traffic, topic, meta, tensor, stream, timeout_s)
@@ -130,8 +130,8 @@ class Link:
         stream: int = 0,
         rank: int = 0,
     ) -> Transfer:
-        """Send bulk bytes in place. Within a class, transfers with a smaller `rank` are sent first; those of equal rank
-        share the link.
+        """Send the bytes of `pieces` without copying them first. Within a class, transfers with a smaller `rank` are
+        sent first; those of equal rank share the link.
 
         Raises:
             Overloaded: too many transfers are unfinished.
@@ -141,11 +141,11 @@ class Link:
         return self.connection.transfer(self.epoch, traffic, pieces, topic, meta, stream, rank)
 
     def as_tensor(self, data: bytes) -> torch.Tensor:
-        """Bytes that are too long for a frame's meta, as a tensor."""
+        """Return bytes that are too long for a frame's meta as a tensor."""
         return self.connection.as_tensor(data)
 
     def pack(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A contiguous copy of `pieces`, to be sent as one message. See `packed_below_bytes`."""
+        """Return a contiguous copy of `pieces`, to be sent as one message. See `packed_below_bytes`."""
         return self.connection.pack(pieces)
 
     def unpack(self, packed: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
@@ -153,16 +153,17 @@ class Link:
         self.connection.unpack(packed, pieces)
 
     def urgent(self) -> AbstractContextManager[None]:
-        """Context manager: an activation is due, so bulk is held back, for at most `hold_s` between two chunks."""
+        """Context manager that holds back bulk because an activation is due, for at most `hold_s` between two chunks.
+        """
         return self.connection.urgent()
 
     def retire(self) -> None:
-        """End the epoch: nothing more is sent, arriving messages are refused. The peer is notified."""
+        """End the epoch and notify the peer. No more messages are sent, and arriving ones are refused."""
         self.connection.leave(self)
 
     def give_up(self, why: str) -> None:
-        """Break the connection because a required message cannot be sent. No effect if the link has ended, as other
-        epochs may still use the connection.
+        """Break the connection because a required message cannot be sent. No effect if the link has ended, because
+        other epochs may still use the connection.
         """
         if not self.has_ended:
             self.connection.give_up(why)
@@ -175,14 +176,14 @@ class Link:
 
 
 class Connection(ABC):
-    """A connection to one peer. Safe for use from any thread."""
+    """A connection to one peer. Thread-safe."""
 
     def __init__(self, peer: Hello, receiver: Receiver) -> None:
         self.peer_id = peer.worker_id
         self.incarnation = peer.incarnation
         self.counts = TrafficCounts()
         self._receiver = receiver
-        self._changed = Condition()  # notified when the state changes, or an epoch's
+        self._changed = Condition()  # notified when the state of the connection or of an epoch changes
         self._state = LinkState.UP
         self._links: dict[int, Link] = {}  # joined by this side, by epoch
         self._peer_epochs: set[int] = set()  # joined by the peer
@@ -214,14 +215,14 @@ class Connection(ABC):
     def join(self, epoch: int, deadline_s: float, is_given_up: Callable[[], bool]) -> Link | None:
         """Join an epoch, and wait until the peer has joined it.
 
-        Returns None if the peer does not join in time, the connection has ended, or the peer opens a new one.
+        Returns None if the peer does not join in time, the connection has ended, or the peer opens a new connection.
         """
         link = self.begin_join(epoch)
         if link is None:
             return None
         while not self._await_peer(link, deadline_s):
             if is_given_up():
-                self.give_up("the peer has made a new one")
+                self.give_up("the peer has opened a new connection")
             if self._state in (LinkState.CLOSED, LinkState.BROKEN):  # while closing, the peer's join may still arrive
                 return None
             if time.monotonic() >= deadline_s:
@@ -260,10 +261,10 @@ class Connection(ABC):
             self._peer_epochs.discard(link.epoch)
             self._idle_since_s = time.monotonic()
         self.tell(FrameKind.LEAVE, link.epoch)
-        self._end(link, LinkEnding(LinkState.CLOSED, "its epoch is over"), tell=was_shared)
+        self._end(link, LinkEnding(LinkState.CLOSED, "its epoch has ended"), tell=was_shared)
 
     def link_of(self, epoch: int) -> Link | None:
-        """The link of a received frame's epoch; None if there is none, and the frame is counted as stale."""
+        """Return the link of a received frame's epoch. If there is none, count the frame as stale and return None."""
         with self._changed:
             link = self._links.get(epoch)
         self.counts.stale_frames += link is None
@@ -285,7 +286,7 @@ class Connection(ABC):
             link = self._links.pop(epoch, None) if was_joined else None
             self._idle_since_s = time.monotonic()
         if link is not None:
-            self._end(link, LinkEnding(LinkState.CLOSED, "the peer takes part in its epoch no more"))
+            self._end(link, LinkEnding(LinkState.CLOSED, "the peer has left its epoch"))
 
     def close_if_idle(self) -> None:
         """Close the connection if it has had no epoch for `_IDLE_S`; called periodically. A peer that joins an epoch
@@ -303,8 +304,8 @@ class Connection(ABC):
             self._receiver.on_link_end(link, ending)
 
     def _take_links(self) -> list[Link]:
-        """Detach the links of a connection that ends. Returns those whose receivers must be notified. Called with the
-        lock held.
+        """Detach the links of this connection, which ends. Returns those whose receivers must be notified. Called with
+        the lock held.
         """
         shared = [link for _, link in sorted(self._links.items()) if link.met]
         for link in self._links.values():
@@ -368,7 +369,7 @@ class Connection(ABC):
 
     @abstractmethod
     def end_transfers(self, epoch: int, why: str) -> None:
-        """Fail the unfinished outgoing transfers of that epoch."""
+        """Fail the unfinished outgoing transfers of this epoch."""
 
     @abstractmethod
     def check(self) -> None:
@@ -379,11 +380,11 @@ class Connection(ABC):
 
     @abstractmethod
     def begin_close(self) -> None:
-        """Refuse new messages, send queued urgent ones, end transfers. Receiving continues."""
+        """Refuse new messages, send the queued urgent ones, and end transfers. Receiving continues."""
 
     @abstractmethod
     def close(self, timeout_s: float | None = None) -> None:
-        """`begin_close`, then wait for the peer to close as well. Not to be called from one of the connection's own
+        """`begin_close`, then wait for the peer to close as well. Must not be called from one of the connection's own
         threads.
         """
 

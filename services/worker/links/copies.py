@@ -1,7 +1,7 @@
 """Copies between a device and the host, concurrent with computation.
 
 On the host they are synchronous. On a GPU, data is valid once the compute stream has executed the kernels that write
-it, and a copy is complete once the copying stream has executed it.
+it, and a copy is complete once the copy stream has executed it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ HOST = torch.device("cpu")
 
 
 def carried_on(payload: torch.device, channel: torch.device) -> torch.device:
-    """Device on which a payload must be for a channel to send it: its own if the channel can access that memory,
-    otherwise the host.
+    """Return the device on which a payload must be for a channel to send it: the payload's own device if the channel
+    can access that memory, otherwise the host.
     """
     return payload if payload == channel else HOST
 
 
 class Copies(Protocol):
-    """Copies of a worker between a device and the host. Safe for use from any thread."""
+    """Copies of a worker between a device and the host. Thread-safe."""
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """Flat bytes to receive into or send from; pinned host memory if the device needs that."""
+        """Return a flat byte buffer to receive into or send from; pinned host memory if the device needs that."""
         ...
 
     def warm(self) -> None:
@@ -36,13 +36,13 @@ class Copies(Protocol):
         ...
 
     def mark(self) -> Mark | None:
-        """Mark the end of what the calling thread has launched so far. None: there is nothing to wait for."""
+        """Mark the work that the calling thread has launched so far. None: there is no work to wait for."""
         ...
 
     def copying(self) -> AbstractContextManager[None]:
-        """Context manager: copies inside do not wait for computation, and are complete at the end of the block.
+        """Context manager for copies that do not wait for computation and are complete at the end of the block.
 
-        Blocks without the GIL.
+        It waits without holding the GIL.
         """
         ...
 
@@ -55,8 +55,8 @@ class Copies(Protocol):
         ...
 
     def fetch(self, payload: torch.Tensor, device: torch.device, then: Callable[[torch.Tensor | None], None]) -> None:
-        """Copy data to the host once the calling thread's launches are done. Then another thread calls `then` with the
-        copy, or with None if it failed.
+        """Copy data to the host once the work launched by the calling thread is done. Then another thread calls `then`
+        with the copy, or with None if it failed.
         """
         ...
 
@@ -69,7 +69,7 @@ class Mark(Protocol):
     """A point in a device's sequence of work, like a recorded CUDA event."""
 
     def wait(self) -> None:
-        """Block until the device has reached it, without holding the GIL."""
+        """Block until the device has reached the mark, without holding the GIL."""
         ...
 
 
@@ -80,7 +80,7 @@ class HostCopies:
         return torch.empty(size_bytes, dtype=torch.uint8, device=device)
 
     def warm(self) -> None:
-        """No-op."""
+        """Does nothing."""
 
     def mark(self) -> None:
         return None
@@ -98,4 +98,4 @@ class HostCopies:
         then(payload.to(device))
 
     def close(self) -> None:
-        """No-op."""
+        """Does nothing."""

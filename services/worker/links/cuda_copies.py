@@ -1,10 +1,10 @@
-"""Copies on a GPU's side streams: see `copies`.
+"""Copies on side streams of a GPU; see `copies`.
 
 Many pieces are gathered by one kernel and cross the bus in one copy, and vice versa.
 
 The engine's stream is the calling thread's current one (see `memory.streams`). Each copying thread has its own stream,
-so a copy waits only for the kernels it needs. One thread waits for all fetches of a worker; it sleeps in the driver,
-without the GIL, until the event.
+so a copy waits only for the kernels that it needs. One thread waits for all fetches of a worker: it sleeps in the
+driver, without the GIL, until their events.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class CudaCopies:
         self._teller: threading.Thread | None = None
 
     def empty(self, size_bytes: int, device: torch.device) -> torch.Tensor:
-        """A flat byte buffer. Large ones are cut from whole slots, which torch reuses, as pinning stalls the GPU."""
+        """Return a flat byte buffer. Large buffers are cut from whole slots, which torch reuses, because pinning stalls
+        the GPU.
+        """
         whole_bytes = size_bytes if size_bytes < _LARGE_BYTES else -(-size_bytes // SLOT_BYTES) * SLOT_BYTES
         whole = torch.empty(whole_bytes, dtype=torch.uint8, device=device, pin_memory=device == HOST)
         return whole[:size_bytes]
@@ -62,7 +64,7 @@ class CudaCopies:
     def _warm(self) -> None:
         slots = [self.empty(SLOT_BYTES, HOST) for _ in range(_WARM_SLOTS)]
         memory = torch.zeros(2 * _WIDE_BYTES, dtype=torch.uint8, device=self._device)
-        for first in (0, 1):  # aligned, and unaligned
+        for first in (0, 1):  # aligned and unaligned
             pieces = Pieces([memory[first : first + _WIDE_BYTES]], "memory")
             self.gather(pieces, 0, slots[0][:_WIDE_BYTES])
             self.scatter(pieces, 0, slots[0][:_WIDE_BYTES])
@@ -94,8 +96,8 @@ class CudaCopies:
                 self._kernel.scatter(pieces.lies(offset + at, part.numel()), part if staged is None else staged)
 
     def _parts(self, slot: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, torch.Tensor | None]]:
-        """A device slot as a whole; a host slot in parts, each with a staging buffer on the device. All parts may share
-        the buffer, as one stream copies them in order.
+        """Yield a device slot as a whole, or a host slot in parts, each with a staging buffer on the device. All parts
+        may share the buffer, because one stream copies them in order.
         """
         if slot.device != HOST:
             yield 0, slot, None
@@ -138,12 +140,12 @@ class CudaCopies:
             mark, there, then = fetched
             try:
                 mark.wait()
-            except RuntimeError as error:  # a device error, which every later call raises as well
-                get_logger().error("what was to be sent could not be computed or copied", why=str(error))
+            except RuntimeError as error:  # a device error, which every later call raises again
+                get_logger().error("the data to send could not be computed or copied", why=str(error))
                 then(None)
             else:
                 then(there)
-            del fetched, mark, there, then  # release them before waiting for the next
+            del fetched, mark, there, then  # release them before waiting for the next fetch
 
 
 def copies_for(device: torch.device) -> Copies:

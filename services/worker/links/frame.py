@@ -1,6 +1,7 @@
 """Header of every message on a link: 64 bytes, little-endian, fixed layout.
 
-Sizes are known before anything is received: the handshake bounds frames, and a frame has the size of its payload.
+Sizes are known before data is received: the handshake bounds the size of frames, and a frame states the size of its
+payload.
 """
 
 import struct
@@ -46,7 +47,7 @@ SUPPORTED_DTYPES = frozenset(_DTYPES)
 class Header:
     kind: FrameKind
     traffic: TrafficClass
-    epoch: int = 0  # 0: about the link itself
+    epoch: int = 0  # 0: about the connection itself
     sequence: int = 0  # incremented per frame of a lane and direction, modulo 2**32
     stream: int = 0  # chosen by the caller
     topic: int = 0  # chosen by the caller
@@ -87,7 +88,7 @@ class Header:
 
 
 def unpack(data: bytes, peer: str) -> Header:
-    """Decode a header. Raises PeerViolation if the bytes are not a header of this version."""
+    """Decode a header. Raises PeerViolation if the bytes are no header of this version."""
     magic, version, kind, traffic, flags, dtype, ndim, epoch, stream, first, second, *rest = _LAYOUT.unpack(data)
     transfer, sequence, topic, meta_bytes, payload_bytes = rest
     if magic != MAGIC or version != VERSION:
@@ -122,7 +123,7 @@ def unpack(data: bytes, peer: str) -> Header:
 
 
 def _check_shape(header: Header, peer: str) -> None:
-    """A message's payload is a tensor of the announced shape, or empty."""
+    """Raise PeerViolation unless a message's payload is a tensor of the announced shape, or empty."""
     if header.kind is not FrameKind.MESSAGE:
         return
     elements = 1

@@ -8,8 +8,8 @@ class FrameKind(IntEnum):
     OPENING = 2  # bulk: a transfer begins
     CHUNK = 3  # bulk: bytes [offset, offset + payload) of a transfer
     CANCEL = 4  # bulk: no more chunks of this transfer
-    DELIVERED = 5  # urgent, to the transfer's sender: every byte is in place
-    REFUSED = 6  # urgent, to the transfer's sender: it is refused; meta has the reason
+    DELIVERED = 5  # urgent, to the transfer's sender: all bytes have arrived
+    REFUSED = 6  # urgent, to the transfer's sender: the transfer is refused; meta has the reason
     KEEPALIVE = 7
     CLOSE = 8  # the last frame on its lane
     JOIN = 9  # urgent: the sender takes part in this epoch from now on

@@ -7,7 +7,7 @@ from services.worker.links.pacing import Wire
 
 
 class UrgentGate:
-    """Counts the reasons for holding back bulk: urgent messages not yet sent, and callers that announce one."""
+    """Counts the reasons for holding back bulk: urgent messages not yet sent, and callers that have announced one."""
 
     def __init__(self) -> None:
         self._changed = Condition()
@@ -35,7 +35,7 @@ class UrgentGate:
 
 
 class SharedWire:
-    """One wire for both lanes. The urgent lane polls, the bulk lane blocks in `cross`."""
+    """An emulated wire shared by both lanes. The urgent lane polls, the bulk lane blocks in `cross`."""
 
     def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
         self._wire = Wire(rate_bytes_per_s, urgent_first=urgent_first)
@@ -57,15 +57,15 @@ class SharedWire:
             self._changed.notify_all()
 
     def take_urgent(self, size_bytes: int, since_s: float) -> float | None:
-        """Send an urgent message over the wire: see `Wire.take`."""
+        """Send an urgent message over the wire; see `Wire.take`."""
         with self._changed:
             crossed_at_s = self._wire.take(size_bytes, urgent=True, since_s=since_s, at_s=time.monotonic())
             self._changed.notify_all()
             return crossed_at_s
 
     def cross(self, size_bytes: int, since_s: float, timeout_s: float) -> bool:
-        """Wait until bulk may use the wire, and then until it has crossed. Returns False if the link has ended, or if
-        urgent traffic never paused.
+        """Wait until bulk may use the wire, and then until the bytes have crossed it. Returns False if the link has
+        ended, or if urgent traffic never paused.
         """
         give_up_at_s = time.monotonic() + timeout_s
         with self._changed:
@@ -80,7 +80,7 @@ class SharedWire:
         return not self._ended.wait(max(crossed_at_s - time.monotonic(), 0))
 
     def end(self) -> None:
-        """End the wire with its link: every waiting or later `cross` returns False."""
+        """End the wire together with its link, so that every waiting or later `cross` returns False."""
         with self._changed:
             self._ended.set()
             self._changed.notify_all()

@@ -7,7 +7,7 @@
     caller  "!"        it is still waiting
 
 With a cluster secret, a proof is an HMAC over all lines so far and the sender's role, so it is invalid on another
-connection, for another worker, incarnation or lane, or in the other direction. Without one, proofs are empty and
+connection, for another worker, incarnation or lane, or in the other direction. Without a secret, proofs are empty and
 ignored.
 """
 
@@ -28,7 +28,7 @@ _NONCE_BYTES = 16
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Properties that each side must know of the other before the first frame."""
+    """Properties that each side must know about the other before the first frame."""
 
     version: int
     transport: str  # how the following frames are transported
@@ -42,8 +42,8 @@ class Terms:
 class Hello:
     worker_id: str
     incarnation: int  # 0: not known yet
-    to: str  # the addressee
-    lane: str  # what the connection is for
+    to: str  # id of the worker that is addressed
+    lane: str  # purpose of the connection
     terms: Terms
 
 
@@ -75,7 +75,7 @@ def proof_of(secret: bytes | None, role: str, *said: bytes) -> str:
 
 
 def is_proof(given: str, secret: bytes | None, role: str, *said: bytes) -> bool:
-    """True if the proof is valid; always without a secret."""
+    """True if the proof is valid, or if there is no secret."""
     return secret is None or hmac.compare_digest(given.encode(), proof_of(secret, role, *said).encode())
 
 
@@ -88,7 +88,7 @@ def parse_line(line: bytes) -> Mapping[str, object]:
     try:
         said = json.loads(line)
     except RecursionError as error:
-        raise ValueError("brackets without end") from error
+        raise ValueError("unclosed brackets") from error
     if not isinstance(said, dict):
         raise ValueError("no object")
     return cast(dict[str, object], said)
@@ -129,10 +129,10 @@ def parse_proof(line: bytes) -> str:
 
 def check_terms(mine: Hello, theirs: Hello) -> None:
     if theirs.terms.version != mine.terms.version:
-        why = f"speaks data plane version {theirs.terms.version}, we speak {mine.terms.version}"
+        why = f"speaks data plane version {theirs.terms.version}, this worker speaks {mine.terms.version}"
         raise PeerViolation(theirs.worker_id, why)
     if theirs.terms.transport != mine.terms.transport:
-        why = f"its links are carried by {theirs.terms.transport}, ours by {mine.terms.transport}: set the same"
+        why = f"its --transport is {theirs.terms.transport}, but this worker's is {mine.terms.transport}"
         raise PeerViolation(theirs.worker_id, why)
 
 
@@ -158,13 +158,13 @@ def _str(said: Mapping[str, object], name: str) -> str:
 
 
 def read_line(connection: socket.socket, deadline_s: float) -> bytes:
-    """Read exactly one line. Not byte by byte, as each call needs the GIL, which the engine holds."""
+    """Read exactly one line. It is not read byte by byte, because each call needs the GIL, which the engine holds."""
     line = b""
     while not line.endswith(b"\n"):
         connection.settimeout(left_s(deadline_s))
         there = connection.recv(MAX_LINE_BYTES - len(line), socket.MSG_PEEK)
-        if not there:  # or if it sends too much
-            raise ConnectionResetError("it hung up")
+        if not there:  # or if it sends too many bytes
+            raise ConnectionResetError("it disconnected")
         line += connection.recv(there.find(b"\n") + 1 or len(there))
     return line
 
@@ -175,11 +175,11 @@ def read_exactly(connection: socket.socket, size: int, deadline_s: float) -> byt
         connection.settimeout(left_s(deadline_s))
         part = connection.recv(size - len(data))
         if not part:
-            raise ConnectionResetError("the other side hung up")
+            raise ConnectionResetError("the other side disconnected")
         data += part
     return data
 
 
 def left_s(deadline_s: float) -> float:
-    """Seconds left, but never zero, which would make a socket non-blocking."""
+    """Return the remaining seconds, but never zero, which would make a socket non-blocking."""
     return max(deadline_s - time.monotonic(), 0.001)

@@ -14,8 +14,8 @@ from services.worker.links.pieces import Pieces
 from services.worker.links.ports import Channel, Pending
 
 _SEQUENCE_MODULUS = 1 << 32
-_LEAST_DIRECT_BYTES = 256 << 10  # below it, a copy takes less processor time than a separate message
-_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # below it, a gathering kernel is faster than separate messages
+_LEAST_DIRECT_BYTES = 256 << 10  # below this size, a copy takes less processor time than a separate message
+_LEAST_DIRECT_DEVICE_BYTES = 1 << 20  # below this size, a gathering kernel is faster than separate messages
 
 
 class FrameWriter:
@@ -33,7 +33,7 @@ class FrameWriter:
     def post(self, header: Header, meta: bytes = b"", payload: torch.Tensor | None = None) -> list[Pending]:
         """Post a frame and its payload (flat bytes), which is copied into the frame if the peer's receive has room.
 
-        The payload must be where `fetch` or `gathered` put it.
+        The payload must be on the device where `fetch` or `gathered` put it.
         """
         payload_bytes = 0 if payload is None else payload.numel()
         inline = 0 < payload_bytes <= self._max_frame_bytes - HEADER_BYTES - len(meta)
@@ -62,17 +62,19 @@ class FrameWriter:
         return payload.device == HOST
 
     def fetch(self, payload: torch.Tensor, then: Callable[[torch.Tensor | None], None]) -> None:
-        """Copy the payload to where it can be posted, once it is computed. `then` is called at once or from another
-        thread; with None if it failed.
+        """Copy the payload, once it is computed, to a device from which it can be posted. `then` is called with the
+        copy, at once or from another thread, or with None if the copy failed.
         """
         self._copies.fetch(payload, self._carried(payload.device, payload.numel()), then)
 
     def mark(self, pieces: Pieces) -> Mark | None:
-        """The mark after which the pieces have what the calling thread has launched so far; None: no wait needed."""
+        """Return the mark after which the calling thread's launched work has written the pieces; None: no wait is
+        needed.
+        """
         return None if pieces.device == HOST else self._copies.mark()
 
     def gathered(self, pieces: Pieces, offset: int, size: int) -> tuple[torch.Tensor, bool]:
-        """A range of the pieces, ready to be posted, and whether it is a copy. Blocks while copying."""
+        """Return a range of the pieces, ready to be posted, and whether it is a copy. Blocks while copying."""
         carried = self._carried(pieces.device, size)
         view = pieces.view(offset, size)
         if view is not None and view.device == carried:
@@ -82,15 +84,17 @@ class FrameWriter:
         return payload, True
 
     def chunk_bytes(self, pieces: Pieces, offset: int, limit: int) -> int:
-        """Number of bytes, of the next `limit`, to send together. A large contiguous piece is sent without a copy, as a
-        message of its own.
+        """Return how many of the next `limit` bytes to send together. A large contiguous piece is sent without a copy,
+        as a separate message.
         """
         carried = self._carried(pieces.device, limit)
         least_bytes = _LEAST_DIRECT_BYTES if carried == HOST else _LEAST_DIRECT_DEVICE_BYTES
         return pieces.chunk_bytes(offset, limit, least_bytes if carried == pieces.device else limit + 1)
 
     def _carried(self, lies_on: torch.device, size: int) -> torch.device:
-        """Device from which a payload is sent: the host for those small enough to be inlined in their frame."""
+        """Return the device from which a payload is sent. Payloads small enough to be inlined in their frame are sent
+        from the host.
+        """
         is_small = size <= self._max_frame_bytes - HEADER_BYTES
         return HOST if is_small else carried_on(lies_on, self._channel.device)
 
@@ -116,7 +120,7 @@ class FrameReader:
             self._post(bytearray(frame_bytes))
 
     def next(self, timeout_s: float) -> Frame:
-        """The next frame. Raises ChannelBroken on a timeout, PeerViolation for an invalid frame."""
+        """Return the next frame. Raises ChannelBroken on a timeout, PeerViolation for an invalid frame."""
         if self._in_use is not None:
             self._post(self._in_use)
             self._in_use = None
@@ -132,7 +136,7 @@ class FrameReader:
         return Frame(header, bytes(buffer[HEADER_BYTES:meta_end]), inline)
 
     def release(self) -> None:
-        """Drop the posted receives; the channel must be aborted."""
+        """Drop the posted receives. The channel must have been aborted."""
         self._posted.clear()
         self._in_use = None
 

@@ -1,5 +1,4 @@
-"""The interface through which a worker's group member uses its links. It has several implementations, so it needs
-no threads or sockets.
+"""The interface through which a worker's group member uses its links. Some implementations have no threads or sockets.
 """
 
 from collections.abc import Collection
@@ -25,7 +24,7 @@ class Plane(Protocol):
     def warm(
         self, peer_id: str, address: str, epoch: int, timeout_s: float | None = None, incarnation: int = 0
     ) -> Future[Link]:
-        """Connect in the background. The peer has to do the same."""
+        """Connect in the background. The peer must do the same."""
         ...
 
     def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:

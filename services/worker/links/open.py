@@ -20,7 +20,7 @@ from services.worker.links.reaper import Reaper
 from services.worker.links.rendezvous import resolve_host
 from services.worker.memory.backend import SLOT_BYTES
 
-_MOST_LINKS = 8  # with memory reserved for them: to other members of a group, and to sources and targets of migrations
+_MOST_LINKS = 8  # links for which memory is reserved: to members of the group, and to sources and targets of migrations
 
 
 def open_plane(
@@ -49,15 +49,17 @@ def open_plane(
 
 
 def carrier_of(name: str, device_type: str) -> str:
-    """Name of the transport: the configured one, or for "auto" the one for that device. No other code chooses it."""
+    """Return the name of the transport: the configured one, or for "auto" the one for this device. No other code
+    chooses it.
+    """
     if name != "auto":
         return name
     return "nccl" if device_type == "cuda" and torch.distributed.is_nccl_available() else "tcp"
 
 
 def device_bytes(name: str, device: str) -> int:
-    """Estimated maximum of device memory used by links, to be reserved in addition to parameters and KV. `device`: as
-    in the setting (cpu, cuda, cuda:1, cuda:auto).
+    """Return the estimated maximum of device memory used by links, which is reserved in addition to parameters and KV.
+    `device`: as in the setting (cpu, cuda, cuda:1, cuda:auto).
     """
     device_type = device.partition(":")[0]
     carrier = carrier_of(name, device_type)

@@ -17,12 +17,12 @@ class StagePace:
     Written by the engine thread, read by link threads, which may see an intermediate state.
     """
 
-    stage_s: float | None = None  # recent duration; None: no stage, or nothing was executed yet
+    stage_s: float | None = None  # recent duration of a step; None: no stage, or no step was executed yet
     due_at_s: float | None = None  # when the running batch's activation is expected; None: no batch runs
-    memory_is_awaited: bool = False  # requests wait for memory, which is available once parameters are loaded
+    memory_is_awaited: bool = False  # True: requests wait for memory that is available once parameters are loaded
 
     def is_late(self, at_s: float) -> bool:
-        """True if the expected activation is so late that its time can no longer be predicted."""
+        """True if the expected activation is so late that its time is unpredictable."""
         return self.due_at_s is None or self.stage_s is None or at_s > self.due_at_s + _LATE_SHARE * self.stage_s
 
     def begins(self, at_s: float) -> None:
@@ -37,15 +37,18 @@ class StagePace:
 class ChunkSize:
     """Chunk size of one link: two chunks take about as long as the stage executes (EuroSys '26, section 4.2).
 
-    Two are in flight while activations are sent, as a single one would leave the link idle in between. So an activation
-    waits for bulk for at most a stage's time. At other times more are in flight. The minimum size prevents a feedback
-    loop: small chunks cost wake-ups, which make the link seem slow, which would make chunks even smaller.
+    Two chunks are in flight while activations are sent, because a single one would leave the link idle in between. An
+    activation therefore waits for bulk for at most the time of a stage. At other times more chunks are in flight. The
+    minimum size prevents a feedback loop: small chunks cost wake-ups, which make the link seem slow, which would make
+    chunks even smaller.
     """
 
     def __init__(
         self, start_bytes: int, window_chunks: int, least_bytes: int, most_bytes: int, rate_bytes_per_s: float | None
     ) -> None:
-        """`start_bytes`: size until speed and stage are known; `rate_bytes_per_s`: the link's profile."""
+        """`start_bytes`: size while the speeds of link and stage are unknown; `rate_bytes_per_s`: the link's speed from
+        a profile.
+        """
         self._start_bytes = start_bytes
         self._window_chunks = window_chunks
         self._beside_activations = min(_BESIDE_ACTIVATIONS, window_chunks)
@@ -56,8 +59,8 @@ class ChunkSize:
 
     @property
     def rate_bytes_per_s(self) -> float | None:
-        """Rate of bulk that is not held back: the maximum over several measurements, as other load
-        only slows it down.
+        """Rate of bulk that is not held back: the maximum over several measurements, because other load only slows it
+        down.
         """
         return max(self._rates, default=None)
 
@@ -71,7 +74,7 @@ class ChunkSize:
             self._chunks, self._bytes, self._seconds = 0, 0, 0.0
 
     def bytes_for(self, stage_s: float | None) -> int:
-        """Chunk size of the link while the stage takes `stage_s`; None: that is unknown."""
+        """Return the chunk size of the link while the stage takes `stage_s`; None: that is unknown."""
         rate = self.rate_bytes_per_s
         if stage_s is None or rate is None:
             return self._start_bytes

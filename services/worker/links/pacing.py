@@ -1,8 +1,8 @@
 """Decides which chunk of which transfer is sent next, or how long bulk is held back. No threads, clock or tensors.
 
-Order: by class; within a class by rank; among equals the transfer with the fewest bytes sent. Two limits prevent
-starvation: a waiting class gets one chunk after `patience_chunks` chunks of higher classes, and bulk as a whole gets
-one after being held back for `hold_s`.
+Chunks are ordered by class, then by rank, then by the fewest bytes sent of their transfer. Two limits prevent
+starvation: a waiting class may send one chunk after `patience_chunks` chunks of higher classes, and bulk as a whole may
+send one after being held back for `hold_s`.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,8 @@ CATCH_UP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permission to send at most `limit_bytes` from `offset_bytes` on, to be reported with `sent`."""
+    """Permission to send at most `limit_bytes` from `offset_bytes` on. The caller reports the sent bytes with `sent`.
+    """
 
     transfer: int
     offset_bytes: int
@@ -24,7 +25,7 @@ class Grant:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Nothing may be sent before `until_s`, or until urgent traffic has been sent."""
+    """No chunk may be sent before `until_s`, unless urgent traffic has been sent earlier."""
 
     until_s: float
 
@@ -32,13 +33,13 @@ class Hold:
 class Wire:
     """An emulated link of `rate_bytes_per_s`, which transmits one message at a time, urgent ones first.
 
-    No threads and no clock: `gate.SharedWire` is for the two lanes of a link.
+    It has no threads and no clock; the two lanes of a link share it through `gate.SharedWire`.
     """
 
     def __init__(self, rate_bytes_per_s: float, *, urgent_first: bool = True) -> None:
         self.rate_bytes_per_s = rate_bytes_per_s
         self.free_at_s = 0.0
-        self._urgent_first = urgent_first  # False: in order of requests
+        self._urgent_first = urgent_first  # False: in the order of requests
         self._urgent_waiting = 0
 
     def urgent_waits(self) -> None:
@@ -48,15 +49,15 @@ class Wire:
     def urgent_goes(self) -> None:
         self._urgent_waiting -= 1
         if self._urgent_waiting < 0:
-            raise InvariantViolation("more urgent messages left a wire than were announced")
+            raise InvariantViolation("more urgent messages were sent than announced")
 
     def take(self, size_bytes: int, *, urgent: bool, since_s: float, at_s: float) -> float | None:
-        """Time at which the message will have crossed; None if another one is first. An urgent message no longer counts
-        as waiting.
+        """Return the time at which the message will have crossed the wire; None if another message is first. An urgent
+        message then no longer counts as waiting.
 
         A message that has been ready since `since_s` follows the previous one without a gap even if its thread calls
-        this late, as a real link with a queue would not idle. At most `CATCH_UP_S` is made up for, so that a pause of
-        the machine does not look like a faster link.
+        this method late, because a real link with a queue would not idle. At most `CATCH_UP_S` is compensated, so that
+        a pause of the machine does not look like a faster link.
         """
         if at_s < self.free_at_s or (self._urgent_first and self._urgent_waiting and not urgent):
             return None
@@ -74,7 +75,7 @@ class _BulkEntry:
     rank: int
     total_bytes: int
     sent_bytes: int
-    served_bytes: int  # sent bytes plus a head start at joining, so that a new transfer does not take the whole link
+    served_bytes: int  # sent bytes plus an initial handicap, so that a new transfer does not take the whole link
 
 
 class BulkSchedule:
@@ -85,7 +86,7 @@ class BulkSchedule:
         self._hold_s = hold_s
         self._patience_chunks = patience_chunks
         self._entries: dict[int, _BulkEntry] = {}
-        self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes since
+        self._passed_over: dict[TrafficClass, int] = {}  # waiting class -> chunks of higher classes sent meanwhile
         self._holding_since_s: float | None = None
 
     def __len__(self) -> int:
@@ -116,7 +117,7 @@ class BulkSchedule:
         return entry is not None
 
     def reprioritise(self, transfer: int, traffic: TrafficClass, rank: int = 0) -> bool:
-        """Change a transfer's class and rank; its progress is kept. Returns False if the transfer is unknown."""
+        """Change a transfer's class and rank; its progress is not lost. Returns False if the transfer is unknown."""
         entry = self._entries.pop(transfer, None)
         if entry is None:
             return False
@@ -127,7 +128,9 @@ class BulkSchedule:
         return True
 
     def next(self, at_s: float, *, urgent: bool) -> Grant | Hold | None:
-        """The next chunk or hold; None: there is nothing to send. Its only side effect is to record a hold's start."""
+        """Return the next chunk or hold; None: there are no bytes to send. The only side effect is that the start of a
+        hold is recorded.
+        """
         if not self._entries:
             self._holding_since_s = None
             return None
@@ -146,8 +149,8 @@ class BulkSchedule:
         return Grant(entry.transfer, entry.sent_bytes, min(self.chunk_bytes, entry.total_bytes - entry.sent_bytes))
 
     def sent(self, transfer: int, size_bytes: int) -> bool:
-        """Record that a grant was used, in whole or in part. Returns True if it was the transfer's last one: the
-        transfer is removed.
+        """Record that a grant was used, in whole or in part. Returns True if it was the transfer's last grant, so that
+        the transfer is removed.
         """
         entry = self._entries[transfer]
         if not 0 < size_bytes <= entry.total_bytes - entry.sent_bytes:
@@ -168,7 +171,7 @@ class BulkSchedule:
     def check(self) -> None:
         waiting = {entry.traffic for entry in self._entries.values()}
         if waiting != set(self._passed_over):
-            raise InvariantViolation(f"classes waiting {sorted(waiting)}, counted {sorted(self._passed_over)}")
+            raise InvariantViolation(f"waiting classes {sorted(waiting)}, but counted {sorted(self._passed_over)}")
         for entry in self._entries.values():
             if not 0 <= entry.sent_bytes < entry.total_bytes:
                 raise InvariantViolation(f"transfer {entry.transfer}: {entry.sent_bytes} of {entry.total_bytes} sent")

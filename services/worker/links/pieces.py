@@ -9,11 +9,11 @@ import torch
 from ballast.common.errors import InvalidRequest
 from services.worker.memory.runs import Runs
 
-_WHOLE_BYTES = 4096  # gathered chunks are multiples of it, which keeps alignment
+_WHOLE_BYTES = 4096  # gathered chunks are multiples of this size, which keeps them aligned
 
 
 def as_bytes(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """The same memory as flat uint8."""
+    """Return the same memory as a flat uint8 tensor."""
     if not tensor.is_contiguous():
         raise InvalidRequest(name, f"must be contiguous, got strides {tensor.stride()} for shape {tuple(tensor.shape)}")
     return tensor.detach().reshape(-1).view(torch.uint8)
@@ -38,8 +38,8 @@ class Pieces:
         return self._pieces[0].device if self._pieces else torch.device("cpu")
 
     def chunk_bytes(self, offset: int, limit: int, least_bytes: int) -> int:
-        """Number of bytes, of the next `limit`, to send together: up to the end of the piece if these are at least
-        `least_bytes`; otherwise all of `limit`, in whole `_WHOLE_BYTES` except at the end of the transfer.
+        """Return how many of the next `limit` bytes to send together: those up to the end of the piece if they are at
+        least `least_bytes`; otherwise `limit`, rounded down to whole `_WHOLE_BYTES` except at the end of the transfer.
         """
         run = min(self._ends[bisect_right(self._ends, offset)] - offset, limit)
         if run >= least_bytes or offset + limit >= self.total_bytes:
@@ -47,14 +47,14 @@ class Pieces:
         return limit // _WHOLE_BYTES * _WHOLE_BYTES or limit
 
     def view(self, offset: int, size: int) -> torch.Tensor | None:
-        """These bytes in place, or None if they span several pieces."""
+        """Return a view of these bytes, or None if they span several pieces."""
         index = bisect_right(self._ends, offset)
         if self._ends[index] < offset + size:
             return None
         return self._part(index, offset - self._start(index), size)
 
     def gather(self, offset: int, target: torch.Tensor) -> None:
-        """Copy the bytes from `offset` on into all of `target`. On a device asynchronously, in stream order."""
+        """Copy the bytes from `offset` on into all of `target`. On a device this is asynchronous, in stream order."""
         at = 0
         for piece in self.runs(offset, target.numel()):
             target[at : at + piece.numel()].copy_(piece, non_blocking=True)
@@ -68,7 +68,7 @@ class Pieces:
             at += piece.numel()
 
     def runs(self, offset: int, size: int) -> Iterator[torch.Tensor]:
-        """The contiguous parts of a range, as flat bytes."""
+        """Yield the contiguous parts of a range, as flat bytes."""
         index = bisect_right(self._ends, offset)
         while size:
             run = min(self._ends[index] - offset, size)
@@ -76,7 +76,7 @@ class Pieces:
             offset, size, index = offset + run, size - run, index + 1
 
     def lies(self, offset: int, size: int) -> Runs:
-        """Addresses and sizes of a range's memory."""
+        """Return the addresses and sizes of a range's memory."""
         first, last = bisect_right(self._ends, offset), bisect_right(self._ends, offset + size - 1)
         runs = Runs.of(self._pieces[first : last + 1])
         ahead = offset - self._start(first)

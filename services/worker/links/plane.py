@@ -15,12 +15,12 @@ from services.worker.links.pace import StagePace
 from services.worker.links.ports import ChannelBroken, ConnectionFacts
 from services.worker.links.rendezvous import Meeting, Rendezvous, call
 
-_WARMING_THREADS = 16  # so that threads waiting for absent peers do not block others
+_WARMING_THREADS = 16  # so many that threads waiting for absent peers do not block others
 _CLOSE_TIMEOUT_S = 4.0
 
 
 class Opener(Protocol):
-    """Makes a connection from the sockets of a rendezvous."""
+    """Makes connections from the sockets of a rendezvous."""
 
     @property
     def lanes(self) -> tuple[str, ...]:
@@ -31,7 +31,7 @@ class Opener(Protocol):
     def terms(self) -> Terms: ...
 
     def open(self, peer: Hello, sockets: Sequence[socket.socket], *, is_host: bool, name: str) -> Connection:
-        """Open a connection; blocks until both sides have opened it. Takes ownership of the sockets.
+        """Open a connection. Blocks until both sides have opened it. Takes ownership of the sockets.
 
         Raises:
             ChannelBroken: the peer did not open it in time.
@@ -39,14 +39,14 @@ class Opener(Protocol):
         ...
 
     def close(self, timeout_s: float) -> bool:
-        """Refuse to open connections. Returns False if a part has not ended in time."""
+        """Refuse to open further connections. Returns False if a part has not ended in time."""
         ...
 
 
 class DataPlane:
     """Runs this worker's rendezvous, opens connections when a link needs them, and ends links of old epochs.
 
-    Safe for use from any thread. `connect` and `close` block; keep them off the asyncio loop.
+    Thread-safe. `connect` and `close` block, so they must not be called on the asyncio loop.
     """
 
     def __init__(
@@ -60,8 +60,8 @@ class DataPlane:
         timeout_s: float = 10.0,
         port: int = 0,
     ) -> None:
-        """`host`, `port`: address for peers; port 0: any free one. `secret`: only peers that prove they have it are
-        accepted; None: all are. `timeout_s`: default wait for a peer.
+        """`host`, `port`: address for peers; port 0: any free one. `secret`: only peers that prove that they have it
+        are accepted; None: all peers are. `timeout_s`: default wait for a peer.
         """
         self.worker_id = worker_id
         self.incarnation = 0  # incarnation of this process, once known
@@ -71,8 +71,8 @@ class DataPlane:
         self._timeout_s = timeout_s
         self._rendezvous = Rendezvous(host, worker_id, secret, port)
         self.store_address = self._rendezvous.address
-        self._changed = Condition()  # notified when a connection was opened, or failed
-        self._connections: dict[str, Connection] = {}  # by peer; ended ones until they are replaced
+        self._changed = Condition()  # notified when a connection has been opened or has failed
+        self._connections: dict[str, Connection] = {}  # by peer; includes ended ones until they are replaced
         self._making: set[str] = set()
         self._connecting: dict[tuple[str, int], Future[Link]] = {}
         self._oldest_epoch = 0
@@ -94,14 +94,14 @@ class DataPlane:
     def connect(
         self, peer_id: str, address: str, epoch: int, timeout_s: float | None = None, incarnation: int = 0
     ) -> Link:
-        """The link to a peer for an epoch. Blocks for up to `timeout_s` until the peer has called `connect` as well;
-        establishing a connection takes some milliseconds. `incarnation`: the peer's, if known.
+        """Return the link to a peer for an epoch. Blocks for up to `timeout_s` until the peer has called `connect` as
+        well; establishing a connection takes some milliseconds. `incarnation`: the peer's, if known.
 
         Raises:
             DeadlineExceeded: the peer did not call it in time.
-            Unavailable: it is unreachable, lost or too late, or this plane is closing.
+            Unavailable: the peer is unreachable, lost or too late, or this plane is closing.
             StaleEpoch: the epoch is retired.
-            PeerViolation: it is another worker than expected, or refuses this one.
+            PeerViolation: the peer is another worker than expected, or refuses this one.
         """
         if peer_id == self.worker_id:
             raise InvalidRequest("peer_id", f"{peer_id} is this worker")
@@ -127,7 +127,7 @@ class DataPlane:
             with self._changed:
                 del self._connecting[key]
             mine.set_exception(error)
-            del mine  # the error references this frame, and would keep the link's objects until a garbage collection
+            del mine  # the error references this frame, which would keep the link's objects until a garbage collection
             raise
         with self._changed:
             del self._connecting[key]
@@ -141,7 +141,7 @@ class DataPlane:
     def warm(
         self, peer_id: str, address: str, epoch: int, timeout_s: float | None = None, incarnation: int = 0
     ) -> Future[Link]:
-        """`connect` in the background."""
+        """Call `connect` in the background."""
         return self._warmers.submit(self.connect, peer_id, address, epoch, timeout_s, incarnation)
 
     def retire(self, before_epoch: int, peers: Collection[str] | None = None) -> None:
@@ -156,7 +156,7 @@ class DataPlane:
                     link.retire()
 
     def facts(self) -> list[ConnectionFacts]:
-        """Facts of every connection, including ended ones until they are replaced."""
+        """Return the facts of every connection, including ended ones until they are replaced."""
         with self._changed:
             connections = sorted(self._connections.items())
         return [connection.facts() for _, connection in connections]
@@ -192,13 +192,13 @@ class DataPlane:
             if link is not None:
                 return link
             if time.monotonic() >= deadline_s:
-                raise DeadlineExceeded(f"link for epoch {epoch}: {peer_id} did not come")
+                raise DeadlineExceeded(f"link for epoch {epoch}: {peer_id} did not connect")
 
     def _connection(self, peer_id: str, address: str, incarnation: int, epoch: int, deadline_s: float) -> Connection:
         while (connection := self._one_that_is_up(peer_id, epoch, deadline_s)) is not None:
             if not incarnation or connection.incarnation in (0, incarnation):
                 return connection
-            connection.give_up(f"it is life {connection.incarnation} of {peer_id}, and {incarnation} is wanted")
+            connection.give_up(f"{peer_id} has incarnation {connection.incarnation}, but {incarnation} is expected")
         try:
             connection = self._make(peer_id, address, epoch, deadline_s)
             with self._changed:
@@ -213,7 +213,7 @@ class DataPlane:
         return connection
 
     def _one_that_is_up(self, peer_id: str, epoch: int, deadline_s: float) -> Connection | None:
-        """An existing connection that is up. None: the caller has to open one."""
+        """Return an existing connection that is up. None: the caller has to open one."""
         with self._changed:
             while True:
                 self._refuse_retired(epoch)
@@ -224,7 +224,7 @@ class DataPlane:
                     self._making.add(peer_id)
                     return None
                 if (left_s := deadline_s - time.monotonic()) <= 0:
-                    raise DeadlineExceeded(f"link for epoch {epoch}: {peer_id} did not come")
+                    raise DeadlineExceeded(f"link for epoch {epoch}: {peer_id} did not connect")
                 self._changed.wait(left_s)
 
     def _make(self, peer_id: str, address: str, epoch: int, deadline_s: float) -> Connection:

@@ -40,10 +40,10 @@ class LinkEnding:
 @dataclass(frozen=True, slots=True)
 class ConnectionFacts:
     peer_id: str
-    epochs: tuple[int, ...]  # that both sides take part in
+    epochs: tuple[int, ...]  # joined by both sides
     state: LinkState
     queued_bulk_bytes: int
-    in_flight_bulk_bytes: int  # maximum: what an activation may have to wait for
+    in_flight_bulk_bytes: int  # maximum; an activation may have to wait for these bytes
     counts: TrafficCounts
 
 
@@ -63,17 +63,19 @@ class Message:
 
 
 class ChannelBroken(Exception):
-    """The connection was lost, or a wait has timed out, which breaks it as well."""
+    """The connection was lost, or a wait has timed out, which also breaks it."""
 
 
 class Pending(Protocol):
-    """A posted send or receive. Keep it until `wait` has returned: dropping an unfinished send loses the message."""
+    """A posted send or receive. The caller keeps it until `wait` has returned, because dropping an unfinished send
+    loses the message.
+    """
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for completion, once per Pending.
+        """Wait for completion; called once per Pending.
 
         Raises:
-            ChannelBroken: it will never complete.
+            ChannelBroken: the send or receive will never complete.
         """
         ...
 
@@ -92,15 +94,15 @@ class Channel(Protocol):
     """Ordered messages in both directions between two processes: a frame, then the payload that it announces, if any.
 
     Posting is thread-safe and does not wait for the peer. One thread waits for receives. A frame may be shorter than
-    the receive posted for it, a payload may not.
+    the receive posted for it, but a payload may not.
 
-    A payload is sent from device memory to device memory, or from host to host, as stated in its frame. Frames are
+    A payload is sent from device memory to device memory or from host to host, as stated in its frame. Frames are
     always on the host.
     """
 
     @property
     def device(self) -> torch.device:
-        """The device whose memory it can transfer besides the host's; the host if none."""
+        """The device whose memory the channel can transfer in addition to the host's; the host if none."""
         ...
 
     def send_frame(self, frame: torch.Tensor) -> Pending: ...
@@ -112,9 +114,9 @@ class Channel(Protocol):
     def post_payload(self, buffer: torch.Tensor) -> Pending: ...
 
     def abort(self) -> None:
-        """End every current and future wait on both sides with ChannelBroken. Safe from any thread.
+        """End every current and future wait on both sides with ChannelBroken. Thread-safe.
 
-        Afterwards nothing accesses posted memory.
+        Afterwards posted memory is not accessed.
         """
         ...
 
@@ -140,14 +142,14 @@ class Transport(Protocol):
     def lanes(self) -> tuple[str, ...]: ...
 
     def open(self, sockets: Sequence[socket.socket], name: str, rank: int, within_s: float) -> Channels:
-        """Open the channels; blocks until the peer does so with the same name and the other rank. Takes ownership of
-        the sockets.
+        """Open the channels. Blocks until the peer does the same with the same name and the other rank. Takes ownership
+        of the sockets.
 
         Raises:
-            ChannelBroken: the peer did not call it in time.
+            ChannelBroken: the peer did not open them in time.
         """
         ...
 
     def close(self) -> None:
-        """Refuse to open channels. Shared resources are released when the last channel is destroyed."""
+        """Refuse to open further channels. Shared resources are released when the last channel is destroyed."""
         ...

@@ -16,8 +16,8 @@ class Reaper:
         self._thread.start()
 
     def submit(self, work: Callable[[], None]) -> None:
-        """Run `work` on the thread, or on the calling thread if the reaper is closed: a link of an old epoch may end
-        after it.
+        """Run `work` on the reaper's thread. If the reaper is closed, run it on the calling thread, because a link of
+        an old epoch may end later.
         """
         with self._lock:
             if not self._closed:
@@ -26,7 +26,7 @@ class Reaper:
         _do(work)
 
     def close(self, timeout_s: float) -> bool:
-        """Finish the queue and end. Returns False if it was not done in time."""
+        """Finish the queue and end. Returns False if the queue was not finished in time."""
         with self._lock:
             self._closed = True
             self._work.put(None)
@@ -40,8 +40,8 @@ class Reaper:
 
 
 def _do(work: Callable[[], None]) -> None:
-    """Run `work`. An error with one link must not keep the others from being closed."""
+    """Run `work`. An error with one link must not prevent others from being closed."""
     try:
         work()
     except Exception as error:  # noqa: BLE001 - as above
-        get_logger().error("a link was not closed in order", why=f"{type(error).__name__}: {error}")
+        get_logger().error("a link was not closed cleanly", why=f"{type(error).__name__}: {error}")

@@ -22,8 +22,8 @@ from services.worker.links.transfer import Opening, Refusal, TransferOutcome
 
 @dataclass(frozen=True, slots=True)
 class UrgentHandlers:
-    link_of: Callable[[Header], Link | None]  # None: this worker has not joined that epoch
-    device_of: Callable[[int], torch.device | str]  # where tensors of a topic are delivered
+    link_of: Callable[[Header], Link | None]  # None: this worker has not joined the epoch
+    device_of: Callable[[int], torch.device | str]  # device on which tensors of a topic are delivered
     on_message: Callable[[Link, Message], None]
     on_answer: Callable[[int, TransferOutcome, str], None]  # called with answers to this side's transfers
     on_join: Callable[[int], None]
@@ -114,7 +114,7 @@ class UrgentReceiver:
 
 
 def _arrives_on(header: Header, channel: Channel, peer: str) -> torch.device:
-    """The memory into which a channel receives a payload."""
+    """Return the device into whose memory a channel receives a payload."""
     if not header.on_device:
         return HOST
     if channel.device == HOST:
@@ -126,7 +126,7 @@ def _arrives_on(header: Header, channel: Channel, peer: str) -> torch.device:
 class _Incoming:
     link: Link | None
     opening: Opening
-    pieces: Pieces | None  # None: refused, its bytes are discarded
+    pieces: Pieces | None  # None: the transfer is refused, and its bytes are discarded
     announced_bytes: int = 0
     received_bytes: int = 0
 
@@ -173,7 +173,7 @@ class BulkReceiver:
         self._arriving: deque[_Arriving] = deque()
 
     def run(self) -> None:
-        promised = False  # another frame follows, so completions may wait until the window is full
+        promised = False  # True: another frame follows, so completions may wait until the window is full
         while True:
             while self._arriving and (not promised or len(self._arriving) >= self._config.window_chunks):
                 self._complete(self._arriving.popleft())
@@ -196,7 +196,7 @@ class BulkReceiver:
                     raise PeerViolation(self._peer, f"{frame.header.kind.name} on the bulk lane")
 
     def abandon(self) -> None:
-        """End unfinished transfers. The lane must have ended, so that nothing writes to the destinations any more."""
+        """End unfinished transfers. The lane must have ended, so that no write to the destinations is under way."""
         self._arriving.clear()
         unfinished = list(self._incoming.values())
         self._incoming.clear()
@@ -224,7 +224,7 @@ class BulkReceiver:
 
     def _destination(self, link: Link | None, header: Header, opening: Opening) -> Pieces | Refusal:
         if link is None:
-            return Refusal(f"epoch {header.epoch} is over")
+            return Refusal(f"epoch {header.epoch} has ended")
         if header.total_bytes > self._config.max_transfer_bytes:
             return Refusal(f"{header.total_bytes} bytes, at most {self._config.max_transfer_bytes}")
         if len(self._incoming) >= self._config.max_transfers:
@@ -234,7 +234,7 @@ class BulkReceiver:
             return answer
         pieces = Pieces(answer, "destination")
         if pieces.total_bytes != header.total_bytes:
-            raise InvalidRequest("destination", f"{pieces.total_bytes} bytes for {header.total_bytes}")
+            raise InvalidRequest("destination", f"{pieces.total_bytes} bytes instead of {header.total_bytes}")
         return pieces
 
     def _take_chunk(self, frame: Frame) -> None:

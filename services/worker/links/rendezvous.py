@@ -1,7 +1,7 @@
 """Connects two workers: the one with the higher id connects to the other one's rendezvous, once per lane.
 
-Unauthenticated callers may reach this port: each takes one of a limited number of places for a limited time, and delays
-no other.
+Unauthenticated callers may reach this port. Each takes one of a limited number of places for a limited time, and delays
+no other caller.
 """
 
 import contextlib
@@ -32,11 +32,11 @@ from services.worker.links.handshake import (
     refusal_line,
 )
 
-_HELLO_TIMEOUT_S = 5.0  # time from accepting the connection to the end of its proof
-_ANSWER_TIMEOUT_S = 5.0  # time for a caller to confirm that it is still waiting
-_MAX_STRANGERS = 64  # unauthenticated connections; a new one replaces the oldest
-_MAX_PARKED = 256  # authenticated callers not awaited here yet; a new one replaces the oldest
-_PAUSE_S = 0.05  # pause if no connection can be accepted
+_HELLO_TIMEOUT_S = 5.0  # maximum time from accepting a connection to the end of its proof
+_ANSWER_TIMEOUT_S = 5.0  # maximum time for a caller to confirm that it is still waiting
+_MAX_STRANGERS = 64  # maximum unauthenticated connections; a new one replaces the oldest
+_MAX_PARKED = 256  # maximum authenticated callers not awaited here yet; a new one replaces the oldest
+_PAUSE_S = 0.05  # pause after a failure to accept a connection
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,9 +51,9 @@ class _Stranger:
 
     connection: socket.socket
     until_s: float
-    line: bytes = b""  # received so far
+    line: bytes = b""  # received so far, without its end
     hello: Hello | None = None
-    said: tuple[bytes, ...] = ()  # lines of both sides
+    said: tuple[bytes, ...] = ()  # lines sent by both sides so far
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +85,10 @@ class Rendezvous:
         self._listener.setblocking(False)
         self.address = f"{host}:{self._listener.getsockname()[1]}"
         self._changed = Condition()
-        self._parked: dict[tuple[str, str], _RendezvousCaller] = {}  # by peer and lane; the latest of each
+        self._parked: dict[tuple[str, str], _RendezvousCaller] = {}  # by peer and lane; only the latest of each
         self._closed = False
         self.refused: Counter[str] = Counter()  # connections, by reason
-        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, oldest first; used by the rendezvous's thread
+        self._strangers: dict[int, _Stranger] = {}  # by file descriptor, oldest first; only for the rendezvous's thread
         self._selector = selectors.DefaultSelector()
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._thread = Thread(target=self._run, name=f"links-rendezvous-{worker_id}", daemon=True)
@@ -98,8 +98,8 @@ class Rendezvous:
         """Wait for the peer to which `mine` is addressed, on the same lane.
 
         Raises:
-            DeadlineExceeded: it did not call in time.
-            PeerViolation: it has another version or transport.
+            DeadlineExceeded: the peer did not call in time.
+            PeerViolation: the peer has another version or transport.
         """
         while (caller := self._take((mine.to, mine.lane), deadline_s)) is not None:
             try:
@@ -112,15 +112,15 @@ class Rendezvous:
                     check_terms(mine, caller.hello)
                     return Meeting(caller.hello, caller.connection)
             except OSError:
-                pass  # the caller had timed out before; it may call again
+                pass  # the caller has timed out and may call again
             except PeerViolation:
                 caller.connection.close()
                 raise
             caller.connection.close()
-        raise DeadlineExceeded(f"{mine.to} did not come")
+        raise DeadlineExceeded(f"{mine.to} did not connect")
 
     def has_called(self, peer_id: str) -> bool:
-        """True if that peer's call is parked here."""
+        """True if this peer's call is parked here."""
         with self._changed:
             return any(who == peer_id for who, _ in self._parked)
 
@@ -183,7 +183,7 @@ class Rendezvous:
         self._selector.register(connection, selectors.EVENT_READ)
 
     def _listen_to(self, stranger: _Stranger) -> None:
-        """Read from a caller, which must send one line, and nothing more until it is answered."""
+        """Read from a caller, which must send one line and then wait for the answer."""
         try:
             part = stranger.connection.recv(MAX_LINE_BYTES - len(stranger.line))
         except BlockingIOError:
@@ -256,9 +256,9 @@ def call(mine: Hello, address: str, deadline_s: float, secret: bytes | None = No
     """Connect to the rendezvous of the peer with a lower id to which `mine` is addressed.
 
     Raises:
-        Unavailable: nothing listens there, or it hung up.
-        DeadlineExceeded: the peer did not want the link in time.
-        PeerViolation: it has another version, refuses this caller, or does not belong to this cluster.
+        Unavailable: no peer listens there, or it disconnected.
+        DeadlineExceeded: the peer did not request the link in time.
+        PeerViolation: the peer has another version, refuses this caller, or does not belong to this cluster.
     """
     peer_id = mine.to
     host, _, port = address.rpartition(":")
@@ -273,7 +273,7 @@ def call(mine: Hello, address: str, deadline_s: float, secret: bytes | None = No
         connection.sendall(b"!")
     except TimeoutError:
         connection.close()
-        raise DeadlineExceeded(f"{peer_id} did not come") from None
+        raise DeadlineExceeded(f"{peer_id} did not connect") from None
     except (OSError, ValueError) as error:
         connection.close()
         raise Unavailable(peer_id, f"data plane at {address}: {error}") from error
@@ -308,7 +308,7 @@ def _heard(connection: socket.socket, peer_id: str, deadline_s: float) -> bytes:
 
 
 def resolve_host(advertise_host: str | None) -> str:
-    """An address of this machine. By default that of its route to the outside, else loopback."""
+    """Return an address of this machine: by default that of its route to the outside, or else loopback."""
     if advertise_host is None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:

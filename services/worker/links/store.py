@@ -1,4 +1,4 @@
-"""Key-value store shared by two processes while they open channels, for each other's addresses.
+"""Key-value store through which two processes exchange their addresses while they open channels.
 
 torch's own TCPStore resolves the name of its address in every client, which takes five seconds whenever a response is
 lost.
@@ -22,7 +22,7 @@ _ENTRY = struct.Struct("<II")  # bytes of key, bytes of value
 
 
 class PairStore(Store):
-    """A store for two processes: what one sets, the other gets. `set` never waits for `get`."""
+    """A store for two processes: each gets the values that the other sets. `set` never waits for `get`."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class PairStore(Store):
 
     @contextmanager
     def expiring(self, deadline_s: float) -> Generator[None]:
-        """Context manager: `get` fails after the deadline, even if the entry is there."""
+        """Context manager in which `get` fails after the deadline, even if the entry exists."""
         self._deadline_s = deadline_s
         try:
             yield
@@ -50,18 +50,19 @@ class PairStore(Store):
             self._deadline_s = None
 
     def get(self, key: str) -> bytes:
-        """The value of `key`. Raises OSError if the other side does not set it before the deadline, or is lost."""
+        """Return the value of `key`. Raises OSError if the other side does not set it before the deadline, or is lost.
+        """
         with self._reading:
             deadline_s = self._deadline_s or time.monotonic() + _TIMEOUT_S
             while key not in self._values:
                 name_bytes, value_bytes = _ENTRY.unpack(read_exactly(self._connection, _ENTRY.size, deadline_s))
                 self._left_bytes -= _ENTRY.size + name_bytes + value_bytes
                 if self._left_bytes < 0:
-                    raise OSError(f"the other side sets more than {_MAX_BYTES} bytes")
+                    raise OSError(f"the other side has set more than {_MAX_BYTES} bytes")
                 entry = read_exactly(self._connection, name_bytes + value_bytes, deadline_s)
                 self._values[entry[:name_bytes].decode(errors="replace")] = entry[name_bytes:]
             if self._deadline_s is not None and time.monotonic() > self._deadline_s:
-                raise TimeoutError(f"{key} has come too late")
+                raise TimeoutError(f"{key} arrived too late")
             return self._values[key]
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:

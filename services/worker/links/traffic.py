@@ -16,13 +16,13 @@ class TrafficClass(IntEnum):
 
     @property
     def is_urgent(self) -> bool:
-        """Urgent traffic has a lane of its own; the rest is bulk and sent in chunks."""
+        """True for classes that are sent on the urgent lane. All others are bulk, which is sent in chunks."""
         return self <= TrafficClass.ACTIVATION
 
 
 @dataclass(slots=True)
 class ClassCounts:
-    """Totals of one class in one direction since the link came up."""
+    """Totals of one class in one direction since the link was opened."""
 
     messages: int = 0
     total_bytes: int = 0  # payload bytes
@@ -37,8 +37,8 @@ class TrafficCounts:
     received: Mapping[TrafficClass, ClassCounts] = field(
         default_factory=lambda: {c: ClassCounts() for c in TrafficClass}
     )
-    stale_frames: int = 0  # refused: of another epoch, or the link is retired
+    stale_frames: int = 0  # refused because of another epoch or a retired link
     discarded_bytes: int = 0  # received for a refused transfer
-    copied_bytes: int = 0  # through a staging buffer, because they span several pieces
-    holds: int = 0  # times bulk was held back for urgent traffic
+    copied_bytes: int = 0  # copied through a staging buffer, because they span several pieces
+    holds: int = 0  # number of times that bulk was held back for urgent traffic
     held_s: float = 0.0

@@ -1,4 +1,4 @@
-"""A bulk transfer at its two ends."""
+"""A bulk transfer, as seen by its sender and its receiver."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from services.worker.links.traffic import TrafficClass
 
 
 class TransferOutcome(Enum):
-    DELIVERED = "delivered"  # every byte is in place at the receiver
+    DELIVERED = "delivered"  # the receiver has all bytes
     CANCELLED = "cancelled"  # cancelled by the sender, before the last chunk
     REFUSED = "refused"  # refused by the receiver
-    BROKEN = "broken"  # the link ended first; only reported to the receiver, a sender gets an exception
+    BROKEN = "broken"  # the link ended first; only reported to the receiver, while the sender gets an exception
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Refusal:
 @dataclass(frozen=True, slots=True)
 class TransferReport:
     outcome: TransferOutcome
-    sent_bytes: int  # bytes sent up to the end; less than the total unless delivered
+    sent_bytes: int  # less than the total unless delivered
     duration_s: float  # time since it was queued
     why: str = ""
 
@@ -58,9 +58,9 @@ class Transfer:
         self._sender = sender
 
     def cancel(self) -> bool:
-        """Send no further chunks. Returns False if all chunks are posted; `done` has the result."""
+        """Send no further chunks. Returns False if all chunks have been posted; `done` then has the result."""
         return self._sender.cancel(self.number)
 
     def reprioritise(self, traffic: TrafficClass, rank: int = 0) -> bool:
-        """Continue as another bulk class. Returns False if no chunk is left to send."""
+        """Continue the transfer in another bulk class. Returns False if no chunk is left to send."""
         return self._sender.reprioritise(self.number, traffic, rank)

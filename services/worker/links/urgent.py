@@ -33,14 +33,14 @@ class _UrgentMessage:
     size_bytes: int = field(compare=False)
     queued_at_s: float = field(compare=False)
     done: Future[None] = field(compare=False)
-    is_ready: bool = field(compare=False, default=True)  # its payload can be posted in place
-    failure: str = field(compare=False, default="")  # why it cannot be sent
+    is_ready: bool = field(compare=False, default=True)  # the payload can be posted in place
+    failure: str = field(compare=False, default="")  # why the message cannot be sent
     pending: list[Pending] = field(compare=False, default_factory=list[Pending])
 
 
 class UrgentSender:
-    """Sends urgent messages. `run` is the body of the thread that waits for completions; posting happens there or in
-    the caller's thread.
+    """Sends urgent messages. `run` is the body of the thread that waits for completions. Messages are posted by that
+    thread or by the caller's.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class UrgentSender:
         wire: SharedWire | None,
         on_quiet: Callable[[], None],
     ) -> None:
-        """`on_quiet` is called periodically while there is nothing to send."""
+        """`on_quiet` is called periodically while there is no message to send."""
         self._on_quiet = on_quiet
         self._peer = peer
         self._config = config
@@ -99,13 +99,13 @@ class UrgentSender:
             return self._accept(header, meta, payload, size_bytes)
 
     def tell(self, header: Header, meta: bytes = b"") -> None:
-        """Send a frame of the link itself. No limits apply, as there are no more than the frames they answer."""
+        """Send a frame of the link itself. No limits apply, because every such frame answers a received one."""
         with self._changed:
             if self._refusal is None:
                 self._accept(header, meta, None, len(meta))
 
     def close(self) -> None:
-        """Send the queued messages, then CLOSE; refuse new messages."""
+        """Send the queued messages, then CLOSE. Refuse new messages."""
         with self._changed:
             if self._refusal is not None:
                 return
@@ -114,7 +114,7 @@ class UrgentSender:
             self._accept(closing, b"", None, 0, order_class=_LAST)
 
     def fail(self, why: str) -> None:
-        """Fail all unfinished messages, as the channel was lost."""
+        """Fail all unfinished messages, because the channel was lost."""
         with self._changed:
             self._refusal, self._broken = why, True
             failed = [*self._in_flight, *([self._crossing[0]] if self._crossing else []), *self._queue]
@@ -125,7 +125,9 @@ class UrgentSender:
             _settle(outgoing.done, Unavailable(self._peer, why))
 
     def release(self) -> None:
-        """Drop the posted sends, which reference the channel. It must have been aborted, and `run` must have ended."""
+        """Drop the posted sends, which reference the channel. The channel must have been aborted, and `run` must have
+        ended.
+        """
         self._in_flight.clear()
 
     def run(self) -> None:
@@ -144,7 +146,9 @@ class UrgentSender:
     # ------------------------------------------------------------ below: called with _changed held, except _complete
 
     def _oldest_in_flight(self) -> _UrgentMessage | None:
-        """Post what may be posted. Returns the oldest message in flight; None if there is none after a short wait."""
+        """Post all messages that may be posted. Returns the oldest message in flight; None if there is none after a
+        short wait.
+        """
         with self._changed:
             self._post_ready()
             if self._in_flight:
@@ -180,7 +184,7 @@ class UrgentSender:
                 self._gate.activation_at_s = outgoing.queued_at_s
             if self._wire is None:
                 self._gate.enter()
-        if self._wire is not None:  # which then holds back bulk until this message has crossed
+        if self._wire is not None:  # the wire then holds back bulk until this message has crossed
             self._wire.urgent_waits()
         self._unsent_bytes += size_bytes
         if payload is not None and not self._writer.is_ready(payload):
@@ -191,7 +195,9 @@ class UrgentSender:
         return done
 
     def _fetched(self, outgoing: _UrgentMessage, payload: torch.Tensor | None) -> None:
-        """Mark a message whose payload was fetched as ready; it keeps its place in its class. Called on any thread."""
+        """Mark a message as ready once its payload has been fetched. It keeps its place in its class. Called on any
+        thread.
+        """
         with self._changed:
             outgoing.payload, outgoing.is_ready = payload, True
             outgoing.failure = "" if payload is not None else "its tensor could not be read from the device"
@@ -218,7 +224,7 @@ class UrgentSender:
                 counted.waited_s += time.monotonic() - outgoing.queued_at_s
 
     def _next_to_post(self) -> _UrgentMessage | None:
-        """The next message of the queue; on an emulated wire, only once it has crossed."""
+        """Return the next message of the queue; with an emulated wire, only once it has crossed that."""
         if self._wire is None:
             return heapq.heappop(self._queue) if self._has_ready else None
         if self._crossing is None:
@@ -241,11 +247,11 @@ class UrgentSender:
 
     @property
     def _waiting_count(self) -> int:
-        """Number of queued messages, not posted."""
+        """Number of messages that are queued but not posted."""
         return len(self._queue) + (self._crossing is not None)
 
     def _until_next_s(self) -> float:
-        """Seconds to wait if nothing is queued meanwhile."""
+        """Seconds to wait, unless a message is queued earlier."""
         if self._wire is None or not (self._crossing or self._has_ready):
             return self._config.keepalive_s
         at_s = self._wire.free_at_s if self._crossing is None else self._crossing[1]

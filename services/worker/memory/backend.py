@@ -1,8 +1,8 @@
 """Interface of a device whose memory is reassigned by mapping instead of copying.
 
 An extent is a physical allocation, identified by its number. A backend creates all of them at once, equal in size, and
-maps runs of them at addresses inside of reserved ranges. It keeps no account of them: `pool` knows the owner of each
-extent, and a caller may map an extent twice.
+maps runs of them at addresses inside reserved ranges. It does not track them: `pool` knows the owner of each extent,
+and a caller may map an extent twice.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import torch
 
-SLOT_BYTES = 8 << 20  # bytes of gathered device memory per copy over the bus, or per message
+SLOT_BYTES = 8 << 20  # gathered device memory per copy over the bus, or per message
 FLOAT_DTYPES = ("float64", "float32", "bfloat16", "float16")
 KV_DTYPES = (*FLOAT_DTYPES, "float8_e4m3fn")
 SUPPORTED_DTYPES = (*FLOAT_DTYPES, "int64", "int32", "int8", "uint8")
@@ -27,7 +27,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @dataclass(frozen=True, slots=True, order=True)
 class ExtentRun:
-    """The physical extents `[first, first + count)`: contiguous, so that a single call can map them on the host."""
+    """The physical extents `[first, first + count)`: contiguous, so that on the host a single call can map them."""
 
     first: int
     count: int
@@ -40,8 +40,8 @@ class ExtentRun:
 class Algorithm(Enum):
     """Algorithm of a checksum."""
 
-    SHA256 = "sha256"  # for processors, which have instructions for it
-    MIX128 = "mix128"  # for GPUs, see `mixing`
+    SHA256 = "sha256"  # for processors, which have SHA instructions
+    MIX128 = "mix128"  # for GPUs; see `mixing`
 
 
 class MemoryBackend(Protocol):
@@ -64,20 +64,20 @@ class MemoryBackend(Protocol):
         ...
 
     def give_up(self, runs: Sequence[ExtentRun]) -> None:
-        """Return the memory of these unmapped extents to the device; their contents are lost."""
+        """Return the memory of these unmapped extents to the device. Their contents are lost."""
         ...
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
-        """Allocate memory for given-up extents again; they read as zeros.
+        """Allocate memory again for extents passed to `give_up`. They read as zeros.
 
         Raises:
-            ConfigError: the device lacks the memory; then no extent is allocated.
+            ConfigError: the device lacks the memory, and no extent is allocated.
         """
         ...
 
     def export(self, first: int, count: int) -> list[int]:
-        """File descriptors through which another process can map the extents `[first, first + count)`; those beyond the
-        last extent are left out. The caller closes them.
+        """File descriptors through which another process can map the extents `[first, first + count)`; extents beyond
+        the last are left out. The caller closes the files.
 
         Raises:
             ConfigError: the extents cannot be shared.
@@ -85,8 +85,8 @@ class MemoryBackend(Protocol):
         ...
 
     def beside(self, files: Iterable[int]) -> MemoryBackend:
-        """A backend of the same device over the extents of another process, which has created these files with
-        `export`. Takes ownership of the files. Its `create` allocates nothing.
+        """Create a backend of the same device for the extents of another process, which has created these files with
+        `export`. Takes ownership of the files. The new backend's `create` does not allocate memory.
 
         Raises:
             ConfigError: this device cannot access that memory.
@@ -94,17 +94,17 @@ class MemoryBackend(Protocol):
         ...
 
     def reserve(self, size_bytes: int) -> int:
-        """Reserve an address range without memory; access before mapping crashes the process."""
+        """Reserve an address range without memory. Access before mapping crashes the process."""
         ...
 
     def release(self, address: int, size_bytes: int) -> None:
-        """Release a reserved range, in which nothing is mapped."""
+        """Release a reserved range without mappings."""
         ...
 
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
         """Map extents for reading and writing, `runs` consecutively from `address` on.
 
-        Maps all of them, or raises and maps none.
+        Either all runs are mapped, or the call raises and maps none.
         """
         ...
 
@@ -116,15 +116,15 @@ class MemoryBackend(Protocol):
         ...
 
     def tensor(self, address: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """A contiguous tensor over a reserved range, mapped or not. It does not own the range."""
+        """Return a contiguous tensor over a reserved range, mapped or not. The tensor does not own the range."""
         ...
 
     def raw(self, address: int, size_bytes: int) -> torch.Tensor:
-        """Like `tensor`, as bytes."""
+        """Return a byte tensor over a reserved range, like `tensor`."""
         ...
 
     def scratch(self, size_bytes: int) -> torch.Tensor:
-        """Temporary bytes on the device, outside of the budget."""
+        """Allocate temporary bytes on the device, outside the budget."""
         ...
 
     def copy_rows(
@@ -139,11 +139,11 @@ class MemoryBackend(Protocol):
         ...
 
     def contents(self, tensor: torch.Tensor) -> Iterable[memoryview]:
-        """The bytes of a byte tensor, in parts, for checksums."""
+        """Yield the bytes of a byte tensor, in parts, for checksums."""
         ...
 
     def synchronise(self) -> None:
-        """Wait until the device has finished everything launched so far."""
+        """Wait until the device has finished all work launched so far."""
         ...
 
     def close(self) -> None:

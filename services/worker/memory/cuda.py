@@ -1,9 +1,9 @@
 """Device memory of a GPU, through the driver's virtual memory management. Can be imported without a GPU.
 
 `CudaBackend` contains the logic, `VmmDriver` declares the dozen driver calls that it needs, and `BindingsDriver`
-implements them with the `cuda-bindings` package. Requirements of the driver: every extent is a separate mapping and is
-unmapped as a whole; a mapping needs access rights, which one call sets for a whole run; unmapping does not wait for
-kernels, so a synchronisation precedes it.
+implements them with the `cuda-bindings` package. The driver requires that every extent is a separate mapping that is
+unmapped as a whole. A mapping needs access rights, which one call sets for a whole run. Unmapping does not wait for
+kernels, so it is preceded by a synchronisation.
 """
 
 from __future__ import annotations
@@ -56,11 +56,11 @@ class VmmDriver(Protocol):
     def map(self, address: int, size_bytes: int, handle: Handle) -> None: ...
 
     def allow_access(self, address: int, size_bytes: int) -> None:
-        """Let the device read and write `size_bytes` from `address`; may span several mappings."""
+        """Let the device read and write `size_bytes` from `address`; which may span several mappings."""
         ...
 
     def unmap(self, address: int, size_bytes: int) -> None:
-        """Unmap a range, which may span several mappings, each of them whole."""
+        """Unmap a range of one or several whole mappings."""
         ...
 
     def synchronise(self) -> None: ...
@@ -83,9 +83,9 @@ class CudaBackend(TensorOperations):
 
     def __init__(self, driver: VmmDriver) -> None:
         self._driver = driver
-        self._handles: list[Handle] = []  # by extent; None: given up
+        self._handles: list[Handle] = []  # by extent; None: returned to the device
         self._extent_bytes = 0
-        self._taken = False  # the extents belong to another process
+        self._taken = False  # True: the extents belong to another process
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +102,7 @@ class CudaBackend(TensorOperations):
             self._extent_bytes = extent_bytes
             return
         if self._handles:
-            raise InvariantViolation("the extents of this backend were created before")
+            raise InvariantViolation("the extents of this backend have already been created")
         available_bytes = self._driver.available_bytes()
         if extent_bytes * count > available_bytes:
             raise _too_little(self.device, extent_bytes * count, available_bytes)
@@ -159,7 +159,7 @@ class CudaBackend(TensorOperations):
                 try:
                     made._handles.append(self._driver.take(file))
                 finally:
-                    os.close(file)  # the handle keeps the memory
+                    os.close(file)  # the handle keeps the memory alive
         except BaseException:
             made.close()
             raise
@@ -174,7 +174,7 @@ class CudaBackend(TensorOperations):
     def map(self, address: int, runs: Sequence[ExtentRun]) -> None:
         for run in runs:
             if not 0 <= run.first <= run.end <= len(self._handles):
-                raise InvariantViolation(f"{run} is mapped, {len(self._handles)} extents exist")
+                raise InvariantViolation(f"{run} is mapped, but {len(self._handles)} extents exist")
         end = address
         try:
             for handle in itertools.chain.from_iterable(self._handles[run.first : run.end] for run in runs):
@@ -206,7 +206,7 @@ class CudaBackend(TensorOperations):
                 self._driver.release(handle)
 
     def _clear(self, run: ExtentRun) -> None:
-        """Clear fresh memory: it contains old data, but must read as zeros."""
+        """Clear fresh memory, which contains old data but must read as zeros."""
         size_bytes = run.count * self._extent_bytes
         address = self.reserve(size_bytes)
         try:
@@ -228,24 +228,24 @@ def _close(files: Iterable[int]) -> None:
 
 def _too_little(device: torch.device, wanted_bytes: int, available_bytes: int) -> ConfigError:
     return ConfigError(
-        "device_memory_bytes", f"{wanted_bytes} bytes asked for, {device} has {available_bytes} available"
+        "device_memory_bytes", f"{wanted_bytes} bytes requested, but {device} has {available_bytes} available"
     )
 
 
 class BindingsDriver:
     """`VmmDriver` through `cuda.bindings.driver`.
 
-    The calls need the device's context on the calling thread. Access is granted to this device only, even for memory of
-    another device: further grants would serve kernels of this process on other devices, of which there are none, and
-    each costs time.
+    The calls need the device's context on the calling thread. Access is granted only to this device, even for memory of
+    another device. Further grants cost time and would only serve kernels of this process on other devices, which do not
+    exist.
     """
 
     def __init__(self, cuda: ModuleType, index: int) -> None:
         self._cuda = cuda
         self._device = torch.device("cuda", index)
-        self._reached = {index}  # devices whose memory this one can map
+        self._reached = {index}  # devices whose memory this device can map
         self._thread = threading.local()  # `entered`: the context is current on that thread
-        # torch has created the context and keeps it for the process's life.
+        # torch has created the context and keeps it for the lifetime of the process.
         self._context = self._checked("cuDevicePrimaryCtxRetain", self._checked("cuDeviceGet", index))
         if not self._attribute(index, "VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise ConfigError(f"device cuda:{index}", "has no virtual memory management, which remapping needs")
@@ -268,7 +268,7 @@ class BindingsDriver:
             raise ConfigError(where, "torch sees no GPU (a CPU build of torch, no driver, or none visible)")
         device_count = torch.cuda.device_count()
         if not 0 <= index < device_count:
-            raise ConfigError(where, f"there are {device_count} GPUs, the first is cuda:0")
+            raise ConfigError(where, f"there are only {device_count} GPUs, from cuda:0 on")
         try:
             cuda = importlib.import_module("cuda.bindings.driver")
         except ImportError as error:
@@ -354,8 +354,8 @@ class BindingsDriver:
         return int(self._call("cuDeviceGetAttribute", attribute, self._call("cuDeviceGet", index)))
 
     def _allow_sharing(self, index: int) -> None:
-        """Let a network card read extents, and other processes (rank 0, UCX) open them, as far as the driver permits:
-        both are requested when extents are created.
+        """Let network cards read extents and other processes (rank 0, UCX) open them, if the driver permits it. Both
+        are requested when extents are created.
         """
         kinds = self._cuda.CUmemAllocationHandleType
         handles, none = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, kinds.CU_MEM_HANDLE_TYPE_NONE
@@ -388,5 +388,5 @@ class BindingsDriver:
 
 
 def open_cuda(index: int) -> CudaBackend:
-    """The backend of one GPU. Raises ConfigError with what is missing."""
+    """Open the backend of one GPU. Raises ConfigError that states what is missing."""
     return CudaBackend(BindingsDriver.open(index))

@@ -16,10 +16,11 @@ from services.worker.memory.parameters import ParameterStore, PartLayout, PartSp
 from services.worker.memory.pool import PhysicalPool, Purpose
 
 _Layers = tuple[int, ...]
-# What `undo` restores: the draining window, the current one, held layers of parameters, and each window's layers.
+# State that `undo` restores: the draining window, the current window, the held layers of parameters, and each window's
+# layers.
 _Books = tuple[KvWindow | None, KvWindow, _Layers, tuple[tuple[_Layers, _Layers], ...]]
 
-_LEAST_SHARE = 8  # the other window has at least 1/8 of a layer's KV with all layers held
+_LEAST_SHARE = 8  # the other window gets at least 1/8 of the KV that a layer has when all layers are held
 
 
 M = TypeVar("M", bound="DeviceMemory")
@@ -28,7 +29,7 @@ R = TypeVar("R")
 
 
 def all_or_nothing(change: Callable[Concatenate[M, P], R]) -> Callable[Concatenate[M, P], R]:
-    """Decorator that reverts a change that fails half way, for example because the driver refuses a call."""
+    """Decorator that reverts a change if it fails half way, for example because the driver refuses a call."""
 
     @functools.wraps(change)
     def whole(memory: M, *args: P.args, **named: P.kwargs) -> R:
@@ -52,7 +53,7 @@ class DeviceMemory:
         self.leaving: KvWindow | None = None  # the other window, while it holds a draining group's KV
         self._before = self._books()
         self._clears = parameters.dtypes != {kv.shape.dtype}
-        self._home_extents = 0  # extents of each layer's KV with all layers held and a single window
+        self._home_extents = 0  # extents per layer's KV when all layers are held in a single window
 
     @classmethod
     def open(
@@ -65,9 +66,10 @@ class DeviceMemory:
         kv_shape: KvShape,
         extent_bytes: int | None = None,
     ) -> Self:
-        """Map all parameters and split the rest evenly over the layers' KV; the remainder stays free.
+        """Map all parameters and divide the remaining memory evenly among the layers' KV. Extents that cannot be
+        divided stay free.
 
-        Without `extent_bytes` a size that suits the model is chosen. Takes ownership of the backend.
+        If `extent_bytes` is None, a size that suits the model is chosen. Takes ownership of the backend.
 
         Raises:
             ConfigError: the budget is too small for the parameters and one KV block per layer, or cannot be allocated.
@@ -98,7 +100,7 @@ class DeviceMemory:
         self._before = self._books()
 
     def undo(self) -> None:
-        """Revert the last change. Idempotent. Copied blocks stay copied, as their targets were unused."""
+        """Revert the last change. Idempotent. Copied blocks stay copied, because their targets were unused."""
         self.pool.undo()
         self.leaving, self.kv.window, held_layers, layers = self._before
         self.parameters.reset(held_layers)
@@ -109,12 +111,12 @@ class DeviceMemory:
         layers = tuple(window.layers for window in self.kv.windows)
         return self.leaving, self.kv.window, self.parameters.held_layers, layers
 
-    # ------------------------------------------------------------ dropping and restoring layers
-    # Extents that change their purpose need no clearing if parameters and KV have the same dtype and finite values.
+    # ------------------------------------------------------------ dropping and restoring layers Extents that change
+    # their purpose need not be cleared if parameters and KV have the same dtype and finite values.
 
     @all_or_nothing
     def drop_layers(self, layers: Sequence[int]) -> int:
-        """Drop layers that another member executes: the KV of the remaining layers gets their memory.
+        """Drop layers that another member executes and give their memory to the KV of the remaining layers.
 
         The KV of dropped layers stays readable until `shrink_retired` or `release_retired`. Returns the new number of
         blocks.
@@ -126,7 +128,7 @@ class DeviceMemory:
     @all_or_nothing
     def shrink_retired(self, block_count: int, moves: Sequence[tuple[int, int]] = ()) -> int:
         """Keep only `block_count` blocks of the dropped layers' KV, after copying those in `moves` (from, to) down;
-        nothing may read them meanwhile. Returns the number of blocks of the remaining layers.
+        they must not be read meanwhile. Returns the number of blocks of the remaining layers.
         """
         self.kv.window.move_retired(moves)
         self.pool.backend.synchronise()
@@ -135,7 +137,7 @@ class DeviceMemory:
 
     @all_or_nothing
     def release_retired(self) -> int:
-        """Give the KV memory of dropped layers to the others. Returns the number of blocks."""
+        """Give the KV memory of dropped layers to the remaining layers. Returns the number of blocks."""
         for layer in self.kv.retired_layers:
             self.kv.window.drop(layer)
         return self._grow_kv()
@@ -162,8 +164,8 @@ class DeviceMemory:
 
     @property
     def leaving_block_count(self) -> int:
-        """Maximum blocks of the current window such that all parameters can be loaded and every layer gets a minimum in
-        the other window. 0: too little memory for both.
+        """Maximum blocks of the current window if all parameters are loaded and every layer gets a minimum in the other
+        window. 0: the memory is too small for both.
         """
         layer_count, held_count = self.kv.shape.layer_count, max(1, len(self.kv.held_layers))
         own, one_block = self.kv.extents_per_layer, self.kv.extents_for_blocks(1)
@@ -177,9 +179,9 @@ class DeviceMemory:
 
     @all_or_nothing
     def make_room_for_layers(self, layers: Sequence[int], *, block_count: int) -> int:
-        """Shrink the KV to `block_count` blocks and map the parameters of these layers, to be loaded.
+        """Shrink the KV to `block_count` blocks and map the parameters of these layers, so that they can be loaded.
 
-        Higher blocks must have been copied down before. Returns the number of blocks.
+        Used blocks beyond must have been copied down. Returns the number of blocks.
         """
         self.pool.backend.synchronise()
         self.kv.window.keep(block_count)
@@ -189,16 +191,16 @@ class DeviceMemory:
 
     # ------------------------------------------------------------ parking
 
-    can_park = True  # not shared with other ranks
+    can_park = True  # False if memory is shared with other ranks
 
     @property
     def is_parked(self) -> bool:
-        """True if the memory of layers and KV was returned to the device."""
+        """True if the memory of layers and KV has been returned to the device."""
         return self.pool.has_given_up
 
     def park(self) -> None:
         """Release layers and KV, and return their memory to the device. There must be no requests, and all layers must
-        be stored elsewhere. Other parts stay.
+        be stored elsewhere. Parameters outside layers stay.
         """
         self._empty()
         self.pool.give_up_free()
@@ -213,7 +215,7 @@ class DeviceMemory:
         """Allocate the device's memory again, for `make_room_for_layers`.
 
         Raises:
-            ConfigError: the device lacks the memory now; nothing has changed.
+            ConfigError: the device lacks the memory; nothing has changed.
         """
         self.pool.take_back()
 
@@ -226,16 +228,16 @@ class DeviceMemory:
 
     @all_or_nothing
     def open_window(self) -> int:
-        """The current window becomes the draining one. The other window, with all layers, becomes current, using the
-        free extents. Returns its number of blocks.
+        """Make the current window the draining one. The other window, with all layers, becomes the current one and uses
+        the free extents. Returns its number of blocks.
         """
         least = self.kv.extents_for_blocks(1) * self.kv.shape.layer_count
         if self.leaving is not None:
             raise InvariantViolation("a window is opened, but another one has not been closed yet")
         if len(self.parameters.held_layers) < self.parameters.layer_count:
-            raise InvariantViolation(f"a window is opened with the layers {self.parameters.held_layers} only")
+            raise InvariantViolation(f"a window is opened, but only layers {self.parameters.held_layers} are held")
         if self.pool.free_count < least:
-            raise InvariantViolation(f"a window of {least} extents or more is opened, {self.pool.free_count} are free")
+            raise InvariantViolation(f"a window of at least {least} extents is opened, {self.pool.free_count} are free")
         self.pool.backend.synchronise()
         opened = self.kv.other_window
         opened.hold_all()
@@ -250,8 +252,8 @@ class DeviceMemory:
 
     @all_or_nothing
     def shrink_leaving(self, block_count: int) -> int:
-        """Shrink the draining window to `block_count` blocks, the only ones in use; the current window gets the memory.
-        Returns the current window's number of blocks.
+        """Shrink the draining window to `block_count` blocks and give the memory to the current window. Higher blocks
+        must be unused. Returns the current window's number of blocks.
         """
         leaving = self._require_leaving()
         self.pool.backend.synchronise()
@@ -294,10 +296,10 @@ class DeviceMemory:
             window.check()
         other = self.kv.other_window
         if self.leaving not in (None, other) or (self.leaving is None and (other.held_layers or other.retired_layers)):
-            raise InvariantViolation("a window holds layers and is neither in force nor leaving")
+            raise InvariantViolation("a window holds layers, but is neither current nor draining")
 
     def close(self) -> None:
-        """Return all memory to the system. None of its tensors may be used afterwards. Idempotent."""
+        """Return all memory to the system. Its tensors must not be used afterwards. Idempotent."""
         self.pool.close()
 
     def __enter__(self) -> Self:
@@ -319,7 +321,7 @@ def _require_room(budget_bytes: int, extent_bytes: int, parts: Sequence[PartLayo
     if budget_bytes // extent_bytes * extent_bytes < least_bytes:
         raise ConfigError(
             "device_memory_bytes",
-            f"{human_bytes(budget_bytes)} are too little: the model's parameters take {human_bytes(parameter_bytes)},"
+            f"{human_bytes(budget_bytes)} are too little. The model's parameters take {human_bytes(parameter_bytes)},"
             f" and one KV block of {kv_shape.block_tokens} tokens in each layer {human_bytes(kv_bytes)};"
-            f" {least_bytes} bytes are the least, and requests want more for their KV",
+            f" {least_bytes} bytes are the minimum, and requests need more for their KV",
         )

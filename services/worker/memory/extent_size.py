@@ -1,20 +1,20 @@
-"""The extent size of a device's memory."""
+"""Chooses the extent size of a device's memory."""
 
 from collections.abc import Sequence
 
-_EXTENTS_PER_LAYER = 16  # in a layer's parameters, and in a layer's KV with all layers held
-_MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers: a GPU's driver takes some 60 us per mapped extent
+_EXTENTS_PER_LAYER = 16  # extents of a layer's parameters, and of a layer's KV if all layers are held
+_MAX_DROP_EXTENT_COUNT = 2000  # in half of the layers; a GPU's driver takes about 60 us per mapped extent
 _MAX_EXTENT_COUNT = 16384  # far below vm.max_map_count even if no extents are adjacent
 _MIN_EXTENT_BYTES = 16 << 10
-_LARGE_EXTENT_BYTES = 2 << 20  # larger extents are multiples of it, for which the host moves whole page tables
+_LARGE_EXTENT_BYTES = 2 << 20  # larger extents are multiples of this size, so that the host moves whole page tables
 
 
 def choose_extent_bytes(
     granularity_bytes: int, budget_bytes: int, layer_bytes: Sequence[int], other_bytes: int = 0
 ) -> int:
-    """The extent size: a sixteenth of the largest layer's parameters, or of a layer's KV with all layers held if that
-    is less; down to half of it if that loses less to rounding. Large enough for fast drops, and fast mapping of the
-    whole budget.
+    """Return the extent size: a sixteenth of the largest layer's parameters, or of a layer's KV if all layers are held
+    and that is less. It may be reduced to half of that if less memory is lost by rounding. It is large enough for fast
+    drops and for mapping the whole budget fast.
     """
     kv_bytes = max(0, budget_bytes - sum(layer_bytes) - other_bytes) // max(1, len(layer_bytes))
     fine_bytes = -(-min(max(layer_bytes, default=0), kv_bytes) // _EXTENTS_PER_LAYER)

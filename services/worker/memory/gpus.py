@@ -10,15 +10,15 @@ _CUDA = re.compile(r"cuda(?::(\d+))?")
 
 
 def gpu_uuids() -> list[str]:
-    """UUIDs of all GPUs, by ordinal. Slow the first time."""
+    """UUIDs of all GPUs, by ordinal. The first call is slow."""
     return [_uuid(index) for index in range(torch.cuda.device_count())]
 
 
 def gpu_index(device: str) -> int | None:
-    """The ordinal in cuda, cuda:0, cuda:1 ...; None: not a GPU.
+    """Return the ordinal in cuda, cuda:0, cuda:1 ...; None: not a GPU.
 
     Raises:
-        ConfigError: not a device name.
+        ConfigError: `device` is not a device name.
     """
     if device == "cpu":
         return None
@@ -29,7 +29,7 @@ def gpu_index(device: str) -> int | None:
 
 
 def gpu_bytes(device: str) -> int | None:
-    """The GPU's total memory; None if it does not exist, which is reported when memory is opened."""
+    """Return the GPU's total memory; None if there is no such GPU, which is reported when memory is opened."""
     index = gpu_index(device)
     if index is None or index >= torch.cuda.device_count():
         return None
@@ -37,7 +37,7 @@ def gpu_bytes(device: str) -> int | None:
 
 
 def describe(device: torch.device) -> str:
-    """Name of a device for the log: `cpu`, or the ordinal and UUID of a GPU."""
+    """Return the name of a device for the log: `cpu`, or the ordinal and UUID of a GPU."""
     return device.type if device.type != "cuda" else f"{device} {_uuid(device.index)}"
 
 

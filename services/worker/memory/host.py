@@ -2,10 +2,10 @@
 
 Adjacent extents are adjacent in the file, so a run takes one call and one kernel mapping, however long it is.
 
-Unmapping and mapping again would take as long as copying the bytes, as the kernel removes and creates one page table
-entry per 4 KiB. So page tables are moved: an unmapped extent is moved by mremap to its place in a mapping of the whole
-file (the parking), and from there to its next mapping. Kernels before 5.13 cannot do that for shared memory: there, an
-extent is unmapped normally and faulted in again, all at once.
+Unmapping and mapping again would take as long as copying the bytes, because the kernel removes and creates one page
+table entry per 4 KiB. Instead, page tables are moved: mremap moves an unmapped extent to its place in a mapping of the
+whole file (the parking area), and from there to its next mapping. Kernels before 5.13 cannot do this for shared memory.
+There an extent is unmapped normally, and all of it is faulted in again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ballast.common.errors import ConfigError, InvariantViolation
 from services.worker.memory.backend import ExtentRun
 from services.worker.memory.tensors import TensorOperations
 
-# Linux, all 64-bit architectures; the mmap module of Python 3.11 lacks some of them.
+# Linux, all 64-bit architectures; the mmap module of Python 3.11 lacks some of these constants.
 _PROT_NONE = 0
 _PROT_READ_WRITE = 3
 _MAP_SHARED = 0x01
@@ -36,11 +36,11 @@ _MAP_POPULATE = 0x8000
 _MREMAP_MAYMOVE = 1
 _MREMAP_FIXED = 2
 _MADV_REMOVE = 9
-_MREMAP_DONTUNMAP = 4  # leaves a mapping without pages, instead of a hole that another thread's mmap might fill
+_MREMAP_DONTUNMAP = 4  # leaves a mapping without pages instead of a hole that another thread's mmap might fill
 
 _RESERVED = _MAP_PRIVATE | _MAP_ANONYMOUS | _MAP_NORESERVE
 _MAP_FAILED = ctypes.c_void_p(-1).value
-_PAGE_TABLE_BYTES = 2 << 20  # range mapped by one page table; whole tables are moved between addresses aligned to it
+_PAGE_TABLE_BYTES = 2 << 20  # range of one page table; whole tables are moved between addresses aligned to this
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -57,8 +57,8 @@ class HostBackend(TensorOperations):
     """`MemoryBackend` of host memory."""
 
     def __init__(self, fd: int | None = None, *, sparse: bool = False) -> None:
-        """`fd`: the file with another backend's extents, instead of a new one. Takes ownership of it. `sparse`: pages
-        are taken when they are written, and returned when their extents are unmapped.
+        """`fd`: the file with another backend's extents, used instead of a new file. Takes ownership of it. `sparse`:
+        pages are allocated when they are written, and returned when their extents are unmapped.
         """
         if not hasattr(os, "memfd_create"):
             raise ConfigError("device", "the cpu backend needs memfd_create, which only Linux has")
@@ -69,7 +69,7 @@ class HostBackend(TensorOperations):
         self._size_bytes = 0
         self._parking = 0  # address of the mapping of the whole file
         self._tables_move = False
-        self._parked = bytearray()  # extent -> 1 if its page table entries are in the parking
+        self._parked = bytearray()  # extent -> 1 if its page table entries are in the parking area
 
     @property
     def device(self) -> torch.device:
@@ -81,18 +81,18 @@ class HostBackend(TensorOperations):
 
     def create(self, extent_bytes: int, count: int) -> None:
         if self._extent_bytes:
-            raise InvariantViolation("the extents of this backend were created before")
+            raise InvariantViolation("the extents of this backend have already been created")
         size_bytes, available_bytes = extent_bytes * count, _available_bytes()
         if self._makes_extents and size_bytes > available_bytes:
             raise ConfigError(
-                "device_memory_bytes", f"{size_bytes} bytes asked for, this machine has {available_bytes} available"
+                "device_memory_bytes", f"{size_bytes} bytes requested, but this machine has {available_bytes} available"
             )
         parking = self.reserve(size_bytes)
         if self._fd is None:
             self._fd = os.memfd_create("ballast-device-memory", os.MFD_CLOEXEC)
             os.ftruncate(self._fd, size_bytes)
         elif os.fstat(self._fd).st_size != size_bytes:
-            raise InvariantViolation(f"extents of {size_bytes} bytes are in a file of {os.fstat(self._fd).st_size}")
+            raise InvariantViolation(f"{size_bytes} bytes of extents are in a file of {os.fstat(self._fd).st_size}")
         self._parking = _mmap(parking, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED, self._fd, 0)
         self._extent_bytes, self._size_bytes, self._parked = extent_bytes, size_bytes, bytearray(count)
         self._tables_move = self._kernel_moves_tables(self._fd)
@@ -101,17 +101,17 @@ class HostBackend(TensorOperations):
         for run in runs:
             if _libc.madvise(self._parking_of(run), run.count * self._extent_bytes, _MADV_REMOVE) != 0:
                 raise _os_failure("madvise", run.count * self._extent_bytes)
-            self._parked[run.first : run.end] = bytes(run.count)  # it has no page tables to move
+            self._parked[run.first : run.end] = bytes(run.count)  # these extents have no page tables to move
 
     def take_back(self, runs: Sequence[ExtentRun]) -> None:
         size_bytes, available_bytes = sum(run.count for run in runs) * self._extent_bytes, _available_bytes()
         if size_bytes > available_bytes:
             raise ConfigError(
-                "device_memory_bytes", f"{size_bytes} bytes asked for, this machine has {available_bytes} available"
+                "device_memory_bytes", f"{size_bytes} bytes requested, but this machine has {available_bytes} available"
             )
 
     def export(self, first: int, count: int) -> list[int]:
-        """The one file of all extents, if `first` is 0; otherwise none."""
+        """Return the file of all extents if `first` is 0, otherwise no files."""
         return [os.dup(self._fd)] if self._fd is not None and first == 0 and count else []
 
     def beside(self, files: Iterable[int]) -> HostBackend:
@@ -166,7 +166,7 @@ class HostBackend(TensorOperations):
         return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(shape))
 
     def synchronise(self) -> None:
-        """No-op: operations on the CPU are synchronous."""
+        """Does nothing, because operations on the CPU are synchronous."""
 
     def close(self) -> None:
         if self._fd is not None:
@@ -194,8 +194,8 @@ class HostBackend(TensorOperations):
         _mmap(address, size_bytes, _PROT_READ_WRITE, _MAP_SHARED | _MAP_FIXED | populate, fd, offset_bytes)
 
     def _kernel_moves_tables(self, fd: int) -> bool:
-        """True if the kernel can move page tables of shared memory. Probed in advance, as a refused mremap leaves a
-        hole at its target.
+        """True if the kernel can move page tables of shared memory. This is probed in advance, because a refused mremap
+        leaves a hole at its target.
         """
         page_bytes = mmap.PAGESIZE
         source = _mmap(None, page_bytes, _PROT_READ_WRITE, _MAP_SHARED, fd, 0)

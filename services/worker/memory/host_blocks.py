@@ -1,8 +1,8 @@
 """KV of swapped-out sequences in host memory, copied concurrently with a step.
 
-Copies are made by a separate thread: on a CPU it shares the cores with the step, on a GPU it uses a stream of its own,
+A separate thread makes the copies. On a CPU it shares the cores with the step. On a GPU it uses a separate stream,
 where one kernel gathers all layers of several blocks and one copy moves them over the bus to pinned memory. The core
-chooses the blocks (`core.swapping`): none that the step touches. A stage copies its own layers.
+chooses the blocks (`core.swapping`) and never includes blocks that the step touches. Each stage copies its own layers.
 
 Shapes: B blocks, L layers, R ranks, T tokens of a block, K KV heads, H head dim.
 """
@@ -23,8 +23,8 @@ from services.worker.memory.runs import Gatherer, RunKernel, Runs
 
 
 class HostBlocks:
-    """KV blocks in host memory. Per step: `start`, execute, `finish`, on the engine thread. For a GPU, host
-    memory is allocated at once, otherwise when a block is first used.
+    """KV blocks in host memory. In each step the engine thread calls `start`, executes, and calls `finish`. For a GPU,
+    host memory is allocated at once, otherwise when a block is first used.
     """
 
     def __init__(self, kv: KvCache, block_count: int, kernel: Gatherer | None = None) -> None:
@@ -55,7 +55,7 @@ class HostBlocks:
 
     def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None:
         if self._under_way is not None:
-            raise InvariantViolation("copies are started before those of the last step have been waited for")
+            raise InvariantViolation("copies are started, but the last step's were not finished")
         for copy in copies:
             self._kv.guard(max(copy.device_blocks) + 1, layers)
         if self._stream is not None:
@@ -63,7 +63,7 @@ class HostBlocks:
         self._under_way = self._thread.submit(self._copy, tuple(copies), layers)
 
     def finish(self) -> float:
-        """Wait for all copies. Returns the seconds from the start of the first to the end of the last."""
+        """Wait for all copies. Returns the seconds from the start of the first copy to the end of the last."""
         if self._under_way is None:
             raise InvariantViolation("no copies have been started")
         under_way, self._under_way = self._under_way, None
@@ -108,14 +108,16 @@ class HostBlocks:
                     self._kernel.scatter(self._lie(there, layers), slot)
 
     def _lie(self, blocks: Sequence[int], layers: Sequence[int]) -> Runs:
-        """Memory of these blocks on the device, block by block, in all layers and ranks."""
+        """Return the memory of these blocks on the device, block by block, in all layers and ranks."""
         bases = [rank_B2TKH.data_ptr() for layer in layers for rank_B2TKH in self._kv.of_ranks(layer)]
         size = self._kv.shape.block_bytes
         addresses = np.add.outer(np.array(blocks, np.int64) * size, np.array(bases, np.int64)).ravel()
         return Runs(addresses, np.full(len(addresses), size, np.int64))
 
     def _parts(self, blocks: Sequence[int], layers: Sequence[int]) -> list[torch.Tensor]:
-        """Memory of these blocks on the host, in the order of `_lie`, as flat bytes: one tensor per contiguous run."""
+        """Return the memory of these blocks on the host, in the order of `_lie`, as flat bytes: one tensor per
+        contiguous run.
+        """
         whole = len(layers) == self._kv.shape.layer_count
         of_blocks = _spans(blocks) if whole else [slice(block, block + 1) for block in blocks]
         spans = _spans(layers)
@@ -134,7 +136,7 @@ class HostBlocks:
 
 
 def _spans(numbers: Sequence[int]) -> list[slice]:
-    """Slices for the runs of consecutive numbers."""
+    """Return slices for the runs of consecutive numbers."""
     spans: list[slice] = []
     for number in numbers:
         if spans and spans[-1].stop == number:

@@ -1,4 +1,4 @@
-"""Parameters of layers in host memory. They are copied once, as they never change."""
+"""Copies of layers' parameters in host memory. They are made once, because parameters never change."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class HostCopy:
-    """Copies of layers in host memory. Safe for use from several threads, each with a layer of its own."""
+    """Copies of layers in host memory. Several threads may use it concurrently for different layers."""
 
     def __init__(
         self,
@@ -23,8 +23,8 @@ class HostCopy:
         copy: Callable[[torch.Tensor, torch.Tensor], None],
         shared: SharedCopy | None = None,
     ) -> None:
-        """`copied(tensor)` returns a copy in host memory, `copy(to, from)` copies back. `shared`: a copy for all
-        workers of this host, used instead of one of its own.
+        """`copied(tensor)` returns a copy in host memory; `copy(to, from)` copies back. `shared`: a copy shared by all
+        workers of this host, used instead of an own copy.
         """
         self._shared = shared
         self._copied = copied
@@ -33,7 +33,7 @@ class HostCopy:
         self._lock = Lock()
 
     def keep(self, parameters: ParameterStore, layer: int) -> None:
-        """Copy a layer of all ranks to the host, unless it was copied before."""
+        """Copy a layer of all ranks to the host, unless it has already been copied."""
         if not self.holds(layer):
             tensors = [self._copied(tensor) for tensor in parameters.pieces(layer)]
             with self._lock:
@@ -44,7 +44,7 @@ class HostCopy:
             return layer in self._layers or self._shared is not None
 
     def fill(self, parameters: ParameterStore, layer: int) -> bool:
-        """Copy a layer back. Returns False if it is not in host memory."""
+        """Copy a layer back. Returns False if there is no copy."""
         if self._shared is not None:
             return self._shared.fill(layer_name(layer), parameters.pieces(layer))
         with self._lock:

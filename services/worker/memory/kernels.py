@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false
-"""The Triton kernels of `runs` and `mixing`. Importing this module needs triton, so import it lazily."""
+"""The Triton kernels of `runs` and `mixing`. Import this module lazily, because it needs triton."""
 
 import triton
 import triton.language as tl

@@ -1,9 +1,9 @@
-"""The KV cache: per layer two windows of blocks, each of which grows and shrinks at its tail.
+"""The KV cache: two windows of blocks per layer, each of which grows and shrinks at its tail.
 
 Shapes: B blocks, T tokens of a block, K KV heads, H head dim. A layer's tensor is `kv_B2TKH`: `[:, 0]` are keys, `[:,
-1]` values. It covers both windows, each as large as the largest possible cache; blocks from a window's `block_count` on
-are not mapped. One window is the current one. The other is empty unless the worker is a stage of two groups: then it
-holds the draining group's KV.
+1]` values. The tensor covers both windows, each as large as the largest possible cache. Blocks from a window's
+`block_count` on are not mapped. One window is the current one. The other is empty, unless the worker is a stage of two
+groups; then it holds the draining group's KV.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KvShape:
-    """Dimensions of the model's KV. With tensor parallelism `kv_heads` are those of one rank."""
+    """Dimensions of the model's KV. With tensor parallelism, `kv_heads` is the number on one rank."""
 
     layer_count: int
     block_tokens: int
@@ -78,7 +78,7 @@ class KvWindow:
 
     @property
     def held_layers(self) -> tuple[int, ...]:
-        """Layers whose KV is kept here; only they determine the number of blocks."""
+        """Layers executed here. Only they determine the number of blocks."""
         return self._held_layers
 
     @property
@@ -98,7 +98,7 @@ class KvWindow:
 
     @property
     def block_count(self) -> int:
-        """Usable blocks: those mapped in every held layer."""
+        """Number of usable blocks: those mapped in every held layer."""
         return self.blocks_of(self._held_layers)
 
     def blocks_of(self, layers: Iterable[int]) -> int:
@@ -115,7 +115,7 @@ class KvWindow:
         return self._held_layers, self.retired_layers
 
     def reset(self, held: tuple[int, ...], retired: tuple[int, ...]) -> None:
-        """Undo a change: restore the previous `layers`."""
+        """Undo a change by restoring the previous value of `layers`."""
         self._held_layers, self._retired = held, list(retired)
 
     def hold_all(self) -> None:
@@ -127,8 +127,8 @@ class KvWindow:
     def grow(self, extents_per_layer: int, *, clear: bool = True) -> int:
         """Map `extents_per_layer` more extents in every held layer. Returns the new `block_count`.
 
-        Reused extents contain old bytes, and a NaN among them would spread through masked attention (0 x NaN), so they
-        are cleared unless the caller knows that there is none.
+        Reused extents contain old bytes. A NaN among them would spread through masked attention (0 x NaN), so they are
+        cleared unless the caller knows that they contain none.
         """
         wanted = extents_per_layer * len(self._held_layers)
         if wanted > self._pool.free_count:
@@ -141,7 +141,7 @@ class KvWindow:
         return self.block_count
 
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
-        """Unmap and free that many extents at the tail of every held layer. Returns the new `block_count`.
+        """Unmap and free `extents_per_layer` extents at the tail of every held layer. Returns the new `block_count`.
 
         No block from `used_blocks_end` on may be in use: the caller must have copied them down.
         """
@@ -156,13 +156,13 @@ class KvWindow:
         return self.block_count
 
     def keep(self, block_count: int) -> int:
-        """Shrink held layers to the extents of `block_count` blocks. Returns the new `block_count`."""
+        """Shrink held layers to the extents needed for `block_count` blocks. Returns the new `block_count`."""
         surplus = max(0, self.extents_per_layer - self.extents_for_blocks(block_count))
         return self.shrink(surplus, used_blocks_end=min(block_count, self.block_count))
 
     def retire(self, layers: Sequence[int]) -> None:
-        """Mark layers that are executed elsewhere now. They stay mapped until `drop`, do not grow, and do not limit the
-        number of blocks.
+        """Mark layers that are now executed elsewhere. They stay mapped until `drop`, but do not grow and do not limit
+        the number of blocks.
         """
         for layer in layers:
             self._let_go(layer)
@@ -205,7 +205,7 @@ class KvWindow:
             raise InvariantViolation(f"layers {self._held_layers} have KV of different sizes")
         for layer, owner in enumerate(self._ranges):
             if owner.extent_count and layer not in self._held_layers and layer not in self._retired:
-                raise InvariantViolation(f"layer {layer} is neither held nor retired and has {owner.extent_count}")
+                raise InvariantViolation(f"layer {layer} is neither held nor retired, but has {owner.extent_count}")
 
     def _let_go(self, layer: int) -> None:
         if layer not in self._held_layers:
@@ -230,8 +230,8 @@ class KvCache:
     def __init__(self, pool: PhysicalPool, shape: KvShape) -> None:
         self._pool = pool
         self.shape = shape
-        self.mirrors: tuple[KvCache, ...] = ()  # caches of the instance's other ranks: the same blocks of their heads
-        self.remote: RemoteKv | None = None  # the rank on another host of whose memory this is an image
+        self.mirrors: tuple[KvCache, ...] = ()  # caches of the other ranks, with the same blocks of their heads
+        self.remote: RemoteKv | None = None  # the rank on another host whose memory this cache mirrors
         if pool.extent_count * pool.extent_bytes < shape.block_bytes:
             raise ConfigError(
                 "device_memory_bytes",
@@ -293,29 +293,29 @@ class KvCache:
         return self.window.extents_for_blocks(block_count)
 
     def layer(self, layer: int) -> torch.Tensor:
-        """`kv_B2TKH` of a layer: always the same object and base pointer, whatever is mapped.
+        """Return `kv_B2TKH` of a layer, always the same object with the same base pointer.
 
-        Contiguous. Only a window's first `block_count` blocks may be accessed; nothing checks that.
+        It is contiguous. Only a window's first `block_count` blocks may be accessed, which is not checked.
         """
         return self._tensors[layer]
 
     def of_ranks(self, layer: int) -> list[torch.Tensor]:
-        """`layer` on all ranks of the instance, this one first."""
+        """Return `layer` of all ranks of the instance, this one first."""
         return [cache._tensors[layer] for cache in (self, *self.mirrors)]
 
     @property
     def is_remote(self) -> bool:
-        """True if a rank is on another host: see `fetch` and `store`."""
+        """True if a rank is on another host; see `fetch` and `store`."""
         return any(cache.remote is not None for cache in self.mirrors)
 
     def fetch(self, layers: range, runs: Runs) -> None:
-        """Fetch these blocks from ranks on other hosts, before all ranks' are read here."""
+        """Fetch these blocks from ranks on other hosts, before the blocks of all ranks are read here."""
         for cache in self.mirrors:
             if cache.remote is not None:
                 cache.remote.fetch_kv(layers, runs)
 
     def store(self, layers: range, runs: Runs) -> None:
-        """Send these blocks to ranks on other hosts, after all ranks' have been written here."""
+        """Send these blocks to ranks on other hosts, after the blocks of all ranks have been written here."""
         for cache in self.mirrors:
             if cache.remote is not None:
                 cache.remote.store_kv(layers, runs)
@@ -327,18 +327,18 @@ class KvCache:
 
     def guard(self, blocks_end: int, layers: Iterable[int]) -> None:
         """Raise InvariantViolation unless all blocks below `blocks_end`, from the start of their window on, exist in
-        these layers. Called before a step with the highest block id of its tables plus one; otherwise a kernel would
-        crash with SIGSEGV.
+        these layers. Called before a step with the highest block id of its tables plus one, because a kernel that
+        accessed a missing block would crash with SIGSEGV.
         """
         window = self._window_of(blocks_end - 1)
         block_count = window.blocks_of(layers)
         if blocks_end - window.first_block > block_count:
             raise InvariantViolation(
-                f"block {blocks_end - 1} is used, there are {block_count} from block {window.first_block} on"
+                f"block {blocks_end - 1} is used, but there are {block_count} from block {window.first_block} on"
             )
 
     def scratch(self, block_count: int) -> torch.Tensor:
-        """Temporary bytes for blocks of one layer each, for `put`."""
+        """Allocate temporary bytes for blocks of one layer each, for `put`."""
         return self._pool.backend.scratch(block_count * self.shape.block_bytes)
 
     def put(self, layer: int, blocks: Sequence[int], came: torch.Tensor) -> None:

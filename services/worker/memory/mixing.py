@@ -22,16 +22,16 @@ _ADDED, _FIRST, _SECOND, _THIRD = (
     0x94D049BB133111EB,
     0xD6E8FEB86659FD93,
 )
-_AT_ONCE = 1 << 15  # words per iteration on the host, to fit into the processor's cache
+_AT_ONCE = 1 << 15  # words per iteration on the host, which fit into the processor's cache
 
 
 def constants() -> dict[str, Any]:
-    """Compile-time constants of the kernel."""
+    """Return the compile-time constants of the kernel."""
     return {"ADDED": _ADDED, "FIRST": _FIRST, "SECOND": _SECOND, "THIRD": _THIRD, "SIZE": 1024, "ROUNDS": 8}
 
 
 def mixed(data: torch.Tensor) -> bytes:
-    """16-byte checksum of aligned flat bytes. A GPU computes it on a side stream."""
+    """Return a 16-byte checksum of aligned flat bytes. A GPU computes it on a side stream."""
     with beside(data.device)():
         return _mixed(data)
 

@@ -1,4 +1,4 @@
-"""Model parameters in extents: one range per layer, and one for each other part (embedding, head ...).
+"""Model parameters in extents: one range per layer, and one per other part (embedding, head ...).
 
 A layer can be dropped (its extents return to the pool, for the KV cache) and restored (extents are mapped again, a
 loader fills them, and checksums verify them). Its tensors are created once and stay valid.
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 ALIGNMENT_BYTES = 64  # a cache line, and the widest vector load
 CHECKSUM_BYTES = 16
 _LAYOUT_BYTES = 8
-_PIECE_BYTES = 4 << 20  # bytes read at a time for a checksum: a few milliseconds
+_PIECE_BYTES = 4 << 20  # bytes read at once for a checksum, which takes a few milliseconds
 
 
 class TensorSpec(NamedTuple):
@@ -68,7 +68,7 @@ def lay_out(part: str, specs: PartSpec) -> PartLayout:
 
 
 class ParameterStore:
-    """Named tensors per part, initially all mapped and zero; a loader fills them in place."""
+    """Named tensors of each part. Initially all are mapped and zero; a loader fills them in place."""
 
     def __init__(self, pool: PhysicalPool, layers: Sequence[PartSpec], others: Mapping[str, PartSpec]) -> None:
         self._pool = pool
@@ -76,9 +76,9 @@ class ParameterStore:
         self._others = {name: _ParameterPart(pool, name, specs) for name, specs in others.items()}
         self._held = [True] * len(layers)
         self._held_layers = tuple(range(len(layers)))
-        self.mirrors: tuple[ParameterStore, ...] = ()  # stores of the instance's other ranks, held and dropped together
-        self.remote: RemoteParameters | None = None  # the rank on another host of whose memory this is an image
-        self.loaded_checksums: dict[int, bytes] = {}  # layer -> checksum as loaded, which never changes
+        self.mirrors: tuple[ParameterStore, ...] = ()  # stores of the other ranks, which hold the same layers
+        self.remote: RemoteParameters | None = None  # the rank on another host whose memory this store mirrors
+        self.loaded_checksums: dict[int, bytes] = {}  # layer -> its checksum when loaded, which never changes
         for part in [*self._layers, *self._others.values()]:
             part.range.grow(part.extent_count)
 
@@ -88,7 +88,7 @@ class ParameterStore:
 
     @property
     def dtypes(self) -> set[torch.dtype]:
-        """Dtypes of layers, whose extents KV uses."""
+        """Dtypes of the layers, whose extents KV may take."""
         return {spec.dtype for part in self._layers for spec in part.specs.values()}
 
     @property
@@ -110,7 +110,7 @@ class ParameterStore:
         return sum(part.size_bytes for part in self._others.values())
 
     def extents_of(self, layer: int) -> int:
-        """Extents that dropping this layer frees, and that restoring it needs."""
+        """Number of extents that dropping this layer frees, and that restoring it needs."""
         return self._layers[layer].extent_count
 
     @property
@@ -137,11 +137,13 @@ class ParameterStore:
         return tuple(self._others)
 
     def other_layout(self, name: str) -> bytes:
-        """`layout` of a part other than a layer."""
+        """Return the `layout` of a part other than a layer."""
         return self._others[name].layout_digest
 
     def layout(self, layer: int) -> bytes:
-        """Hash (8 bytes) of names, shapes and dtypes: if equal, a layer's bytes may be copied between two stores."""
+        """Return a hash (8 bytes) of names, shapes and dtypes. A layer's bytes may be copied between two stores if it
+        is equal.
+        """
         return b"".join(store._layers[layer].layout_digest for store in self.of_ranks)
 
     @property
@@ -151,8 +153,8 @@ class ParameterStore:
     def layer_checksum(
         self, layer: int, between: Callable[[], None] | None = None, by: Algorithm | None = None
     ) -> bytes:
-        """Checksum (16 bytes) of names, shapes, dtypes and contents; equal only for equal parameters. `by`: the
-        algorithm, by default `checksums_by`.
+        """Return the checksum (16 bytes) of names, shapes, dtypes and contents, which is equal only for equal
+        parameters. `by`: the algorithm, by default `checksums_by`.
 
         `between` is called after every piece of about 4 MiB that the host reads, and after each tensor.
         """
@@ -166,14 +168,15 @@ class ParameterStore:
         return self._layers[layer].checksum(by, between)
 
     def stored_checksum(self, layer: int, between: Callable[[], None] | None, by: Algorithm | None) -> bytes:
-        """`layer_checksum` of a layer that has been written here, after sending ranks on other hosts their parts."""
+        """Send ranks on other hosts their parts of a layer that has been written here, and return its `layer_checksum`.
+        """
         for store in self.of_ranks:
             if store.remote is not None:
                 store.remote.store_layer(layer)
         return self.layer_checksum(layer, between, by)
 
     def fetch(self, layer: int) -> None:
-        """Fetch a layer from ranks on other hosts, before all ranks' parts are read here."""
+        """Fetch a layer from ranks on other hosts, before the parts of all ranks are read here."""
         for store in self.of_ranks:
             if store.remote is not None:
                 store.remote.fetch_layer(layer)
@@ -189,7 +192,7 @@ class ParameterStore:
                 fill_one(rank, store)
 
     def part_checksum(self, name: str) -> bytes:
-        """`layer_checksum` of a part other than a layer."""
+        """Return the `layer_checksum` of a part other than a layer."""
         return self._others[name].checksum(self.checksums_by)
 
     def drop(self, layers: Iterable[int]) -> int:
@@ -208,7 +211,7 @@ class ParameterStore:
     def restore(self, layer: int) -> Mapping[str, torch.Tensor]:
         """Map extents from the pool for a dropped layer and return its tensors, whose contents are arbitrary.
 
-        Load them and compare `layer_checksum` before the layer is executed.
+        Load them and verify `layer_checksum` before the layer is executed.
         """
         self._require_held(layer, held=False)
         self._layers[layer].range.grow(self._layers[layer].extent_count)
@@ -216,7 +219,7 @@ class ParameterStore:
         return self._layers[layer].tensors
 
     def reset(self, held_layers: Sequence[int]) -> None:
-        """Undo a change: restore the previous set of held layers."""
+        """Undo a change by restoring the previous set of held layers."""
         for layer in range(self.layer_count):
             self._set_held(layer, held=layer in held_layers)
 
@@ -230,7 +233,7 @@ class ParameterStore:
 
 
 def combined(checksums: Sequence[bytes]) -> bytes:
-    """A layer's checksum, combined from those of all ranks' shards."""
+    """Return a layer's checksum, combined from the checksums of all ranks' shards."""
     if len(checksums) == 1:
         return checksums[0]
     return hashlib.sha256(b"".join(checksums)).digest()[:CHECKSUM_BYTES]
@@ -260,7 +263,7 @@ class _ParameterPart:
         return self.range.bytes[placed.offset_bytes : placed.offset_bytes + placed.size_bytes]
 
     def checksum(self, by: Algorithm, between: Callable[[], None] | None = None) -> bytes:
-        digest = hashlib.sha256()  # processors have instructions for it: takes half the time of other algorithms
+        digest = hashlib.sha256()  # takes half the time of other algorithms, since processors have instructions for it
         for placed in self._layout.placements:
             digest.update(f"{placed.name} {placed.spec.dtype} {tuple(placed.spec.shape)}\n".encode())
             if by is Algorithm.MIX128:

@@ -1,6 +1,6 @@
 """Accounting of one device's memory: a budget of equal extents, and the address ranges into which they are mapped.
 
-Every extent is free or has one purpose, and is then mapped in exactly one range of that purpose (I3). The pool and its
+Every extent is either free, or has a purpose and is mapped in exactly one range of that purpose (I3). The pool and its
 ranges are used by the engine thread only.
 """
 
@@ -24,7 +24,7 @@ class Purpose(IntEnum):
 
 
 _FREE = 0
-_IS_OWNED = b"\x00" + b"\x01" * 255  # owner -> whether it is one
+_IS_OWNED = b"\x00" + b"\x01" * 255  # owner -> 1 unless it is _FREE
 
 
 class PhysicalPool:
@@ -48,9 +48,9 @@ class PhysicalPool:
         self._ranges: list[VirtualRange] = []
         self._reserved: list[tuple[int, int]] = []  # (address, size), each released as a whole
         self._closed = False
-        self._given_up: list[ExtentRun] = []  # free extents whose memory was returned to the device
+        self._given_up: list[ExtentRun] = []  # free extents whose memory has been returned to the device
         self._changes: list[_PoolChange] = []
-        self._report: MemoryReport | None = None  # None: changed since the last report
+        self._report: MemoryReport | None = None  # None: changed since it was last created
 
     @property
     def free_count(self) -> int:
@@ -64,14 +64,14 @@ class PhysicalPool:
         return -(-size_bytes // self.extent_bytes)
 
     def reserve(self, name: str, purpose: Purpose, extent_count: int) -> VirtualRange:
-        """A new range for up to `extent_count` extents, with nothing mapped. It lives as long as the pool."""
+        """Reserve a range for up to `extent_count` extents, with none mapped. It lives as long as the pool."""
         [made] = self.reserve_windows(name, purpose, extent_count, count=1)
         return made
 
     def reserve_windows(
         self, name: str, purpose: Purpose, extent_count: int, count: int = 2
     ) -> tuple[VirtualRange, ...]:
-        """Adjacent ranges of the same size, so that one tensor may cover all of them."""
+        """Reserve adjacent ranges of the same size, so that one tensor can cover all of them."""
         size_bytes = max(1, extent_count) * self.extent_bytes
         address = self.backend.reserve(count * size_bytes)
         self._reserved.append((address, count * size_bytes))
@@ -80,15 +80,15 @@ class PhysicalPool:
         return made
 
     def take(self, purpose: Purpose, count: int) -> list[ExtentRun]:
-        """Take free extents in as few runs as possible, the lowest fitting one first.
+        """Take free extents in as few runs as possible, from the lowest runs that fit.
 
         Raises:
             InvariantViolation: fewer than `count` are free; callers check `free_count` first.
         """
         if count and self._given_up:
-            raise InvariantViolation(f"{count} extents wanted for {purpose.name}, and the free ones were given up")
+            raise InvariantViolation(f"{count} extents requested for {purpose.name}, but free memory was returned")
         if count > self.free_count:
-            raise InvariantViolation(f"{count} extents wanted for {purpose.name}, {self.free_count} are free")
+            raise InvariantViolation(f"{count} extents requested for {purpose.name}, but {self.free_count} are free")
         taken: list[ExtentRun] = []
         while count:
             fitting = next((run for run in self._free if run.count >= count), None)
@@ -100,19 +100,19 @@ class PhysicalPool:
         return sorted(taken)
 
     def give_back(self, purpose: Purpose, runs: Iterable[ExtentRun]) -> None:
-        """Return extents that are not mapped any more."""
+        """Return unmapped extents to the pool."""
         self._report = None
         for run in runs:
             if self._owners.count(purpose, run.first, run.end) != run.count:
-                raise InvariantViolation(f"extents {run} are returned from {purpose.name}, which does not own them all")
+                raise InvariantViolation(f"extents {run} are returned by {purpose.name}, which does not own them all")
             self._owners[run.first : run.end] = bytes(run.count)
             self._taken[purpose] -= run.count
             self._insert_free(run)
 
     def give_up_free(self) -> None:
-        """Return the memory of all free extents to the device; none can be taken until `take_back`."""
+        """Return the memory of all free extents to the device. No extent can be taken until `take_back`."""
         if self._given_up:
-            raise InvariantViolation("free extents were given up before")
+            raise InvariantViolation("the memory of free extents has already been returned")
         self.backend.give_up(self._free)
         self._given_up = list(self._free)
 
@@ -124,7 +124,7 @@ class PhysicalPool:
         """Allocate the returned memory again.
 
         Raises:
-            ConfigError: the device lacks the memory now; nothing has changed.
+            ConfigError: the device lacks the memory; nothing has changed.
         """
         self.backend.take_back(self._given_up)
         self._given_up = []
@@ -134,8 +134,8 @@ class PhysicalPool:
         self._changes.clear()
 
     def undo(self) -> None:
-        """Undo the changes of ranges since `begin`: they have the same extents again, with the same bytes unless
-        written to.
+        """Undo the changes of ranges since `begin`. They then have the same extents again, with the same bytes unless
+        these were written to.
         """
         while self._changes:
             change = self._changes[-1]
@@ -150,7 +150,9 @@ class PhysicalPool:
         self._changes.append(_PoolChange(owner, runs, grown))
 
     def report(self) -> MemoryReport:
-        """Bytes of the budget by purpose: the same object until something changes, as every step calls this."""
+        """Return the bytes of the budget by purpose. Every step calls this, so the same object is returned until the
+        pool changes.
+        """
         report = self._report
         if report is None:
             report = self._report = self._make_report()
@@ -170,7 +172,7 @@ class PhysicalPool:
     def check(self) -> None:
         """Raise InvariantViolation unless owners, ranges and free list agree (I3).
 
-        Call it between operations only: extents taken but not yet mapped count as leaked.
+        Call it only between operations, because extents that are taken but not yet mapped count as leaked.
         """
         self.report().check()
         expected = bytearray(self.extent_count)
@@ -183,12 +185,12 @@ class PhysicalPool:
                 expected[run.first : run.end] = bytes([owner.purpose]) * run.count
         if expected != self._owners:
             extent = next(i for i in range(self.extent_count) if expected[i] != self._owners[i])
-            why = "leaked" if expected[extent] == _FREE else "mapped by one who does not own it"
+            why = "leaked" if expected[extent] == _FREE else "mapped by a range that does not own it"
             raise InvariantViolation(f"extent {extent} is {why}", story=self._story(extent))
         for purpose in Purpose:
             if expected.count(purpose) != self._taken[purpose]:
                 raise InvariantViolation(
-                    f"{purpose.name}: {self._taken[purpose]} booked, {expected.count(purpose)} mapped"
+                    f"{purpose.name}: {self._taken[purpose]} counted, but {expected.count(purpose)} mapped"
                 )
         self._check_free_list()
 
@@ -231,10 +233,10 @@ class PhysicalPool:
         for run in self._free:
             listed[run.first : run.end] = bytes(run.count)
         if self._owners.translate(_IS_OWNED) != listed:
-            raise InvariantViolation(f"the list of free extents disagrees with the books: {self._free}")
+            raise InvariantViolation(f"the list of free extents is wrong: {self._free}")
         for one, other in zip(self._free, self._free[1:], strict=False):
             if one.end >= other.first:
-                raise InvariantViolation(f"free runs {one} and {other} overlap or should be one")
+                raise InvariantViolation(f"free runs {one} and {other} overlap or must be joined")
 
     def _story(self, extent: int) -> list[str]:
         owner = self._owners[extent]
@@ -250,11 +252,11 @@ class _PoolChange(NamedTuple):
 
 
 class VirtualRange:
-    """An address range that the pool reserves once. Extents are added and removed at its tail; base address and tensor
-    do not change.
+    """An address range that the pool reserves once. Extents are added and removed at its tail, while base address and
+    tensor do not change.
 
-    Only the first `mapped_bytes` of the tensor may be accessed, by views, slices and index_select; reading beyond, as
-    by `repr` or `clone` of the whole tensor, crashes the process with SIGSEGV.
+    Only the first `mapped_bytes` of the tensor may be accessed, through views, slices and index_select. Reading beyond,
+    for example by `repr` or `clone` of the whole tensor, crashes the process with SIGSEGV.
     """
 
     def __init__(self, pool: PhysicalPool, name: str, purpose: Purpose, address: int, reserved_bytes: int) -> None:
@@ -290,13 +292,13 @@ class VirtualRange:
         self._pool.changed(self, runs, grown=True)
 
     def shrink(self, count: int) -> None:
-        """Unmap `count` extents at the tail and give them back to the pool."""
+        """Unmap `count` extents at the tail and return them to the pool."""
         runs = self.unmap_tail(count)
         self._pool.give_back(self.purpose, runs)
         self._pool.changed(self, runs, grown=False)
 
     def map_tail(self, runs: Sequence[ExtentRun]) -> None:
-        """Map runs that were taken for this range's purpose. If it fails, none is mapped."""
+        """Map runs that were taken for this range's purpose. On failure none is mapped."""
         added = sum(run.count for run in runs)
         if self.mapped_bytes + added * self._pool.extent_bytes > self.reserved_bytes:
             raise InvariantViolation(
@@ -320,7 +322,7 @@ class VirtualRange:
         return taken
 
     def contents(self, offset_bytes: int, size_bytes: int) -> Iterable[memoryview]:
-        """Mapped bytes, in parts."""
+        """Yield mapped bytes, in parts."""
         return self._pool.backend.contents(self.bytes[offset_bytes : offset_bytes + size_bytes])
 
     def release(self) -> None:
@@ -336,7 +338,7 @@ class VirtualRange:
 
 
 def _split(runs: Sequence[ExtentRun], count: int) -> tuple[list[ExtentRun], list[ExtentRun]]:
-    """The first `count` extents, and the rest."""
+    """Split runs into the first `count` extents and the rest."""
     head: list[ExtentRun] = []
     tail: list[ExtentRun] = []
     for run in runs:

@@ -1,5 +1,5 @@
-"""Memory of ranks on other hosts, as seen by rank 0: it has an image of each rank's tensors, whose bytes are fetched
-before they are sent, and stored after they have arrived.
+"""Memory of ranks on other hosts, from the view of rank 0. Rank 0 has a mirror of each rank's tensors: bytes are
+fetched from the rank before they are sent, and stored to it after they have arrived.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ Runs = Sequence[tuple[int, int]]  # blocks [first, last)
 
 
 class RemoteKv(Protocol):
-    """KV of a rank on another host. Engine thread only."""
+    """KV of a rank on another host. Used by the engine thread only."""
 
     def fetch_kv(self, layers: range, runs: Runs) -> None: ...
 
@@ -21,7 +21,7 @@ class RemoteKv(Protocol):
 
 
 class RemoteParameters(Protocol):
-    """Parameters of a rank on another host. Safe for use from several threads, each with a layer of its own."""
+    """Parameters of a rank on another host. Several threads may use it concurrently for different layers."""
 
     def fetch_layer(self, layer: int) -> None: ...
 
@@ -30,5 +30,5 @@ class RemoteParameters(Protocol):
     def layer_checksum(self, layer: int, by: Algorithm) -> bytes: ...
 
     def read_layer(self, layer: int) -> None:
-        """Have the rank read the layer from its own host's source."""
+        """Make the rank read the layer from its own host's source."""
         ...

@@ -1,6 +1,6 @@
 """Copies scattered bytes to and from a contiguous slot with one kernel launch.
 
-Copying the pieces of KV blocks one by one would be limited by launches.
+Copying the pieces of KV blocks one by one would be limited by launch overhead.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ballast.common.extras import lacking
 
-_PART_BYTES = {True: 16 << 10, False: 4 << 10}  # copied by one program, in units of 16 bytes or of one byte
+_PART_BYTES = {True: 16 << 10, False: 4 << 10}  # bytes copied by one program, in units of 16 bytes or of one byte
 _WIDE_BYTES = 16
 
 
@@ -32,7 +32,9 @@ class Runs(NamedTuple):
 
 
 def parts_of(runs: Runs, slot: torch.Tensor) -> tuple[np.ndarray, bool]:
-    """Parts [parts, 3]: address, offset in the slot, size; and True if all are aligned and in units of 16 bytes."""
+    """Return the parts [parts, 3] (address, offset in the slot, size), and True if all are aligned and in units of 16
+    bytes.
+    """
     addresses, sizes = runs
     wide = not (int(np.bitwise_or.reduce(addresses | sizes)) | slot.data_ptr()) % _WIDE_BYTES
     most = _PART_BYTES[wide]
@@ -45,7 +47,7 @@ def parts_of(runs: Runs, slot: torch.Tensor) -> tuple[np.ndarray, bool]:
 
 
 def constants(*, gathers: bool, wide: bool) -> dict[str, Any]:
-    """Compile-time constants of the kernel."""
+    """Return the compile-time constants of the kernel."""
     size = _PART_BYTES[wide] // (4 if wide else 1)
     return {"GATHERS": gathers, "SIZE": size, "WIDE": wide}
 
@@ -59,7 +61,7 @@ class Gatherer(Protocol):
 
 
 class RunKernel:
-    """Copies between runs of a device's memory and a slot of flat bytes there, on the current stream."""
+    """Copies between runs of a device's memory and a slot of flat bytes on it, on the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         """Raises ConfigError if triton is not installed."""
@@ -70,11 +72,11 @@ class RunKernel:
         self._device = device
 
     def gather(self, runs: Runs, slot: torch.Tensor) -> None:
-        """Copy into the first bytes of the slot."""
+        """Copy the runs into the first bytes of the slot."""
         self._launch(runs, slot, gathers=True)
 
     def scatter(self, runs: Runs, slot: torch.Tensor) -> None:
-        """Copy out of the first bytes of the slot."""
+        """Copy the first bytes of the slot into the runs."""
         self._launch(runs, slot, gathers=False)
 
     def _launch(self, runs: Runs, slot: torch.Tensor, *, gathers: bool) -> None:

@@ -5,11 +5,11 @@
     ROOT/<digest>/manifest.json    parts with offsets, sums and checksums; written last: it marks completeness
 
 An incomplete copy is never used: bytes are written under a temporary name and renamed when complete. If a worker is
-killed meanwhile, the kernel releases its lock and the next worker removes the bytes. Users hold a shared lock on the
-file; the last one removes the copy.
+killed meanwhile, the kernel releases its lock and the next worker removes the bytes. Workers that use the copy hold a
+shared lock on the file; the last one removes it.
 
-Sums are verified while copying, which costs hardly more than the copy; the checksums, for comparison with other
-workers, are those of the worker that read the checkpoint (`ParameterStore.layer_checksum`).
+Sums are verified while copying, which costs hardly more than the copy. The checksums, which are compared with those of
+other workers, were computed by the worker that read the checkpoint (`ParameterStore.layer_checksum`).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from ballast.service.logs import get_logger
 ROOT = Path("/dev/shm/ballast")
 _PIECE_BYTES = 1 << 18  # fits into a processor's cache between copying and summing
 _MASK = (1 << 64) - 1
-_LEFT_FRACTION = 0.1  # fraction of the host's memory left available
+_LEFT_FRACTION = 0.1  # fraction of the host's memory that stays available
 _LOCK, _BYTES, _MANIFEST = "maker.lock", "parameters.bin", "manifest.json"
 
 
@@ -44,7 +44,7 @@ class SharedPart(NamedTuple):
 
 
 class Copied(NamedTuple):
-    """One part of a parameter store, to be copied."""
+    """One part of a parameter store, to be copied to host memory."""
 
     name: str
     pieces: Sequence[torch.Tensor]
@@ -52,8 +52,8 @@ class Copied(NamedTuple):
 
 
 def copy_summed(target: torch.Tensor, source: torch.Tensor) -> int:
-    """Copy the bytes of contiguous tensors of equal size, at least one of them in host memory. Returns their sum, which
-    depends on the order of pieces.
+    """Copy the bytes between contiguous tensors of equal size, at least one of them in host memory. Returns the sum of
+    the bytes' words, which depends on the order of pieces.
     """
     to, of = (one.reshape(-1).view(torch.uint8) for one in (target, source))
     host = (of if of.device.type == "cpu" else to).numpy()
@@ -71,7 +71,7 @@ def copy_summed(target: torch.Tensor, source: torch.Tensor) -> int:
 
 
 class SharedCopy:
-    """A complete copy, mapped for reading. Safe for use from several threads."""
+    """A complete copy, mapped for reading. Thread-safe."""
 
     def __init__(self, folder: Path, parts: Mapping[str, SharedPart], fd: int) -> None:
         """`fd`: the file with the bytes, with a shared lock on it."""
@@ -82,7 +82,7 @@ class SharedCopy:
         self.size_bytes = len(self._bytes)
 
     def fill(self, name: str, pieces: Sequence[torch.Tensor]) -> bool:
-        """Copy a part to the device. Returns False if it is missing, or has changed since the copy was made."""
+        """Copy a part to the device. Returns False if the part is missing, or was damaged after the copy was made."""
         part = self.parts.get(name)
         if part is None or part.size_bytes != sum(piece.nbytes for piece in pieces):
             return False
@@ -91,17 +91,17 @@ class SharedCopy:
             total = _mixed(total, copy_summed(piece, self._bytes[at : at + piece.nbytes]))
             at += piece.nbytes
         if total != part.fast_sum:
-            get_logger().error("host copy is damaged, it is not used", part=name, folder=str(self._folder))
+            get_logger().error("host copy is damaged and not used", part=name, folder=str(self._folder))
             return False
         return True
 
     def close(self) -> None:
-        """Close the mapping; the last user removes the copy. Idempotent."""
+        """Close the mapping. The last user removes the copy. Idempotent."""
         if self._map is None:
             return
         self._map = None
         self._bytes = torch.empty(0, dtype=torch.uint8)
-        with contextlib.suppress(OSError):  # others hold the lock, or wait for it
+        with contextlib.suppress(OSError):  # other workers hold the lock, or wait for it
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             lock_fd = os.open(self._folder / _LOCK, os.O_RDWR)
             try:
@@ -115,7 +115,7 @@ class SharedCopy:
 
 
 class Maker:
-    """The exclusive right to make a copy; other workers wait."""
+    """The exclusive right to make a copy, for which other workers wait."""
 
     def __init__(self, folder: Path, lock_fd: int) -> None:
         self._folder, self._lock_fd = folder, lock_fd
@@ -134,7 +134,7 @@ class Maker:
         self._lock_fd = -1
 
     def make(self, parts: Sequence[Copied]) -> SharedCopy | None:
-        """Make the copy. None if the host has too little memory, which is not an error."""
+        """Make the copy. Returns None if the host has too little memory, which is not an error."""
         size_bytes = sum(piece.nbytes for part in parts for piece in part.pieces)
         under_way = self._folder / f"{_BYTES}.{os.getpid()}"
         fd = os.open(under_way, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -172,7 +172,7 @@ def _mixed(total: int, of_piece: int) -> int:
 
 
 def open_copy(root: Path, digest: str) -> SharedCopy | Maker:
-    """The copy, or the right to make it. Waits while another worker makes it.
+    """Return the copy, or the right to make it. Waits while another worker makes it.
 
     Raises:
         OSError: the folder cannot be created.
@@ -190,7 +190,7 @@ def open_copy(root: Path, digest: str) -> SharedCopy | Maker:
             continue
         copy = _mapped(folder)
         if copy is None:
-            for left in folder.glob("*.bin*"):  # of a killed worker, or inconsistent with the manifest
+            for left in folder.glob("*.bin*"):  # left by a killed worker, or inconsistent with the manifest
                 left.unlink(missing_ok=True)
             return Maker(folder, lock_fd)
         os.close(lock_fd)
@@ -215,7 +215,7 @@ def _mapped(folder: Path) -> SharedCopy | None:
 
 
 def _is_current_file(path: Path, fd: int) -> bool:
-    """True if the open file is still the one at that path."""
+    """True if the open file `fd` is still the one at `path`."""
     try:
         there, here = path.stat(), os.fstat(fd)
     except OSError:
@@ -224,17 +224,19 @@ def _is_current_file(path: Path, fd: int) -> bool:
 
 
 def why_no_room(root: Path, size_bytes: int, budget_bytes: int | None) -> str:
-    """Reason for not making a copy of that size; empty: it fits. `budget_bytes` None: what the host can spare."""
+    """Return the reason for not making a copy of this size; empty: it fits. `budget_bytes`: its limit; None: the memory
+    that the host can spare.
+    """
     if budget_bytes is not None and size_bytes > budget_bytes:
         return f"it takes {size_bytes:,} bytes, more than --host-copy allows ({budget_bytes:,})"
     there = next((folder for folder in (root, *root.parents) if folder.exists()), Path("/"))
     space = os.statvfs(there)
     free_bytes = space.f_bavail * space.f_frsize
     if size_bytes > free_bytes:
-        return f"{there} has {free_bytes:,} bytes free of {size_bytes:,}: give the container a larger /dev/shm"
+        return f"{there} has {free_bytes:,} bytes free, the copy takes {size_bytes:,}: enlarge the container's /dev/shm"
     total_bytes, available_bytes = host_memory()
     if budget_bytes is None and available_bytes - size_bytes < _LEFT_FRACTION * total_bytes:
-        return f"the host has {available_bytes:,} bytes of memory available, and the copy takes {size_bytes:,}"
+        return f"the host has {available_bytes:,} bytes of memory available, but the copy takes {size_bytes:,}"
     return ""
 
 
@@ -246,7 +248,7 @@ def host_memory() -> tuple[int, int]:
 
 
 def budget_of(setting: str) -> int | None:
-    """Byte limit from the value of --host-copy, other than off. None: auto.
+    """Parse the byte limit from the value of --host-copy, other than off. None: auto.
 
     Raises:
         ConfigError: the value is not auto, off or a number of bytes.

@@ -1,7 +1,8 @@
 """The stream on which an engine computes.
 
-On a GPU it is a dedicated stream, made current on every thread that computes: work on another stream then waits for
-exactly what the current thread has launched. The default stream is avoided, as libraries use it or synchronise with it.
+On a GPU it is a dedicated stream, made current on every thread that computes, so that other streams can wait for
+exactly the work that this thread has launched. The default stream is avoided, because libraries use it or synchronise
+with it.
 """
 
 from collections.abc import Callable
@@ -17,13 +18,13 @@ def own_stream(device: torch.device) -> Callable[[], None]:
     # A missing GPU is reported when memory is opened.
     if device.type != "cuda" or device.index >= torch.cuda.device_count():
         return _stay
-    # torch reuses the streams of a pool per priority. Copies and waits for peers use ordinary priority, so they never
-    # share this one, and computation has precedence.
+    # torch reuses streams from one pool per priority. Copies and waits for peers use ordinary priority, so they never
+    # share this stream, and computation has precedence.
     return partial(_go_to, torch.cuda.Stream(device, priority=-1))
 
 
 def _stay() -> None:
-    """No-op: the host has no streams."""
+    """Does nothing, because the host has no streams."""
 
 
 def _go_to(stream: torch.cuda.Stream) -> None:

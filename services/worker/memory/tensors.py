@@ -20,7 +20,7 @@ class _Addressed(Protocol):
 
 
 def beside(device: torch.device) -> Callable[[], AbstractContextManager[object]]:
-    """Factory of context managers in which a GPU works on a side stream, after everything launched so far."""
+    """Return a factory of context managers in which a GPU works on a side stream, after all work launched so far."""
     if device.type != "cuda":
         return nullcontext
     stream = torch.cuda.Stream(device)

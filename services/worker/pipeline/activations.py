@@ -1,7 +1,7 @@
-"""The activation log of a stage (what it has sent downstream, in host memory), and how a stand-in computes KV from it.
+"""The activation log of a stage, and how a stand-in computes KV from it.
 
-A lost stage got its input from the stage before it, which has logged it. From that log a stand-in computes the KV of
-the lost layers, without the other stages. Engine thread only.
+A stage logs in host memory the activations that it sends to the next stage. If that stage is lost, a stand-in computes
+the KV of the lost layers from this log, without the other stages. Used by the engine thread only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ if TYPE_CHECKING:
 
 
 class HostActivations:
-    """An `ActivationStore`, reserved with the first batch in a pipeline; its pages are allocated when first written."""
+    """An `ActivationStore` whose address range is reserved with the first batch in a pipeline. Its pages are allocated
+    when first written.
+    """
 
     def __init__(self, size_bytes: int) -> None:
         self._size_bytes = size_bytes
@@ -60,7 +62,8 @@ class ActivationLog:
         self.tokens = LoggedTokens(block_tokens)
 
     def take(self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor) -> None:
-        """Log what the next stage gets from a batch that has run here: `hidden_TD`, one row for each token."""
+        """Log the activations of a batch that has run here, which the next stage gets: `hidden_TD`, one row per token.
+        """
         rows, slots = self.tokens.take(batch, tables, self._store.slot_count(hidden_TD))
         if rows:
             self._store.write(hidden_TD, rows, slots)
@@ -68,7 +71,9 @@ class ActivationLog:
     def read(
         self, book: BlockBook, sequence_id: SequenceId, first: int, count: int
     ) -> tuple[tuple[int, ...], torch.Tensor] | None:
-        """Token ids and activations of a sequence's positions `[first, first + count)`; None: not all are logged."""
+        """Return token ids and activations of a sequence's positions `[first, first + count)`; None: not all are
+        logged.
+        """
         if not self.tokens.covers(book, sequence_id, first + count):
             return None
         slots = self.tokens.slots(book.table(sequence_id), first, count)
@@ -97,14 +102,14 @@ class Refill:
 
     @property
     def logged(self) -> LoggedTokens | None:
-        """The tokens in this stage's own log; None: there is no log."""
+        """The logged tokens of this stage; None: there is no log."""
         return None if self._log is None else self._log.tokens
 
     def forget(self) -> None:
         self._jobs.clear()
 
     def begin(self, epoch: Epoch, victim: Victim, giver: WorkerId) -> None:
-        """Compute a sequence's KV from the log of `giver`. Its blocks are reserved already."""
+        """Begin to compute a sequence's KV from the log of `giver`. Its blocks are already reserved."""
         self._jobs.append(_RefilledSequence(epoch, giver, victim))
         if len(self._jobs) == 1:
             self._ask()
@@ -122,7 +127,7 @@ class Refill:
         found = log.read(self._context.book, event.sequence_id, event.first, event.count) if log is not None else None
         if found is None:
             if (link := links.to(event.peer, event.epoch)) is not None:
-                link.give_up(f"the activations of {event.sequence_id} are not logged any more")
+                link.give_up(f"the activations of {event.sequence_id} are no longer logged")
             return
         token_ids, hidden_TD = found
         given = pb.Activations(sequence_id=event.sequence_id, first=event.first, token_ids=token_ids)
@@ -146,13 +151,13 @@ class Refill:
         done = job.computed_tokens >= job.victim.computed_tokens
         if done:
             self._jobs.popleft()
-            self._run(Batch(0, (event.sequence_id,), (), ()), (), None)  # out of the engine; its leader adds it anew
+            self._run(Batch(0, (event.sequence_id,), (), ()), (), None)  # its leader adds it anew
         if self._jobs:
             self._ask()
         return KvReceived(self._context.now(), job.epoch, event.sequence_id, job.giver) if done else None
 
     def _compute(self, event: ActivationsArrived) -> None:
-        """Write the KV of these tokens in this stage's layers; its own activations are logged."""
+        """Write the KV of these tokens in this stage's layers, and log its own activations."""
         book, sequence_id = self._context.book, event.sequence_id
         added = () if event.first else (NewSequence(sequence_id, (), (), SamplingParams(temperature=0.0)),)
         part = Slice(sequence_id, event.first, event.token_ids, samples=False)

@@ -1,7 +1,8 @@
-"""Threads for checksums and disk reads; a job without urgency pauses after each piece.
+"""Threads for checksums and disk reads. Jobs without urgency pause after each piece.
 
-A lower thread priority would not help: the GIL goes to the thread that requested it, and the engine would wait until
-that thread is scheduled, tens of milliseconds on a busy machine. For the same reason pieces are large: fewer wake-ups.
+A lower thread priority would not help: the GIL is given to the thread that requested it, and the engine would wait
+until that thread is scheduled, which takes tens of milliseconds on a busy machine. For the same reason pieces are
+large, so that there are few wake-ups.
 """
 
 import time
@@ -13,7 +14,7 @@ from typing import TypeVar, TypeVarTuple
 _THREADS = 2
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
-_SHARE = 0.1  # share of one processor: two jobs on each of two workers on two shared cores take a fifth of these
+_SHARE = 0.1  # share of one processor; two jobs on each of two workers take a fifth of two shared cores
 _LONGEST_REST_S = 0.05
 
 
@@ -26,10 +27,10 @@ class Stopped(Exception):
 
 
 def unhurried(stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None]:
-    """Make a function to be called between two pieces, on the job's thread; one per job. It pauses, and raises Stopped
-    if the job was cancelled. `hurried()`: True if requests wait for the job, which then makes no pauses.
+    """Create a function that a job calls on its thread between two pieces. It pauses, and raises Stopped if the job was
+    cancelled. Each job needs its own. `hurried()`: True if requests wait for the job, which then does not pause.
     """
-    worked_s: float | None = None  # CPU time of the working thread, which may be another one
+    worked_s: float | None = None  # CPU time of the job's thread, known from the first call on
 
     def rest() -> None:
         nonlocal worked_s

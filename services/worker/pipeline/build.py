@@ -59,17 +59,17 @@ class BuiltInstance(Protocol):
     def block_count(self) -> int: ...
 
     def holds_layer(self, layer: int) -> bool:
-        """Whether a copy of the layer is in host memory. Any thread."""
+        """Return whether a copy of the layer is in host memory. Thread-safe."""
         ...
 
     def read_layer(self, layer: int) -> bool:
         """Reload a layer's parameters from the copy in host memory (True) or, without one, from the checkpoint (False).
-        Any thread; the layer is not executed meanwhile.
+        Thread-safe. The layer must not be executed meanwhile.
         """
         ...
 
     def keep_layer(self, layer: int) -> None:
-        """Copy a layer's parameters to host memory, the source of later loads. Any thread."""
+        """Copy a layer's parameters to host memory, from which they can be loaded later. Thread-safe."""
         ...
 
 
@@ -81,8 +81,8 @@ def stage_core(
     target: TokenTarget | None = None,
     harvest: Harvest | None = None,
 ) -> tuple[WorkerCore, BlockBook]:
-    """The core of a worker that may be a stage, and its block tables. `ordinal`: unique in the cluster, the prefix of
-    its sequence ids.
+    """Create the core of a worker that may be a stage, and its block tables. `ordinal`: prefix of its sequence ids,
+    unique in the cluster.
     """
     book = BlockBook(engine.block_count, limits.block_tokens)
     core = WorkerCore(
@@ -122,9 +122,9 @@ def join(
     activations: ActivationStore | None = None,
 ) -> BuiltMembership:
     """Make the worker a member of groups, and open its data plane, which the shell closes when its engine thread ends.
-    `costs` records durations of stages. `copier`: required if the core's limits allow swapping. `compile_grammar`: for
-    the engine, with caching; None: constraints are not applied. `runner` replaces the engine's own, `open_plane` opens
-    another data plane. `secret`: see `links.plane.DataPlane`.
+    `costs`: records durations of stages. `copier`: required if the core's limits allow swapping. `compile_grammar`:
+    compiles for the engine, with a cache; None: constraints are not applied. `runner`: replaces the engine's own.
+    `open_plane`: opens another data plane. `secret`: see `links.plane.DataPlane`.
     """
 
     def post(event: MemberEvent) -> None:

@@ -1,4 +1,4 @@
-"""The environment that an executor provides to a member, and the context that the member's parts share.
+"""The environment that an executor provides to a group member, and the context that the member's parts share.
 
 An executor uses threads and links (a worker) or virtual time (the simulator, fault campaigns). A member's decisions do
 not depend on its executor.
@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 _Given = TypeVarTuple("_Given")
 _Result = TypeVar("_Result")
 # Maximum prompt tokens of a batch with decodes, in blocks. Loading layers takes bandwidth and processor time from every
-# batch; a long chunk in addition would cause the longest gap between two tokens. In a pipeline a token waits for the
-# chunks of all microbatches in flight. KV that has arrived is only used from the end of a batch on.
+# batch; together with a long chunk, it would cause the longest gap between two tokens. In a pipeline a token waits for
+# the chunks of all microbatches in flight. KV that has arrived is only used after the current batch.
 _PROMPT_BLOCKS = 0.5
 Now = Callable[[], float]  # monotonic seconds
 
@@ -60,8 +60,8 @@ class StageEngine(Protocol):
         preempted: Callable[[], bool] = never,
     ) -> StepResult | torch.Tensor:
         """Execute layers `[first_layer, last_layer)` of a batch. `hidden_TD`: output of the layers before; None: the
-        first stage, or no slices. Returns activations, or at the last layer the result. `preempted` is called at the
-        batch's safepoints.
+        first stage, or no slices. Returns activations, or the result if the last layer is included. `preempted` is
+        called at the batch's safepoints.
 
         Raises:
             Preempted: `preempted` returned True.
@@ -71,7 +71,7 @@ class StageEngine(Protocol):
     def forget_all(self) -> None: ...
 
 
-Launch = Callable[[Batch, Sequence[Sequence[int]]], LaunchedStep]  # a batch of the whole model, with its block tables
+Launch = Callable[[Batch, Sequence[Sequence[int]]], LaunchedStep]  # a batch on the whole model, with its block tables
 
 
 class BlockCopier(Protocol):
@@ -80,7 +80,7 @@ class BlockCopier(Protocol):
     def start(self, copies: Sequence[BlockCopy], layers: Sequence[int]) -> None: ...
 
     def finish(self) -> float:
-        """Wait for the copies. Returns their duration."""
+        """Wait for the copies. Returns their duration (s)."""
         ...
 
     def close(self) -> None: ...
@@ -104,25 +104,25 @@ class Background(Protocol):
     def submit(self, job: Callable[[*_Given], _Result], /, *given: *_Given) -> Future[_Result]: ...
 
     def holds(self, layer: int) -> bool:
-        """Whether a copy of the layer's parameters is in this host's memory."""
+        """Return whether a copy of the layer's parameters is in this host's memory."""
         ...
 
     def fill(self, layer: int) -> Future[bool]:
         """Load a layer's parameters from the copy in this host's memory (True: they are known to be correct), or else
-        from the checkpoint (False). The layer is not executed meanwhile.
+        from the checkpoint (False). The layer must not be executed meanwhile.
         """
         ...
 
     def keep(self, layer: int) -> Future[None]:
-        """Keep a layer's parameters in host memory, permanently: they never change."""
+        """Copy a layer's parameters to host memory. The copy is permanent, because parameters never change."""
         ...
 
     def rest(self, stopped: Callable[[], bool], hurried: Callable[[], bool] = never) -> Callable[[], None] | None:
-        """A function to be called between two pieces of a job without urgency (see `unhurried`); None: no pauses."""
+        """Return a function that a job without urgency calls between two pieces (see `unhurried`); None: no pauses."""
         ...
 
     def shutdown(self) -> None:
-        """Finish the running jobs; start no others."""
+        """Finish the running jobs and start no others."""
         ...
 
 
@@ -131,7 +131,7 @@ class MemberEnvironment:
     """What an executor provides to a member."""
 
     plane: Plane
-    hub: Hub  # receives from its links
+    hub: Hub  # receives from the member's links
     engine: StageEngine
     background: Background
     now: Now
@@ -142,16 +142,16 @@ class MemberEnvironment:
     watch: Callable[[], StageWatch] | None = None  # makes a stage watch; None: execution is synchronous
     launch: Launch | None = None  # launches batches; None: the engine only executes synchronously
     activations: ActivationStore | None = None  # memory of the activation log; None: there is no log
-    preempts: Callable[[], bool] = never  # True: online work has arrived since the engine thread last took events
+    preempts: Callable[[], bool] = never  # True if online work has arrived since the engine thread last took events
 
 
 @dataclass(slots=True)
 class MemberContext:
-    """Shared by all parts of a member."""
+    """The context shared by all parts of a member."""
 
     me: WorkerId
-    core: WorkerCore  # read only, except that `answers` handles events
-    book: BlockBook  # block tables of the group in force; replaced at the commit of a restore
+    core: WorkerCore  # read-only here; only `answers` passes events to it
+    book: BlockBook  # block tables of the current group; replaced at the commit of a restore
     memory: DeviceMemory
     role: MemberRole
     links: Links
@@ -161,11 +161,11 @@ class MemberContext:
     now: Now
     post: Callable[[MemberEvent], None]
     room: GroupRoom
-    leaving: bool = False  # True: context of the draining group, not of the group in force
+    leaving: bool = False  # True: context of the draining group, not of the current group
 
     @property
     def group_scheduler(self) -> GroupScheduler:
-        """The scheduler of this context's group. Read only."""
+        """The scheduler of this context's group. Read-only here."""
         leaving = self.core.leaving if self.leaving else None
         return self.core.group_scheduler if leaving is None else leaving
 
@@ -178,8 +178,8 @@ class MemberContext:
         self.room.begin(stages, self.book.block_count, before_block_count=before_block_count)
 
     def report_capacity(self, *, ends: bool = False) -> None:
-        """Report the group's blocks to the core. `ends`: the group is about to end, so all releases are sent to its
-        stages.
+        """Report the group's blocks to the core. `ends`: the group is about to end, so all pending releases are sent to
+        its stages.
         """
         self.answers.tell(self.room.capacity(self.now(), ends=ends))
 
@@ -202,9 +202,9 @@ class MemberContext:
             self.links.send(role.leader, TrafficClass.CONTROL, Topic.CAPACITY, body)
 
     def limit_prompts(self, *, beside: bool = False, batch_count: int | None = None) -> None:
-        """Limit prompt chunks during a transition: in `batch_count` batches, or until `lift_limit` or a change of role.
-        `beside`: also in batches without decodes, because the draining group computes on the same devices, or other
-        sequences wait for their KV.
+        """Limit prompt chunks during a transition, for `batch_count` batches, or until `lift_limit` or a change of
+        role. `beside`: also limit batches without decodes, because the draining group computes on the same devices or
+        other sequences wait for their KV.
         """
         token_count = max(1, int(_PROMPT_BLOCKS * self.memory.kv.shape.block_tokens))
         self.answers.tell(PrefillLimited(self.now(), token_count, always=beside, batch_count=batch_count))

@@ -1,8 +1,8 @@
 """Executes one transition at a time: `core.transition` decides, its commands are executed here.
 
-`drive` is the only loop. Each command has a case in `_execute`, which returns its result as the next event; no function
-that executes a command drives the transition itself. Commands that take more than a message are executed by the
-member's parts.
+`drive` is the only loop. Each command has a case in `_execute`, which returns its result as the next event. Functions
+that execute a command never drive the transition themselves. The member's parts execute commands that take more than
+one message.
 """
 
 import copy
@@ -52,8 +52,8 @@ class TransitionDriver:
         broken: Callable[[Epoch, WorkerId, str], None],
         second: Callable[[MemberContext, MemberRole], tuple[MemberContext, StageRunner]],
     ) -> None:
-        """`broken` is called when the loss of a member ends the group. `second` makes the context and stage of a
-        draining group, in addition to those of the group in force.
+        """`broken`: called when the loss of a member ends the group. `second`: creates the context and stage of a
+        draining group, in addition to those of the current group.
         """
         self._context = context
         self._role = context.role
@@ -81,14 +81,14 @@ class TransitionDriver:
     def receive(self, event: e.PlanReceived) -> None:
         """Accept a plan that `core.transition.reception` has approved."""
         plan, current = event.plan, self.transition
-        if current is not None and current.phase in BEFORE_COMMIT:  # its planner has dropped that one
-            why = f"epoch {plan.epoch} is to be prepared"
+        if current is not None and current.phase in BEFORE_COMMIT:  # the planner has dropped the current plan
+            why = f"epoch {plan.epoch} is prepared instead"
             self.drive(t.AbortRequested(self._now(), current.epoch, why))
         self._migrations.give_up("the layout changes")
         if self.undoing or not self._migrations.idle:
-            return  # memory that a migration still reads or writes must not be unmapped
+            return  # memory must not be unmapped while a migration reads or writes it
         if plan.kind is TransitionKind.RESTORE and self._role.leads and self._context.room.sizes is None:
-            return  # stages report their capacity once the previous transition has ended there
+            return  # stages report their capacity when their previous transition ends
         self._links.retire(self._role.epoch)
         self.transition = Transition(self._role.me, plan)
         self._received = event
@@ -113,8 +113,8 @@ class TransitionDriver:
         self.drive(event)
 
     def drive(self, *events: t.Event | e.RosterArrived) -> None:
-        """Handle events, execute the resulting commands, handle their results, until none is left; then send KV and
-        publish, once. If the group is lost, its transition and the remaining commands are dropped.
+        """Handle events, execute the resulting commands, and handle their results in turn until no event is left. Then
+        send KV and publish once. If the group is lost, its transition and the remaining commands are dropped.
         """
         if not events:
             return
@@ -129,7 +129,7 @@ class TransitionDriver:
         self._stage.run_early()
 
     def _pause_offline(self, *, paused: bool) -> None:
-        """Preempt offline sequences before the group changes: none of their KV is moved or takes room."""
+        """Preempt offline sequences before the group changes, so that their KV is neither moved nor takes room."""
         if paused != self._offline_paused:
             self._offline_paused = paused
             self._answers.tell(OfflinePaused(self._now(), paused))
@@ -150,14 +150,14 @@ class TransitionDriver:
         return self.transition is not None and self.transition.has_lost_batches
 
     def poll(self) -> None:
-        """Called between two batches."""
+        """Continue work that waits for a step boundary; called between two batches."""
         transition, group_scheduler = self.transition, self._context.group_scheduler
         if (
             transition is not None
             and transition.quiesces
             and not (group_scheduler.in_flight_count or group_scheduler.suspended_ids)
         ):
-            # Release sequences that ended since the last batch, while the stages still follow this leader.
+            # Release sequences that have ended since the last batch, while the stages still follow this leader.
             self._context.report_capacity(ends=True)
             self.drive(t.BoundaryReached(self._now(), transition.epoch))
         if transition is not None and transition.part.dissolves:
@@ -180,7 +180,7 @@ class TransitionDriver:
             self.drive(t.LayersGivenUp(self._now(), epoch))
 
     def link_made(self, event: e.LinkMade) -> None:
-        if not self.is_current(event.epoch):  # the link of a cancelled plan: those of this one may be missing
+        if not self.is_current(event.epoch):  # a link of a cancelled plan; the current plan may still lack links
             return
         news = self._links.made(event)
         if news is not None:
@@ -208,12 +208,12 @@ class TransitionDriver:
         self.drive(event)
 
     def _make_room_for(self, event: e.RosterArrived) -> None:
-        """Free the blocks of recomputed sequences for those that keep their KV."""
+        """Free the blocks of recomputed sequences, so that sequences that keep their KV get them."""
         if event.event.wave:
             roster = replace(event.event, source=self._role.leader)
             self._links.pass_down(Topic.WAVE, roster_to_bytes(roster, event.recomputed))
-            # KV that arrives over links is written into blocks that earlier batches have freed: no kernel may still use
-            # them.
+            # KV that arrives over links is written into blocks that earlier batches have freed, which no kernel may
+            # still use.
             self._memory.pool.backend.synchronise()
         else:
             for sequence_id in event.recomputed:
@@ -243,18 +243,20 @@ class TransitionDriver:
             self.drive(t.RoomGranted(self._now(), epoch, block_count))
 
     def room_withdrawn(self, epoch: Epoch) -> None:
-        """Handle the leader's withdrawal of a restore. The capacity reported then is final: the leader may use it."""
+        """Handle the leader's withdrawal of a restore. The capacity that is then reported is final, and the leader may
+        use it.
+        """
         if self._role.leads:
             self._published.stale_total += 1
             return
         self._pass_on_withdrawal(epoch)
         if self.transition is not None and self.transition.epoch == epoch:
-            self.drive(t.PreparationFailed(self._now(), epoch, "the leader has given it up"))
-        if not self.undoing:  # otherwise reported after undoing
+            self.drive(t.PreparationFailed(self._now(), epoch, "the leader has withdrawn it"))
+        if not self.undoing:  # otherwise it is reported after undoing
             self._context.report_room()
 
     def _pass_on_withdrawal(self, epoch: Epoch) -> None:
-        """Pass a withdrawal down the pipeline, after the grant of room if there was one, and note it."""
+        """Record a withdrawal and pass it down the pipeline, after the grant of room if there was one."""
         self._links.pass_on(Topic.ROOM_WITHDRAWN, epoch)
         self._context.room.withdraw(epoch)
 
@@ -273,14 +275,14 @@ class TransitionDriver:
         self._published.publish(transition)
 
     def abandon(self) -> None:
-        """Drop the transition and the draining group: the group is lost."""
+        """Drop the transition and the draining group, because the group is lost."""
         self._handover.begin()
         self._refill.forget()
         self.transition = self.leaving = None
         self._offline_paused = False
 
     def end_leaving(self, why: str) -> None:
-        """End the draining group here, whatever its other members do."""
+        """End the draining group on this worker, independently of its other members."""
         transition = self._current()
         for peer in transition.part.peers:
             self.drive(t.PeerLost(self._now(), peer, why))
@@ -289,7 +291,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ queries
 
     def is_current(self, epoch: Epoch) -> bool:
-        """True for the epoch of the current transition; others are counted as stale."""
+        """True for the epoch of the current transition. Other epochs are counted as stale."""
         current = self.transition is not None and self.transition.epoch == epoch
         self._published.stale_total += not current
         return current
@@ -301,7 +303,7 @@ class TransitionDriver:
 
     @property
     def at_rest(self) -> bool:
-        """True if nothing waits for a step boundary, for room or for time to pass."""
+        """True if no work waits for a step boundary, for room or for time to pass."""
         return not (self.under_way or self.undoing)
 
     @property
@@ -310,7 +312,7 @@ class TransitionDriver:
 
     @property
     def epoch_in_force(self) -> Epoch:
-        """Epoch of this worker's group, or of the one that it is changing to."""
+        """Epoch of this worker's group, or of the group to which it is changing."""
         transition = self.transition
         if transition is not None and transition.phase in AFTER_COMMIT:
             return transition.epoch
@@ -329,7 +331,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ commands
 
     def _execute(self, command: t.Command) -> Sequence[t.Event | e.RosterArrived]:
-        """Execute a command. Returns its result as an event, if known at once."""
+        """Execute a command. Returns its result as an event if it is known at once."""
         match command:
             case t.ConnectLinks(epoch=epoch, peers=peers):
                 received = self._plan_received()
@@ -399,7 +401,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ prepare
 
     def _prepare_memory(self) -> Sequence[t.PreparationFailed]:
-        """Check that this worker can execute the plan. If so, `MemoryReady` follows; in a drop, once no job reads
+        """Check that this worker can execute the plan. If so, `MemoryReady` follows; in a drop, as soon as no job reads
         layers (`poll`).
         """
         transition, progress = self._current(), self._published.counted
@@ -413,18 +415,18 @@ class TransitionDriver:
         return [t.PreparationFailed(self._now(), transition.epoch, why)] if why else ()
 
     def _why_unfit(self, transition: Transition) -> str:
-        """Why this worker cannot take part; empty if it can."""
+        """Return why this worker cannot take part; empty if it can."""
         restores, base = transition.plan.kind is TransitionKind.RESTORE, transition.part.old
         if restores and not transition.part.dissolves:
-            return "a restore makes every member a whole worker of its own"
+            return "after a restore every member must serve alone with all layers"
         if restores and transition.epoch <= self._context.room.withdrawn:
-            return f"the leader has given epoch {transition.epoch} up"
+            return f"the leader has withdrawn epoch {transition.epoch}"
         if base is not None and (why := self._role.why_not_as_in(base)):
             return why
         if restores:
             return self._why_too_long()
         lacking = set(self._missing_layers(transition)) - set(self._memory.parameters.held_layers)
-        return f"{self._role.me} does not hold layers {sorted(lacking)}, which it is to execute" if lacking else ""
+        return f"{self._role.me} does not hold layers {sorted(lacking)}, which it must execute" if lacking else ""
 
     def _why_too_long(self) -> str:
         longest = self._context.group_scheduler.longest_token_count
@@ -452,7 +454,7 @@ class TransitionDriver:
     # ------------------------------------------------------------ commit
 
     def _take_up(self) -> t.TakenUp:
-        """Between two batches: hand sequences over, move memory, change role."""
+        """Between two batches: hand over sequences, move memory, change role."""
         transition, now_s, role = self._current(), self._now(), self._role
         self._published.note_commit()
         new, logged = transition.part.new, self._refill.logged
@@ -476,8 +478,8 @@ class TransitionDriver:
         return t.TakenUp(self._now(), transition.epoch, own)
 
     def _dissolve(self) -> Sequence[t.Event | e.RosterArrived]:
-        """Between two batches: serve alone from now on, while the old group drains. Then handle rosters of peers that
-        were faster.
+        """Between two batches: begin to serve alone while the old group drains. Then handle rosters of peers that were
+        faster.
         """
         transition, now_s, role, context = self._current(), self._now(), self._role, self._context
         progress = self._published.counted

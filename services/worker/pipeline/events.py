@@ -38,7 +38,7 @@ class PlanReceived(MemberEvent):
 
     @property
     def lives(self) -> dict[WorkerId, int]:
-        """The incarnation of each member."""
+        """Incarnation of each member."""
         return {m.worker_id: m.incarnation for group in self.plan.target.groups for m in group.members}
 
 
@@ -56,11 +56,11 @@ class BatchArrived(MemberEvent):
     batch: Batch
     hidden_TD: torch.Tensor | None
     arrived_s: float = 0.0  # when it arrived
-    receive_s: float = 0.0  # duration of its reception on this side
+    receive_s: float = 0.0  # time that receiving it took
 
     @property
     def preempts(self) -> bool:
-        """True for a batch with online work, or one that another stage has preempted."""
+        """True for a batch with online work, or that another stage has preempted."""
         return self.batch.failure == PREEMPTED or bool(self.batch.slices and not self.batch.safepoint_layers)
 
 
@@ -72,7 +72,7 @@ class ResultArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class GrammarAnnounced(MemberEvent):
-    """A request with this grammar is about to be accepted, by this worker as leader or by the leader of its group."""
+    """A request with this grammar is about to be accepted by the leader of the group, possibly this worker."""
 
     grammar: Grammar
 
@@ -83,14 +83,14 @@ class HandoverArrived(MemberEvent):
     source: WorkerId
     snapshots: tuple[SequenceSnapshot, ...]
     block_count: int
-    final_block_count: int  # blocks of the source when all KV of layers given up has been sent
+    final_block_count: int  # blocks of the source once all KV of dropped layers has been sent
     more: bool = False  # another handover of this source follows
-    lacking: tuple[SequenceId, ...] = ()  # if a stage was lost: sequences that a stand-in cannot continue
+    lacking: tuple[SequenceId, ...] = ()  # sequences that a stand-in for a lost stage cannot continue
 
 
 @dataclass(frozen=True, slots=True)
 class ActivationsAsked(MemberEvent):
-    """A stand-in asks for the activations of a sequence's tokens `[first, first + count)`."""
+    """A stand-in requests the activations of a sequence's tokens `[first, first + count)`."""
 
     epoch: Epoch
     peer: WorkerId
@@ -110,7 +110,7 @@ class ActivationsArrived(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RosterArrived(MemberEvent):
-    """A roster has arrived; that of a later wave is passed on by the stages between the leader and this one."""
+    """A roster has arrived. A later wave's roster is forwarded by the stages between the leader and this one."""
 
     epoch: Epoch
     event: RosterReceived
@@ -132,7 +132,7 @@ class CapacityTold(MemberEvent):
     source: WorkerId
     block_count: int
     sizes: RoomSizes
-    withdrawn: Epoch  # the last restore that the source knows to be withdrawn
+    withdrawn: Epoch  # last restore that the source knows to be withdrawn
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +156,7 @@ class KvLeft(MemberEvent):
 
     @property
     def why_not(self) -> str:
-        """Why the receiver does not have the KV; empty if it does."""
+        """Return why the receiver does not have the KV; empty if it does."""
         if (error := self.report.exception()) is not None:
             return str(error)
         report = self.report.result()
@@ -165,7 +165,7 @@ class KvLeft(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class KvLanded(MemberEvent):
-    """A piece of KV has arrived, or (not `delivered`) will not."""
+    """A piece of KV has arrived, or will not arrive (not `delivered`)."""
 
     giver: WorkerId
     piece: Piece
@@ -185,7 +185,7 @@ class LayerAsked(MemberEvent):
 class LayerArrived(MemberEvent):
     epoch: Epoch
     layer: int
-    peer: WorkerId | None  # None: from the host's memory or the checkpoint
+    peer: WorkerId | None  # None: read from the host's memory or the checkpoint
     checksum: bytes
     failure: str = ""
     by: Algorithm | None = None  # algorithm of the checksum
@@ -201,7 +201,7 @@ class LayerChecked(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoomGranted(MemberEvent):
-    """From the leader of a group that is to dissolve: no block beyond the first `block_count` is or will be held."""
+    """From the leader of a group that will dissolve: no block beyond the first `block_count` is or will be held."""
 
     epoch: Epoch  # epoch of the restore
     block_count: int
@@ -216,21 +216,21 @@ class PartnersNamed(MemberEvent):
 
 @dataclass(frozen=True, slots=True)
 class ParkOrdered(MemberEvent):
-    """From the planner: release the device memory unless the worker is in use; or (not `park`) serve again."""
+    """From the planner: release the device memory unless the worker is in use, or (not `park`) serve again."""
 
     park: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MigrationOrdered(MemberEvent):
-    """From the planner: the group led by `source` migrates requests to that of `target`; this
-    worker is in one of them.
+    """From the planner: the group led by `source` migrates requests to the group led by `target`. This worker is in one
+    of them.
     """
 
     epoch: Epoch
     source: WorkerId
     target: WorkerId
-    peers: Mapping[WorkerId, str]  # the members of the other group, and the addresses of their data planes
+    peers: Mapping[WorkerId, str]  # members of the other group, with the addresses of their data planes
     block_budget: int
     until_s: float
     cause_id: str
@@ -242,11 +242,11 @@ class MigrationTold(MemberEvent):
     peer: WorkerId
     message: MigrationMessage
     link: Link  # answers are sent back over it
-    at_s: float  # when it arrived, since the engine may have been in a step
+    at_s: float  # when it arrived, because the engine may have been in a step
 
 
 @dataclass(frozen=True, slots=True)
 class RoomWithdrawn(MemberEvent):
-    """From the leader: a restore is withdrawn. Followers that have made room undo that and report their capacity."""
+    """From the leader: a restore is withdrawn. Followers that have made room undo this and report their capacity."""
 
     epoch: Epoch

@@ -1,8 +1,8 @@
 """Compiles grammars of requests in advance, on the stage that samples.
 
 Compilation takes up to seconds and would block every batch in the last stage's engine thread. The leader compiles the
-grammar, too, to validate it before it accepts the request; by then the last stage has usually finished. If not, the
-last stage waits for its compilation under way; a grammar that was not announced is compiled on arrival.
+grammar, too, in order to validate it before accepting the request; by then the last stage has usually finished. If not,
+the last stage waits for its compilation. A grammar that was not announced is compiled when the request arrives.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from services.worker.pipeline.role import MemberRole
 
 _MOST_WAITING = 32
-# Start compiling a grammar in a thread of its own, or return the cached result.
+# Starts compiling a grammar in a separate thread, or returns the cached result.
 CompileGrammar: TypeAlias = Callable[[Grammar], Future[Any]]  # Any: the engine's compiled form
 
 
@@ -42,7 +42,7 @@ class GrammarsAhead:
         """Compile, or announce to the last stage, the grammar of a request that this worker or its leader accepts."""
         role = self._role
         if not role.stages:
-            return  # compiled here when the request is submitted
+            return  # a worker that serves alone compiles when the request is submitted
         if role.is_last:
             self._compile_in_background(grammar)
         elif role.leads:
@@ -55,7 +55,9 @@ class GrammarsAhead:
             self._waiting.append(self._compile(grammar))
 
     def _tell(self, grammar: Grammar) -> None:
-        """Announce a grammar to the last stage, unless it is among the latest announced: that stage caches as many."""
+        """Announce a grammar to the last stage, unless it is among the latest announced ones, of which that stage
+        caches as many.
+        """
         role, told = self._role, self._told
         if self._told_in != role.epoch:
             self._told_in = role.epoch

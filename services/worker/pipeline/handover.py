@@ -1,4 +1,4 @@
-"""Sequences that change leaders in a transition: receivers, arrivals, and which keep their KV."""
+"""Sequences that change leaders in a transition: those leaving, those arriving, and which keep their KV."""
 
 from collections.abc import Iterable, Sequence
 
@@ -31,12 +31,12 @@ class Handover:
         self._context = context
         self._memory = context.memory
         self._tell = context.answers.tell
-        self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # new leader -> sequences for it
-        self._coming: list[SequenceSnapshot] = []  # new leader: sequences handed over to it
-        self._by_tokens: list[SequenceSnapshot] = []  # new leader: sequences of a draining group, without KV
+        self._going: dict[WorkerId, tuple[SequenceSnapshot, ...]] = {}  # new leader -> sequences to hand over to it
+        self._coming: list[SequenceSnapshot] = []  # on a new leader: sequences handed over to it
+        self._by_tokens: list[SequenceSnapshot] = []  # on a new leader: sequences of a draining group, without KV
         self._told_counts: dict[WorkerId, int] = {}  # member -> its blocks, as reported
-        self._final_counts: dict[WorkerId, int] = {}  # member -> its blocks when KV of layers given up has been sent
-        self._recomputed: tuple[SequenceId, ...] = ()  # new leader: sequences to be recomputed
+        self._final_counts: dict[WorkerId, int] = {}  # member -> its blocks once KV of dropped layers has been sent
+        self._recomputed: tuple[SequenceId, ...] = ()  # on a new leader: sequences to be recomputed
         self._leading: Leading | None = None
         self._lacking: set[SequenceId] = set()  # sequences that a stand-in cannot continue; leader: of all members
 
@@ -47,8 +47,8 @@ class Handover:
         self._lacking = set()
 
     def keep_only(self, transition: Transition, log: LoggedTokens | None, *, gives: bool) -> None:
-        """Before the take-up that replaces a lost stage: release the blocks of batches that were lost with it, and of
-        sequences that have ended meanwhile. `gives`: the stand-in computes from this worker's log.
+        """Release the blocks of batches that were lost with a stage, and of sequences that have ended since. Called
+        before the take-up that replaces the stage. `gives`: the stand-in computes from this worker's log.
         """
         kept = self._own_victims() if transition.led_before else transition.kept
         size, book = self._memory.kv.shape.block_tokens, self._context.book
@@ -63,19 +63,19 @@ class Handover:
             log.forget_numbers()
 
     def end_for(self, epoch: Epoch, followers: Iterable[WorkerId]) -> None:
-        """Notify each follower of a broken pipeline directly that the epoch ends, and which sequences are kept."""
+        """Notify each follower of a broken pipeline directly that the epoch has ended, and which sequences are kept."""
         body = roster_to_bytes(SendRoster(epoch, self._own_victims(), ()), ())
         for to in followers:
             self._links.send(to, TrafficClass.CONTROL, Topic.EPOCH_ENDED, body, stream=epoch)
 
     def note_final(self, block_count: int) -> None:
-        """Record this worker's blocks once all KV of layers given up has been sent."""
+        """Record the number of blocks that this worker will have once all KV of dropped layers has been sent."""
         self._final_counts[self._role.me] = block_count
 
     # ------------------------------------------------------------ the old leader
 
     def give(self, leader: WorkerId, now_s: float) -> tuple[Victim, ...]:
-        """Hand this worker's sequences over to the leader of its new group; if that is itself, keep them."""
+        """Hand over this worker's sequences to the leader of its new group, or keep them if it is that leader."""
         if leader == self._role.me:
             return self._own_victims()
         self._hand_over(HandOver(now_s, leader))
@@ -87,7 +87,7 @@ class Handover:
                 self._going |= dict(command.snapshots)
 
     def send_away(self, epoch: Epoch, event: OfLeaving) -> None:
-        """Hand over sequences of a draining group: without KV now, and others may follow; or with KV, by the next
+        """Hand over sequences of a draining group: without KV immediately, and more may follow; with KV in the next
         `send`.
         """
         self._hand_over(event)
@@ -117,7 +117,7 @@ class Handover:
             self._tell(Adopted(now_s, coming))
 
     def on_partial_handover(self, event: HandoverArrived) -> None:
-        """Note sequences of a draining group, which hands over in several parts."""
+        """Record sequences of a draining group, which hands over in several parts."""
         self._by_tokens.extend(event.snapshots)
 
     def is_complete_from(self, source: WorkerId) -> bool:
@@ -147,7 +147,7 @@ class Handover:
         )
         leading = self._leading = Leading(self._role.me, transition.plan, transition.part, group_scheduler, size)
         if transition.part.dissolves:
-            # Ended sequences hold their blocks until the next batch. Retained prefixes are evicted.
+            # Ended sequences still hold their blocks until the next batch, and retained prefixes are evicted.
             wanted = sum(blocks_for(victim.computed_tokens, size) for victim in victims)
             self._tell(RoomWanted(now_s, wanted))
             free_blocks = -1 if transition.lost else min(group_scheduler.free_block_count, book.free_count)
@@ -164,14 +164,14 @@ class Handover:
         self._context.room.leading = leading
         self._carry_out(decision, progress)
         self._coming = []
-        for sequence_id in decision.recomputed:  # release their blocks for those that keep their KV
+        for sequence_id in decision.recomputed:  # release their blocks for sequences that keep their KV
             book.release(sequence_id)
         return decision
 
     def lead_on(self, progress: TransitionProgress, now_s: float) -> Decision:
-        """Lead the next wave, when all members have ended the previous one and reported their capacity."""
+        """Lead the next wave, once all members have completed the previous one and reported their capacity."""
         if self._leading is None:
-            raise InvariantViolation("a wave is over and no victims have been led")
+            raise InvariantViolation("a wave has ended, but no victims were led")
         decision = self._leading.lead_on(now_s, self._context.room.counts)
         progress.waves += 1
         self._carry_out(decision, progress)
@@ -185,7 +185,9 @@ class Handover:
         progress.victims_waiting -= len(decision.wave.lost)
 
     def send_roster(self, roster: SendRoster) -> None:
-        """Send a roster: the first to each member, later ones down the pipeline, after the batches that free blocks."""
+        """Send a roster. The first is sent to each member, later ones down the pipeline after the batches that free
+        blocks.
+        """
         body = roster_to_bytes(roster, self._recomputed)
         if roster.wave:
             self._links.pass_down(Topic.WAVE, body)

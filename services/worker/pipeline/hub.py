@@ -1,6 +1,6 @@
-"""Receiving ends of this worker's links: messages become events for the engine thread.
+"""Receives from this worker's links: messages become events for the engine thread.
 
-Called on link threads, so it only decodes, looks up destinations and posts.
+It runs on link threads, so it only decodes, looks up destinations and posts events.
 """
 
 from __future__ import annotations
@@ -40,29 +40,29 @@ if TYPE_CHECKING:
     from services.worker.links.transfer import Opening
 
 Pieces = list["torch.Tensor"]
-_PARAMETERS = -1  # replaces the first layer of KV in a key: the key is that of a layer's parameters
+_PARAMETERS = -1  # in place of the first layer of KV: marks the key of a layer's parameters
 
 
 def layer_key(epoch: Epoch, layer: int, source: WorkerId) -> Key:
-    """Key of a layer's parameters, distinct from all KV keys."""
+    """Return the key of a layer's parameters, distinct from all KV keys."""
     return epoch, layer, source, _PARAMETERS
 
 
 def whole(pieces: Pieces) -> Callable[[int, int], Pieces]:
-    """A destination for data that always fills all of `pieces`."""
+    """Return a destination for data that always fills all of `pieces`."""
     return lambda _first, _last: pieces
 
 
 class Destinations:
-    """Where expected KV and parameters are written, by key. Thread-safe."""
+    """Destinations in memory for expected KV and parameters, by key. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = Lock()
         self._expected: dict[Key, tuple[int, int, Callable[[int, int], Pieces]]] = {}
 
     def put(self, key: Key, pieces: Callable[[int, int], Pieces], first_block: int = 0, last_block: int = 0) -> None:
-        """Register a destination. `pieces(first, last)` is called on a link's thread with the range of the sequence's
-        blocks that arrive, which may be shorter than the reserved range.
+        """Register a destination. `pieces(first, last)` is called on a link's thread with the arriving range of the
+        sequence's blocks, which may be shorter than the reserved range.
         """
         with self._lock:
             self._expected[key] = first_block, last_block, pieces
@@ -81,7 +81,7 @@ class Destinations:
             return [key for key in self._expected if key[-1] != _PARAMETERS]
 
     def forget(self, key: Key) -> bool:
-        """Remove a destination. Returns False if there is none: it was taken, and may be being written."""
+        """Remove a destination. Returns False if it has already been taken, so that a write may be under way."""
         with self._lock:
             return self._expected.pop(key, None) is not None
 
@@ -99,7 +99,7 @@ class Hub:
         now: Callable[[], float] = time.monotonic,
         device: torch.device | str = "cpu",
     ) -> None:
-        """`device`: where hidden states are used."""
+        """`device`: device that uses hidden states."""
         self.post = post
         self._now = now
         self._device = device
@@ -114,7 +114,9 @@ class Hub:
             return bool(self._receiving)
 
     def device_of(self, topic: int) -> torch.device | str:
-        """Hidden states go to the device. Other payloads are decoded on the host, or written to their destination."""
+        """Return the device of hidden states, or the host for payloads that are decoded there or written to a
+        destination.
+        """
         return self._device if topic in (Topic.BATCH, Topic.ACTIVATIONS) else "cpu"
 
     def on_message(self, link: Link, message: Message) -> None:
@@ -165,7 +167,7 @@ class Hub:
                 self.post(e.LayerAsked(epoch, message.stream, link, bytes(message.meta)))
             case Topic.LAYER_REFUSED:
                 self.post(
-                    e.LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not give it{_reason(message)}")
+                    e.LayerArrived(epoch, message.stream, peer, b"", f"{peer} does not send it{_reason(message)}")
                 )
             case Topic.ROOM:
                 self.post(e.RoomGranted(*room_from_bytes(message.meta)))
@@ -187,13 +189,13 @@ class Hub:
         if size != expected:
             self.post(
                 e.KvLanded(peer, piece, delivered=False)
-            )  # `_place` removed the destination: no other event reports it
-            raise ValueError(f"{peer} sends {piece} in {size} bytes of {expected}")
+            )  # `_place` has removed the destination, so no other event reports it
+            raise ValueError(f"{peer} sends {piece} in {size} bytes instead of {expected}")
         unpack = None if packed is None else partial(link.unpack, packed, place)
         self.post(e.KvLanded(peer, piece, delivered=True, unpack=unpack))
 
     def _place(self, piece: Piece, giver: WorkerId) -> list[torch.Tensor] | None:
-        """Take the memory that a piece is written into; None if the piece is not expected."""
+        """Take the memory into which a piece is written; None if the piece is not expected."""
         return self.places.take(key_of(piece, giver), piece.span.first_block, piece.span.last_block)
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
@@ -204,10 +206,10 @@ class Hub:
         else:
             pieces = self.places.take(layer_key(epoch, pb.LayerWanted.FromString(opening.meta).layer, peer))
         if pieces is None:
-            return Refusal("nobody waits for this")
+            return Refusal("unexpected transfer")
         if opening.total_bytes != (expected := sum(tensor.nbytes for tensor in pieces)):
             self.on_transfer_end(link, opening, TransferOutcome.REFUSED)  # no other event reports it
-            raise ValueError(f"{peer} sends {opening.total_bytes} bytes of {expected}")
+            raise ValueError(f"{peer} sends {opening.total_bytes} bytes instead of {expected}")
         with self._lock:
             self._receiving.add((link, opening.transfer))
         return pieces
@@ -225,12 +227,12 @@ class Hub:
         failure = "" if delivered else f"{peer}: {outcome.value}"
         by = next((known for known in Algorithm if known.value == wanted.algorithm), None)
         if by is None:
-            failure = failure or f"{peer} has a checksum by {wanted.algorithm!r}, which is not known here"
+            failure = failure or f"{peer} has a checksum of unknown algorithm {wanted.algorithm!r}"
         self.post(e.LayerArrived(epoch, wanted.layer, peer, wanted.checksum, failure, by))
 
     def on_link_end(self, link: Link, ending: LinkEnding) -> None:
         self._heads.pop(link, None)
-        if not link.retired:  # broken, or the peer has left that epoch
+        if not link.retired:  # broken, or the peer has left the epoch
             epoch = Epoch(link.epoch)
             self.post(e.Told(epoch, t.PeerLost(self._now(), WorkerId(link.peer_id), ending.why)))
 
@@ -240,5 +242,5 @@ def _reason(message: Message) -> str:
 
 
 def _whole(message: Message) -> bytes:
-    """The body of a message without a tensor: small ones are sent as meta, large ones as a tensor of bytes."""
+    """Return the body of a message without a tensor. Small bodies are sent as meta, large ones as a tensor of bytes."""
     return message.meta if message.tensor is None else message.tensor.numpy().tobytes()

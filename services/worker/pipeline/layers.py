@@ -1,8 +1,8 @@
 """Loads missing layers while the group serves: from host memory, peers or the checkpoint, verified by checksum.
 
-The KV cache has been shrunk beforehand. A few layers at a time are requested at the lowest priority; one whose checksum
-is wrong is requested again from the next source. Engine thread only, except for checksums and disk reads, which have a
-thread of their own.
+The KV cache has been shrunk before. A few layers at a time are requested at the lowest priority. A layer with a wrong
+checksum is requested again from the next source. Only the engine thread uses this module, except for checksums and disk
+reads, which have their own threads.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ class LayerServer:
         self.workers = workers
         self.post = post
         self._checksums = dict(parameters.loaded_checksums)  # layer -> checksum of its contents, which never change
-        self._hashing = Lock()  # held while a checksum is computed, which other threads may wait for
+        self._hashing = Lock()  # held while a checksum is computed, for which other threads may wait
         self._jobs: list[Future[None]] = []  # jobs that read layers
         self._cancel_count = 0
         self._lock = Lock()
         self._sending: list[Transfer] = []
 
     def checksum(self, layer: int, between: Callable[[], None] | None = None) -> bytes:
-        """The layer's checksum. Slow on the first call, so not for the engine thread. `between` is called between
-        pieces.
+        """Return the layer's checksum. The first call is slow, so the engine thread must not make it. `between` is
+        called between pieces.
         """
         with self._hashing:
             known = self._checksums.get(layer)
@@ -67,13 +67,13 @@ class LayerServer:
             return known
 
     def learn(self, layers: Sequence[int]) -> None:
-        """Compute checksums of layers about to be given up: they verify a later reload."""
+        """Compute checksums of layers about to be dropped, which verify a later reload."""
         if unknown := [layer for layer in layers if layer not in self._checksums]:
             self._start(self._learn, unknown)
 
     def learn_each(self, layers: Sequence[int]) -> None:
-        """Compute checksums in advance, one job for each layer, so that a drop does not wait; `cancel` stops them.
-        Layers that the checkpoint loader has read already have theirs.
+        """Compute checksums in advance, one job per layer, so that a drop does not wait for them; `cancel` stops the
+        jobs. Layers read by the checkpoint loader already have checksums.
         """
         for layer in layers:
             if layer in self._checksums:
@@ -88,7 +88,7 @@ class LayerServer:
         self.checksum(layer, self.workers.rest(lambda: self._cancel_count != cancel_count))
 
     def known_checksum(self, layer: int) -> bytes | None:
-        """The checksum that this worker has computed earlier, when it held the layer; None: unknown."""
+        """Return the checksum that this worker computed when it held the layer; None: unknown."""
         return self._checksums.get(layer)
 
     def send(self, link: Link, epoch: Epoch, layer: int) -> None:
@@ -103,20 +103,21 @@ class LayerServer:
         return future
 
     def serve(self, event: LayerAsked, executed: range) -> None:
-        """Send a layer on request if it is executed here: others may be mapped and not loaded yet."""
+        """Send a requested layer if it is executed here. Other layers may be mapped but not loaded yet."""
         link, layer = event.link, event.layer
         if layer not in executed:
             self.refuse(link, layer)
         elif event.layout != self.parameters.layout(layer):
-            # For example, one uses compiled kernels and the other torch's. The peer asks another source then.
-            why = "its weights are laid out otherwise; start all workers with the same --kernels"
+            # For example, one worker uses compiled kernels and the other torch's. The peer then requests the layer
+            # elsewhere.
+            why = "its weights have another layout; start all workers with the same --kernels"
             get_logger().warning("layer is not sent", layer=layer, to=link.peer_id, why=why)
             self.refuse(link, layer, why)
         else:
             self.send(link, event.epoch, layer)
 
     def refuse(self, link: Link, layer: int, why: str = "") -> None:
-        """Notify a peer that it does not get a layer; it then asks another source."""
+        """Notify a peer that it does not get a layer, so that it requests the layer elsewhere."""
         with contextlib.suppress(BallastError):  # the end of a link is reported anyway
             link.send(TrafficClass.CONTROL, Topic.LAYER_REFUSED, meta=why.encode(), stream=layer)
 
@@ -136,7 +137,9 @@ class LayerServer:
         transfer.done.add_done_callback(lambda _: self.post(Woken()))
 
     def cancel(self) -> None:
-        """Cancel jobs and transfers. To be called until `idle`: a running job may yet start a transfer."""
+        """Cancel jobs and transfers. Must be called repeatedly until `idle`, because a running job may still start a
+        transfer.
+        """
         self._cancel_count += 1
         for job in self._jobs:
             job.cancel()
@@ -155,7 +158,7 @@ class LayerServer:
 
 
 class LayerPull:
-    """Loads the missing layers of one restore. Ends with `finished` or `failure`."""
+    """Loads the missing layers of one restore. It is over once `finished` is true or `failure` is set."""
 
     def __init__(
         self,
@@ -168,8 +171,8 @@ class LayerPull:
         server: LayerServer,
         hurried: Callable[[], bool],
     ) -> None:
-        """`sources`: the peers that hold each missing layer; they are asked unless this host's memory has a copy.
-        `server`: has the checksums of layers that this worker has held.
+        """`sources`: the peers that hold each missing layer, which are requests' targets unless this host's memory has
+        a copy. `server`: knows the checksums of layers that this worker held before.
         """
         self.epoch = epoch
         self._queue = list(sources)
@@ -195,7 +198,7 @@ class LayerPull:
 
     @property
     def idle(self) -> bool:
-        """True if nothing writes into the layers' memory."""
+        """True if no write into the layers' memory is under way."""
         return not self._under_way
 
     def go_on(self) -> None:
@@ -203,7 +206,7 @@ class LayerPull:
             self._begin(self._queue.pop(0))
 
     def cancel(self) -> None:
-        """Stop requesting. Writes under way end by themselves, others are refused."""
+        """Stop requesting layers. Writes under way run to their end, and other transfers are refused."""
         self._cancelled = True
         self._queue.clear()
         for layer, source in list(self._under_way.items()):
@@ -233,10 +236,11 @@ class LayerPull:
             return
         known = self._server.known_checksum(event.layer)
         wanted, by = (known, None) if known else (event.checksum, event.by)
-        if event.peer is None and (event.verified or not wanted):  # never held: nothing to compare with
+        if event.peer is None and (event.verified or not wanted):  # no checksum to compare with
             self.checked(LayerChecked(event.epoch, event.layer, True))
             return
-        # Verify the checkpoint too: it may have been replaced or damaged since, and all tokens would be wrong.
+        # Verify layers read from the checkpoint, too: it may have been replaced or damaged, which would make all tokens
+        # wrong.
         between = self._workers.rest(lambda: self._cancelled, self._hurried)
         checksum = self._parameters.layer_checksum if event.peer is None else self._parameters.stored_checksum
         future = self._workers.submit(checksum, event.layer, between, by)
@@ -259,12 +263,12 @@ class LayerPull:
         self.go_on()
 
     def peer_lost(self, peer: WorkerId) -> None:
-        """Request from other sources the layers requested from a lost peer; transfers that it has begun end by
-        themselves.
+        """Request the layers that were requested from a lost peer from other sources. Transfers that have begun end
+        with the link.
         """
         for layer, source in list(self._under_way.items()):
             if source == peer and self._hub.places.forget(layer_key(self.epoch, layer, peer)):
-                self._again(layer, f"{peer} is gone")
+                self._again(layer, f"{peer} is lost")
 
     def _again(self, layer: int, why: str) -> None:
         source = self._under_way.pop(layer)
@@ -272,7 +276,7 @@ class LayerPull:
             self._hub.places.forget(layer_key(self.epoch, layer, source))
         if self._cancelled:
             return
-        get_logger().warning("layer is asked for again", layer=layer, why=why)
+        get_logger().warning("layer is requested again", layer=layer, why=why)
         self._queue.insert(0, layer)
         self.go_on()
 
@@ -291,7 +295,9 @@ def _verdict(epoch: Epoch, layer: int, checksum: Future[bytes], wanted: bytes) -
 
 
 class LayerLoading:
-    """One restore at a time: `load` once the leader has granted room, `handle` until `complete`; or `undo`."""
+    """Loads the layers of one restore at a time. Call `load` once the leader has granted room, then `handle` until
+    `complete`, or `undo`.
+    """
 
     def __init__(
         self,
@@ -318,18 +324,20 @@ class LayerLoading:
         return self._pull is not None and self._pull.finished
 
     def all_here(self) -> bool:
-        """True if all layers are loaded. Raises InvariantViolation if one cannot be: this worker cannot serve then."""
+        """True if all layers are loaded. Raises InvariantViolation if a layer cannot be loaded, because this worker
+        then cannot serve.
+        """
         if self.failure:
-            raise InvariantViolation(f"a layer cannot be read again: {self.failure}")
+            raise InvariantViolation(f"a layer cannot be reloaded: {self.failure}")
         return self.complete
 
     @property
     def failure(self) -> str:
-        """Why a layer could not be loaded from any source; empty if none has failed."""
+        """Reason why a layer could not be loaded from any source; empty if no layer has failed."""
         return "" if self._pull is None else self._pull.failure
 
     def learn(self, layers: Sequence[int]) -> None:
-        """Compute checksums of layers before they are given up. Done when no thread reads layers."""
+        """Compute checksums of layers before they are dropped. They are complete when no thread reads layers."""
         self.server.cancel()
         self.server.learn(layers)
 
@@ -340,8 +348,8 @@ class LayerLoading:
         progress: TransitionProgress,
         block_count: int,
     ) -> None:
-        """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. No block
-        beyond is held or will be reserved.
+        """Shrink the KV cache to `block_count` blocks, map memory for the missing layers and request them. Blocks
+        beyond must neither be held nor reserved later.
         """
         began_s = self._now()
         self.shrink(block_count)
@@ -365,7 +373,7 @@ class LayerLoading:
         self._note_end(self._pull)
 
     def shrink(self, block_count: int) -> None:
-        """Shrink the book to `block_count`: higher blocks are copied down."""
+        """Shrink the book to `block_count` blocks, after copying down higher ones."""
         book = self._context.book
         if block_count < book.block_count:
             if moves := book.compaction_plan(block_count):
@@ -374,7 +382,7 @@ class LayerLoading:
             book.shrink(block_count)
 
     def handle(self, event: LayerArrived | LayerChecked) -> bool:
-        """Handle an event of a layer. Returns False if it is of another restore, or none is under way."""
+        """Handle an event of a layer. Returns False if it belongs to another restore, or no restore is under way."""
         pull = self._pull
         if pull is None or event.epoch != pull.epoch:
             return False
@@ -394,14 +402,13 @@ class LayerLoading:
             pull.progress.layers_s = self._now() - pull.progress.began_s
 
     def end(self) -> None:
-        """Commit: keep the loaded layers."""
+        """Keep the loaded layers, at the commit."""
         self._pull = None
 
     def undo(self, kept: range, *, serves: bool = False) -> int | None:
-        """Give up all layers except `kept` again. None: something still writes into them, call again later. `serves`:
-        transfers of `kept` layers to peers continue.
+        """Drop all layers except `kept` again. `serves`: transfers of `kept` layers to peers continue.
 
-        Returns the present number of blocks.
+        Returns the current number of blocks. None: a write into the layers is still under way, so call again later.
         """
         if not serves:
             self.server.cancel()
@@ -423,17 +430,17 @@ class LayerLoading:
 
 @dataclass(slots=True)
 class Rescue:
-    """Recovery of a member whose group is lost: the missing layers come from peers that hold them, else from the
+    """Recovery of a member whose group is lost: it loads its missing layers from peers that hold them, or from the
     checkpoint.
 
     Its requests have been dropped and are replayed by dispatchers. All reads and writes of this worker's memory must
     have ended before the KV is discarded.
     """
 
-    epoch: Epoch  # reported as failed, and as done once this worker holds all layers
+    epoch: Epoch  # reported as failed until this worker holds all layers, then as done
     progress: TransitionProgress
     layer_loading: LayerLoading
-    quiet: Callable[[], bool]  # nothing is sent from or written into the KV cache
+    quiet: Callable[[], bool]  # True if the KV cache is neither sent from nor written into
     sources: Callable[[], Mapping[int, Sequence[WorkerId]]]  # peers to ask for each layer, in order
     kept: range  # layers that this worker executes
     began_s: float
@@ -441,7 +448,7 @@ class Rescue:
 
     def poll(self, now_s: float, grow: Callable[[int], None]) -> bool:
         """Advance the recovery. Returns True once all layers are loaded. `grow` is called with the new number of blocks
-        before the loading. Raises InvariantViolation if transfers do not end, or a layer cannot be loaded.
+        before layers are loaded. Raises InvariantViolation if transfers do not end, or a layer cannot be loaded.
         """
         if not self.under_way:
             block_count = self.layer_loading.undo(self.kept, serves=True) if self.quiet() else None

@@ -1,6 +1,6 @@
 """One member's part in a draining group, which runs alongside the member's own group until it is empty.
 
-`core.draining` decides, on the worker that led the group. Engine thread only.
+`core.draining` decides, on the worker that led the group. Used by the engine thread only.
 """
 
 from collections.abc import Callable, Collection, Iterable
@@ -41,7 +41,7 @@ class Leaving:
 
     @property
     def wakes_at_s(self) -> float | None:
-        """When `poll` is to be called even without an event. Batches in flight wake it when they complete."""
+        """Time at which `poll` must be called even without an event. Batches that complete wake the engine anyway."""
         if not self.role.leads or self._draining.hurried:
             return None
         at_s = self._draining.over_at_s(self._context.group_scheduler)
@@ -52,7 +52,7 @@ class Leaving:
         return len(self._context.book.sequence_ids)
 
     def poll(self) -> bool:
-        """Advance the draining, between two batches; leader only. Returns True when no batch is in flight and all
+        """Advance the draining between two batches, on the leader only. Returns True when no batch is in flight and all
         sequences have been handed over.
         """
         if not self.role.leads:
@@ -68,7 +68,7 @@ class Leaving:
         return draining.over
 
     def empty(self, lost: Collection[WorkerId]) -> None:
-        """Leader: hand all sequences over without KV, as members are lost."""
+        """Leader: hand over all sequences without KV, because members are lost."""
         self._carry_out(self._draining.empty(self._context.now(), self._context.group_scheduler, lost))
 
     def _carry_out(self, events: Iterable[Event]) -> None:
@@ -83,7 +83,7 @@ class Leaving:
         self._draining.recomputed_count = 0
 
     def limited(self, block_count: int) -> None:
-        """Shrink to `block_count` blocks, beyond which the group holds none, and notify the next stage, in order with
+        """Shrink to `block_count` blocks, beyond which the group holds none, and notify the next stage in order with
         batches.
         """
         context, book = self._context, self._context.book
@@ -103,7 +103,7 @@ class Leaving:
         self._context.links.pass_on(Topic.EPOCH_ENDED, self._epoch)
 
     def close(self) -> None:
-        """Stop computing. Its blocks are read until `release`."""
+        """Stop computing for the group. Its KV blocks are still read until `release`."""
         self.stage.forget(self._context.book.sequence_ids)
         if self.role.leads:
             self._context.answers.tell(GroupClosed(self._context.now()))

@@ -1,4 +1,5 @@
-"""This worker's links to other members: connected while a layout is prepared, and the messages sent over them."""
+"""This worker's links to other members, which are opened while a layout is prepared, and the messages sent over them.
+"""
 
 from __future__ import annotations
 
@@ -23,18 +24,18 @@ if TYPE_CHECKING:
     from services.worker.links.connection import Link
     from services.worker.links.member_side import Plane
 
-# Epoch of the links over which workers that may soon share a group send each other layers, whatever the layout.
+# Epoch of the links over which workers that may soon share a group send each other layers, independent of the layout.
 LAYERS = Epoch(1 << 62)
 _LINK_TIMEOUT_S = 5.0
 _KEPT_S = 60.0
-_MEETING_TIMEOUT_S = 1.0  # short, as the other side may not connect
+_MEETING_TIMEOUT_S = 1.0  # short, because the other side may not connect
 _SEND_TIMEOUT_S = 5.0
-_HEAD_BYTES = 2048  # a longer batch head (prompts are in it) is sent before its hidden states
+_HEAD_BYTES = 2048  # a longer batch head (it contains prompts) is sent before its hidden states
 _META_BYTES = 2048  # a longer body of a message without a tensor is sent as a tensor of bytes
 
 
 class Links:
-    """This worker's links. Methods without an epoch use those of the layout in force."""
+    """This worker's links. Methods without an epoch use the links of the current layout."""
 
     def __init__(
         self, plane: Plane, role: MemberRole, now: Callable[[], float], post: Callable[[MemberEvent], None]
@@ -43,12 +44,12 @@ class Links:
         self._role = role
         self._now = now
         self._post = post
-        self.missing: set[WorkerId] = set()  # requested peers whose links are not up yet
+        self.missing: set[WorkerId] = set()  # requested peers whose links are not open yet
         self._partners: dict[WorkerId, float] = {}  # partner -> when the planner last named it
         self._meeting: set[tuple[WorkerId, Epoch]] = set()  # links to partners that are being connected
 
     def to(self, peer: WorkerId, epoch: Epoch | None = None) -> Link | None:
-        """The link to a peer; None: there is no link, or it has ended. `epoch`: None for the layout in force."""
+        """Return the link to a peer; None: there is no link, or it has ended. `epoch`: None for the current layout."""
         return self._plane.link(peer, self._role.epoch if epoch is None else epoch)
 
     # ------------------------------------------------------------ sending
@@ -63,8 +64,8 @@ class Links:
         stream: int = 0,
         epoch: Epoch | None = None,
     ) -> Future[None] | None:
-        """Send a message. Either it is delivered or the link ends, which is reported as an event: no message is lost
-        silently. The future completes when it has left this side.
+        """Send a message. Either it is delivered or the link ends, which is reported as an event, so no message is lost
+        silently. The future completes when the message has been sent.
         """
         link = self.to(to, epoch)
         return None if link is None else self.send_over(link, traffic, topic, meta, tensor, stream)
@@ -78,25 +79,27 @@ class Links:
         tensor: torch.Tensor | None = None,
         stream: int = 0,
     ) -> Future[None] | None:
-        """Send over the link on which a message arrived, which may not have been reported as up yet."""
+        """Send over the link on which a message arrived, which may not have been reported as open yet."""
         try:
             if tensor is None and len(meta) > _META_BYTES:
                 tensor, meta = link.as_tensor(meta), b""
             return link.send(traffic, topic, meta=meta, tensor=tensor, stream=stream, timeout_s=_SEND_TIMEOUT_S)
         except BallastError as error:
-            if not link.has_ended:  # else the peer knows, or the receiver is notified
+            if not link.has_ended:  # otherwise the peer knows it, or the receiver is notified
                 why = str(error)
                 get_logger().error("message to a member was not sent", to=link.peer_id, topic=topic.name, why=why)
                 link.give_up(f"{topic.name} could not be sent: {why}")
             return None
 
     def pass_on(self, topic: Topic, about: Epoch) -> None:
-        """Send a message about an epoch to the next stage, after the last batch: with the priority of an activation."""
+        """Send a message about an epoch to the next stage, with the priority of an activation so that it follows the
+        last batch.
+        """
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, b"", stream=about)
 
     def pass_down(self, topic: Topic, body: bytes) -> None:
-        """Send a message with a body to the next stage, as `pass_on` does."""
+        """Send a message with a body to the next stage, in the same order as `pass_on`."""
         if not self._role.is_last:
             self.send(self._role.next_stage, TrafficClass.ACTIVATION, topic, body)
 
@@ -129,7 +132,9 @@ class Links:
         addresses: Mapping[WorkerId, str],
         lives: Mapping[WorkerId, int],
     ) -> Sequence[LinksUp]:
-        """Connect to peers. Returns the transition's event if all links are up; else `LinkMade` follows for others."""
+        """Connect to peers. Returns the transition's event if all links are open; otherwise `LinkMade` follows for the
+        others.
+        """
         self.missing = {peer for peer in peers if self.to(peer, epoch) is None}
         for peer in sorted(self.missing):
             future = self._plane.warm(peer, addresses[peer], epoch, _LINK_TIMEOUT_S, lives.get(peer, 0))
@@ -137,22 +142,22 @@ class Links:
         return () if self.missing else (LinksUp(self._now(), epoch),)
 
     def join(self, event: PlanReceived, peers: Sequence[WorkerId]) -> None:
-        """Start connecting for the plan's epoch while the engine runs a step, so that `connect` finds the links up. Any
-        thread.
+        """Start connecting for the plan's epoch while the engine runs a step, so that `connect` finds open links.
+        Thread-safe.
         """
         for peer in peers:
             address, life = event.data_addresses[peer], event.lives.get(peer, 0)
             self._plane.warm(peer, address, event.plan.epoch, _LINK_TIMEOUT_S, life)
 
     def meet(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
-        """Open a best-effort link to a worker of another group for this epoch; failure is not reported."""
+        """Try to open a link to a worker of another group for this epoch. A failure is not reported."""
         self._plane.retire(epoch, (peer,))
         self._make(peer, address, epoch)
 
     def keep(self, partners: Mapping[WorkerId, str]) -> None:
-        """Keep links of `LAYERS` to these partners, so that a later layout finds their connections made. Links to
+        """Keep links of `LAYERS` to these partners open, so that a later layout finds open connections. Links to
         partners named earlier are kept for a minute, because a worker outside the layout may be loading its layers over
-        them. The partners get the same call; a link that does not come up is retried when the partner is named again.
+        them. The partners get the same call. A link that fails to open is retried when the partner is named again.
         """
         now_s = self._now()
         self._partners |= dict.fromkeys(partners, now_s)
@@ -164,7 +169,7 @@ class Links:
             self._make(peer, address, LAYERS)
 
     def givers(self) -> list[WorkerId]:
-        """Peers that can be asked for layers, whatever the layout."""
+        """Peers from which layers can be requested, independent of the layout."""
         return [peer for peer in sorted(self._partners) if self.to(peer, LAYERS) is not None]
 
     def _make(self, peer: WorkerId, address: str, epoch: Epoch) -> None:
@@ -180,7 +185,9 @@ class Links:
         self._plane.warm(peer, address, epoch, timeout_s=_MEETING_TIMEOUT_S).add_done_callback(met)
 
     def made(self, event: LinkMade) -> LinksUp | PreparationFailed | None:
-        """Note the outcome of connecting. Returns the transition's event if this was the last link, or has failed."""
+        """Record the outcome of connecting. Returns the transition's event if this was the last link, or if it has
+        failed.
+        """
         error, now_s = event.link.exception(), self._now()
         if error is not None:
             return PreparationFailed(now_s, event.epoch, f"no link to {event.peer}: {error}")
@@ -189,7 +196,7 @@ class Links:
         return None if self.missing else LinksUp(now_s, event.epoch)
 
     def retire(self, before: Epoch) -> None:
-        """Retire links of older epochs: they refuse what still arrives."""
+        """Retire links of older epochs, which then refuse arriving messages."""
         self._plane.retire(before)
 
     def close(self) -> None:

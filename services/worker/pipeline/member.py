@@ -1,5 +1,5 @@
-"""This worker as a member of its group: dispatches events to its parts, and recovers when the group is lost. Engine
-thread only.
+"""This worker as a member of its group: dispatches events to its parts, and recovers when the group is lost. Used by
+the engine thread only.
 
 Decisions are pure (`core.transition`, `core.worker`); the parts execute them. `StageRunner` runs batches,
 `TransitionDriver` executes transitions, and `MemberRole` is the role that all parts share.
@@ -66,7 +66,7 @@ class GroupMember:
         self._grammars = None if compile_grammar is None else GrammarsAhead(role, links, compile_grammar)
         self._rescue: Rescue | None = None  # recovery after the loss of the group; None: not under way
         self._lost: LostStage | None = None  # lost stage that a stand-in may replace
-        self._is_awake = True  # `poll` may have something to do
+        self._is_awake = True  # True: `poll` may have work to do
         pace = environment.plane.pace
 
         def sizes() -> RoomSizes:
@@ -157,12 +157,12 @@ class GroupMember:
 
     @property
     def at_rest(self) -> bool:
-        """True if there was no event since the last `poll`, and nothing under way depends on `poll`."""
+        """True if there was no event since the last `poll`, and no work under way depends on `poll`."""
         return not self._is_awake
 
     @property
     def led_stage_count(self) -> int:
-        """Stages of the pipeline that this worker leads, or of a draining one; 0: it leads none."""
+        """Number of stages of the pipeline that this worker leads, or of a draining one; 0: it leads none."""
         leaving = self._driver.leaving
         role = self._role if leaving is None else leaving.role
         return len(role.stages) if role.leads else 0
@@ -173,12 +173,12 @@ class GroupMember:
 
     @property
     def place(self) -> Place | None:
-        """This worker's group, and the epoch that made it. Any thread."""
+        """This worker's group, and the epoch that created it. Thread-safe."""
         return self._role.place
 
     @property
     def parks(self) -> Parks:
-        """Whether this worker is parked. Any thread."""
+        """Whether this worker is parked. Thread-safe."""
         return self._parking.parks
 
     @property
@@ -254,7 +254,7 @@ class GroupMember:
             case e.Woken():
                 pass  # see `poll`
             case _:
-                raise InvariantViolation(f"{type(event).__name__} is not known here")
+                raise InvariantViolation(f"unknown event {type(event).__name__}")
         return self._answers.take()
 
     def poll(self) -> list[Answer]:
@@ -287,7 +287,9 @@ class GroupMember:
         return stage.run(command.batch, tables, None, command.copies)
 
     def _stage_of(self, epoch: Epoch) -> StageRunner:
-        """The stage runner of that epoch's group: the one in force, or the draining one while it computes."""
+        """Return the stage runner of the epoch's group, which is the current group, or the draining one while it
+        computes.
+        """
         leaving, transition = self._driver.leaving, self._driver.transition
         if leaving is None or transition is None or not transition.drains or leaving.role.epoch != epoch:
             return self._stage
@@ -301,7 +303,7 @@ class GroupMember:
         self._driver.check()
         if self._context.book.block_count > self._memory.kv.block_count:
             raise InvariantViolation(
-                f"{self._context.book.block_count} blocks in the book, {self._memory.kv.block_count} mapped"
+                f"{self._context.book.block_count} blocks in the book, but {self._memory.kv.block_count} mapped"
             )
 
     def close(self) -> None:
@@ -311,8 +313,9 @@ class GroupMember:
             self._copier.close()
 
     def _plan_received(self, event: e.PlanReceived) -> None:
-        """A plan in which this worker has no group also means that its group has ended: a member was counted as lost,
-        perhaps without a broken link. The planner repeats it until this worker holds all layers.
+        """Handle a plan. A plan in which this worker has no group means that its group has ended because a member
+        counted as lost, perhaps without a broken link. The planner repeats such a plan until this worker holds all
+        layers.
         """
         if self._rescue is not None or self._parking.under_way:
             return
@@ -325,9 +328,9 @@ class GroupMember:
         if answer is Reception.TAKE:
             driver.receive(event)
         elif answer is Reception.LEAVE:
-            why = f"the planner no longer counts on the group: epoch {epoch} begins without it"
+            why = f"epoch {epoch} begins without this group"
             if driver.leaving is not None:
-                driver.end_leaving(why)  # this worker then holds all layers: the planner asks again
+                driver.end_leaving(why)  # this worker then holds all layers, and the planner repeats the plan
             else:
                 self._break_up(driver.epoch_in_force, self.me, why)
         elif answer is Reception.CONFIRM:
@@ -337,8 +340,8 @@ class GroupMember:
             self.published.publish_as(epoch, Phase.DONE)
 
     def _layer_asked(self, event: e.LayerAsked) -> None:
-        """Handle a worker's request for a layer outside of any transition. Layers about to be given up are not read any
-        more.
+        """Handle a worker's request for a layer outside of any transition. Layers about to be dropped are no longer
+        read.
         """
         if self._parking.under_way or not self._driver.at_rest:
             self._layer_loading.server.refuse(event.link, event.layer)
@@ -354,8 +357,8 @@ class GroupMember:
     # ------------------------------------------------------------ loss of a member
 
     def _peer_lost(self, epoch: Epoch, event: PeerLost) -> None:
-        """Handle a lost link. Before a commit it fails the preparation. In the group in force it ends the group, unless
-        a stand-in may replace the lost stage.
+        """Handle a lost link. Before a commit, the preparation fails. In the current group, the group ends unless a
+        stand-in may replace the lost stage.
         """
         if epoch == LAYERS:
             self._layer_loading.peer_lost(event.peer)
@@ -385,7 +388,7 @@ class GroupMember:
             self._break_up(self._role.epoch, lost.peer, lost.why)
 
     def _break_up(self, epoch: Epoch, peer: WorkerId, why: str) -> None:
-        """End all requests, for dispatchers to replay, then load the missing layers."""
+        """End all requests, which dispatchers replay, then load the missing layers."""
         get_logger().error("the group is left", peer=peer, why=why, epoch=epoch)
         now_s, role, self._lost = self._now(), self._role, None
         survivors = [stage for stage in role.stages if stage.worker_id not in (self.me, peer)]
@@ -414,11 +417,13 @@ class GroupMember:
         self.published.publish_as(epoch, Phase.FAILED)
 
     def _holders(self, survivors: Sequence[LayoutMember]) -> dict[int, list[WorkerId]]:
-        """For each layer the peers to ask: survivors of the group that have it, then all others, which may have it."""
+        """Return, for each layer, the peers from which to request it: survivors of the group that hold it, then all
+        other peers, which may hold it.
+        """
         givers = self._links.givers()
         of_group = [stage for stage in survivors if stage.worker_id in givers]
         others = [peer for peer in givers if all(stage.worker_id != peer for stage in survivors)]
-        if others:  # each worker begins with a different one
+        if others:  # each worker begins with a different peer
             turn = sorted([*others, self.me]).index(self.me) % len(others)
             others = others[turn:] + others[:turn]
         return {
@@ -427,7 +432,7 @@ class GroupMember:
         }
 
     def _become_full_replica(self, rescue: Rescue) -> None:
-        """Lead a group of this worker alone: all layers are loaded."""
+        """Lead a group of this worker alone, once all layers are loaded."""
         self._rescue = None
         self._role.become_full_replica()
         self._open_group()
@@ -448,9 +453,9 @@ class GroupMember:
     def _why_not_park(self) -> str:
         core, driver = self._context.core, self._driver
         if not self._memory.can_park:
-            return "its memory is that of several ranks"
+            return "it has several ranks"
         if self._role.stages or self._rescue is not None or driver.under_way or driver.undoing or driver.leaving:
-            return "it is in a group, or on its way from one to another"
+            return "it is in a group, or in a transition"
         if not core.is_empty or core.in_flight_count or self._context.book.sequence_ids:
-            return "requests are here"
-        return "" if self._migrations.at_rest and self._migrations.idle and not self._hub.receives else "KV is moving"
+            return "it has requests"
+        return "" if self._migrations.at_rest and self._migrations.idle and not self._hub.receives else "KV is being transferred"

@@ -1,8 +1,8 @@
-"""Live migrations of single sequences, to and from this worker's group. Engine thread only.
+"""Live migrations of single sequences, to and from this worker's group. Used by the engine thread only.
 
 `core.departures` and `core.arrivals` decide, on the leaders of both groups; each stage sends and receives its own
-layers (`mover`). No migration runs while a layout changes: `give_up` cancels what can be cancelled, and `idle` is True
-when nothing reads or writes the cache.
+layers (`mover`). No migration runs while a layout changes: `give_up` cancels those that can be cancelled, and `idle` is
+True when no migration reads or writes the cache.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from services.worker.policy.departure import choose_departure
 if TYPE_CHECKING:
     from services.worker.links.connection import Link
 
-_SPAN_BYTES = 64 << 20  # bytes of a span sent while the sequence decodes, at least one block of all layers
+_SPAN_BYTES = 64 << 20  # maximum span sent while the sequence decodes, but at least one block of all layers
 
 
 @dataclass(slots=True)
@@ -65,7 +65,7 @@ class Migrations:
         self._mover = mover
         self._orders: dict[WorkerId, _MigrationOrder] = {}
         self._epoch = Epoch(0)  # epoch of the links between groups
-        self._link: dict[WorkerId, Link] = {}  # links to leaders of other groups, of open and recent migrations
+        self._link: dict[WorkerId, Link] = {}  # links to leaders of other groups with open or recent migrations
         self._last_id = self._core.first_sequence_id
         self._told_room = (0, 0)
         self._told_limit_blocks: int | None = None
@@ -82,7 +82,7 @@ class Migrations:
                 self._sent(send.block_ranges[0].piece.move, event.why_not)
 
     def poll(self) -> None:
-        """Called between two steps."""
+        """Advance migrations; called between two steps."""
         now_s = self._now()
         self._carry_out(self._arrivals.tick(now_s))
         if self._orders:
@@ -97,14 +97,18 @@ class Migrations:
         self.answer(self._mover.core.peer_lost(epoch, peer))
 
     def give_up(self, why: str) -> None:
-        """Cancel migrations: the layout is about to change. Sequences handed over to this leader are still received."""
+        """Cancel migrations, because the layout is about to change. Sequences already handed over to this leader are
+        still received.
+        """
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.give_up_all(why))
         self.answer(self._mover.give_up(coming=not self._role.leads))
 
     def abandon(self, why: str) -> None:
-        """Drop all migrations: the group is lost, with its sequences. Those handed over belong to their new leaders."""
+        """Drop all migrations, because the group and its sequences are lost. Sequences already handed over belong to
+        their new leaders.
+        """
         self._orders.clear()
         self._carry_out(self._departures.give_up_all(self._now(), why))
         self._carry_out(self._arrivals.abandon(why))
@@ -123,8 +127,8 @@ class Migrations:
         self._arrivals.check()
 
     def _why_no_room(self, block_count: int, new: bool) -> str:
-        """Why blocks cannot be reserved; empty if they can. Evicts retained prefixes first; the stages learn of that
-        before blocks are reserved.
+        """Return why blocks cannot be reserved; empty if they can. Evicts retained prefixes first, of which the stages
+        are notified before blocks are reserved.
         """
         self._tell(w.RoomWanted(self._now(), block_count))
         return self._core.why_no_room(block_count, new=new)
@@ -137,17 +141,17 @@ class Migrations:
         return stages_of(self._role.stages) or (self._mover.stage,)
 
     def _why_not(self) -> str:
-        """Why this worker takes part in no migration; empty if it may."""
+        """Return why this worker takes part in no migration; empty if it may."""
         return "its layout is being changed" if self._layout_changes() else ""
 
     def _ordered(self, order: MigrationOrdered) -> None:
         why = self._why_not()
         if order.epoch < self._published.newest_epoch:
-            why = f"epoch {order.epoch} is an old one"
+            why = f"epoch {order.epoch} is outdated"
         elif order.epoch != self._epoch and not (self.at_rest and self._mover.idle):
-            why = f"some are on their way over the links of epoch {self._epoch}"
+            why = f"migrations of epoch {self._epoch} are under way"
         elif self._role.leader not in (order.source, order.target):
-            why = f"{self._role.leader} leads here"
+            why = f"the leader is {self._role.leader}"
         if why:
             get_logger().debug("no migration", why=why, cause_id=order.cause_id)
             return
@@ -193,9 +197,9 @@ class Migrations:
                 self._sent(message.migration_id, message.why)
             case m.Offer():
                 self._link[peer] = link
-                why = self._why_not() or ("" if self._role.leads else f"{self._role.leader} leads here")
-                if self._context.book.table(message.sequence_id):  # its blocks from an earlier stay are not freed yet
-                    why = why or "its KV has not left yet"
+                why = self._why_not() or ("" if self._role.leads else f"the leader is {self._role.leader}")
+                if self._context.book.table(message.sequence_id):  # its blocks from an earlier stay are still held
+                    why = why or "its earlier KV is still held"
                 epoch = Epoch(link.epoch)
                 self._carry_out(self._arrivals.offered(now_s, peer, epoch, message, self._stages, why))
             case m.Handed():
@@ -242,7 +246,7 @@ class Migrations:
         self._links.send(self._role.leader, TrafficClass.CONTROL, Topic.MIGRATION, migration_to_bytes(message))
 
     def _sent(self, migration_id: m.MigrationId, why_not: str) -> None:
-        """Note that a stage has sent a span, or (`why_not`) has failed to."""
+        """Record that a stage has sent a span, or (`why_not`) has failed to send it."""
         if self._role.leads:
             self._carry_out(self._departures.sent(self._now(), migration_id, why_not))
         elif why_not:
@@ -281,7 +285,8 @@ class Migrations:
             self._tell(w.PrefillLimited(now_s, limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
-        """Send a message to another group's leader. A link that refuses it ends, which `peer_lost` reports."""
+        """Send a message to another group's leader. If the link refuses it, the link ends, which `peer_lost` reports.
+        """
         self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
     def _hand_over_now(self, command: m.HandOverNow) -> None:
@@ -315,7 +320,7 @@ class Migrations:
     def _adopt(self, command: m.Adopt) -> None:
         snapshot, now_s = command.snapshot, self._now()
         if not self._context.group_scheduler.leads:
-            return  # the source has cancelled, or its group is lost: the dispatcher replays the request
+            return  # the source has cancelled, or its group is lost and the dispatcher replays the request
         self._report_capacity()
         lost = frozenset[SequenceId]() if command.kv_tokens else frozenset({snapshot.sequence_id})
         self._tell(w.Adopted(now_s, (snapshot,), lost_ids=lost, in_order=True))

@@ -1,6 +1,6 @@
 """Executes the commands of `core.mover`: KV is sent from the blocks of one stage directly into those of another.
 
-Engine thread only. Incoming KV is written by link threads (`hub`) and reported here.
+Used by the engine thread only. Link threads (`hub`) write incoming KV and report it here.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 
 def kv_pieces(kv: KvCache, blocks: Sequence[int], first_layer: int, last_layer: int) -> Pieces:
-    """The memory of these blocks in `[first_layer, last_layer)`, by layer and run of ids: [n, 2, T, K, H] per rank.
-    Runs may differ between the two sides.
+    """Return the memory of these blocks in `[first_layer, last_layer)`, by layer and run of ids: [n, 2, T, K, H] per
+    rank. Runs may differ between the two sides.
     """
     runs, pieces = block_runs(blocks), Pieces()
     for layer in range(first_layer, last_layer):
@@ -40,7 +40,7 @@ def kv_pieces(kv: KvCache, blocks: Sequence[int], first_layer: int, last_layer: 
 
 
 def kv_bytes(kv: KvCache, computed_tokens: int, layer_count: int) -> int:
-    """Bytes of the whole blocks with KV of `computed_tokens` tokens, in `layer_count` layers."""
+    """Return the bytes of the whole blocks that hold KV of `computed_tokens` tokens, in `layer_count` layers."""
     return blocks_for(computed_tokens, kv.shape.block_tokens) * kv.block_bytes * layer_count
 
 
@@ -77,7 +77,8 @@ class KvMover:
         return StageLayers(self._context.me, layers.start, layers.stop)
 
     def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
-        """Handle KV that has arrived, or will not. Returns events for the transition or messages for the leader."""
+        """Handle KV that has arrived or will not arrive. Returns events for the transition or messages for the leader.
+        """
         opened = self._opened.pop(key_of(event.piece, event.giver), None)
         news = self.core.landed(self._context.now(), event.giver, event.piece, delivered=event.delivered)
         if news is None:
@@ -90,13 +91,13 @@ class KvMover:
         return news
 
     def give_up(self, *, coming: bool) -> Sequence[Landed]:
-        """Cancel outgoing KV and, with `coming`, incoming KV: the layout is about to change."""
+        """Cancel outgoing KV and, with `coming`, incoming KV, because the layout is about to change."""
         news = self.core.give_up() if coming else ()
         self._cancel()
         return news
 
     def abandon(self) -> None:
-        """Drop all transfers: the group is lost."""
+        """Drop all transfers, because the group is lost."""
         self.core.abandon()
         self._cancel()
 
@@ -110,8 +111,8 @@ class KvMover:
     # ------------------------------------------------------------ orders of a leader in a migration
 
     def order(self, message: ForStages, why_not: str) -> Sequence[Ready | Landed | Off]:
-        """Execute an order. `why_not`: why this worker takes no part now; empty if it may. Returns the messages for the
-        leader; `Off` if a span cannot be sent.
+        """Execute an order. `why_not`: why this worker takes part in no migration at present; empty if it may. Returns
+        the messages for the leader; `Off` if a span cannot be sent.
         """
         match message:
             case Give():
@@ -146,7 +147,7 @@ class KvMover:
         return Ready(take.migration_id)
 
     def _expect_incoming(self, commands: Iterable[KvPlace | CopyOver]) -> int:
-        """Register destinations. Returns their bytes."""
+        """Register destinations of incoming KV. Returns their bytes."""
         size_bytes = 0
         for command in commands:
             if isinstance(command, CopyOver):
@@ -207,15 +208,15 @@ class KvMover:
     # ------------------------------------------------------------ sending
 
     def _begin(self, send: Send) -> str:
-        """Start a transfer. Returns why it cannot start; empty if it has."""
+        """Start a transfer. Returns why it cannot start; empty if it has started."""
         link, exchanged = self._links.to(send.to, send.epoch), send.mode is Mode.EXCHANGE
         if link is None or link.retired or not link.is_up:
             return f"there is no link to {send.to}"
         tensors = [tensor for block_range in send.block_ranges for tensor in self._tensors(block_range)]
         meta = pieces_to_bytes(block_range.piece for block_range in send.block_ranges)
         if send.mode is Mode.LAST and sum(tensor.nbytes for tensor in tensors) < link.packed_below_bytes:
-            # A transfer needs several thread switches on either side; a message is sent at once, and one thread
-            # receives it. No activation waits behind it, since these use the links of the group.
+            # A transfer needs several thread switches on either side, while a message is sent at once and received by
+            # one thread. Activations do not wait for it, because they use the links of the group.
             packed = link.pack(tensors) if tensors else None
             self._links.send_over(link, TrafficClass.CONTROL, Topic.KV, meta, packed)
             return ""
@@ -224,7 +225,7 @@ class KvMover:
         stream = send.block_ranges[0].piece.sequence_id
         try:
             transfer = link.transfer(TrafficClass.KV, tensors, topic=Topic.KV, meta=meta, stream=stream, rank=send.rank)
-        except Overloaded as error:  # nothing was sent
+        except Overloaded as error:  # the transfer was refused
             self.core.refused(send)
             return str(error)
         except BallastError as error:
@@ -243,7 +244,7 @@ class KvMover:
 
 
 def _give_up(link: Link, send: Send, why: str) -> None:
-    """End the link, which is reported to both members: KV that was not sent is lost."""
+    """End the link, which is reported to both members, because KV that was not sent is lost."""
     sequence_ids = [block_range.piece.sequence_id for block_range in send.block_ranges]
     get_logger().error("KV is not sent", sequence_ids=sequence_ids, to=link.peer_id, why=why)
     link.give_up(f"KV could not be sent: {why}")

@@ -1,8 +1,8 @@
 """Parking: the parameters of an idle instance are copied to host memory, and its device memory is released.
 
-Only an instance that serves alone, without requests, transition or migration, is parked. As soon as parking begins it
-leads no group, so new requests are refused and placed elsewhere. Waking works like the recovery of a member of a lost
-group: load all layers, then open a group of one. Engine thread only, except `parks`.
+Only an instance that serves alone, without requests, transition or migration, is parked. As soon as parking begins, the
+instance leads no group, so new requests are refused and placed elsewhere. To wake, it loads all layers and then opens a
+group of one, like a member whose group is lost. Used by the engine thread only, except `parks`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from services.worker.pipeline.events import ParkOrdered, Woken
 from services.worker.pipeline.layers import LayerLoading
 from services.worker.pipeline.progress import TransitionProgress
 
-_MEASURED = 5  # latest wake-ups, the slowest of which is the estimate
-_HOST_BYTES_PER_S = 10e9  # assumed until a wake-up has been measured; from pageable host memory
+_MEASURED = 5  # number of latest wake-ups, the slowest of which is the estimate
+_HOST_BYTES_PER_S = 10e9  # from pageable host memory; assumed until a wake-up has been measured
 
 
 class _ParkingState(Enum):
@@ -42,8 +42,8 @@ class Parking:
         why_not: Callable[[], str],
         serve: Callable[[], None],
     ) -> None:
-        """`why_not()`: what prevents parking, or empty. `serve()` opens this worker's own group, once all layers are
-        loaded.
+        """`why_not()`: returns what prevents parking; empty: nothing. `serve()`: opens this worker's own group, once
+        all layers are loaded.
         """
         self._context = context
         self._memory: DeviceMemory = context.memory
@@ -54,10 +54,10 @@ class Parking:
         self._now = context.now
         self._state = _ParkingState.SERVING
         self._jobs: list[Future[None]] = []
-        self._stays = False  # True: layers are still being saved; wake as soon as parked
+        self._stays = False  # True: wakes as soon as it is parked, because layers are still being saved
         self._began_s = 0.0
         self._took_s = deque[float](maxlen=_MEASURED)
-        self.parks = Parks(wake_s=self._estimate_s())  # replaced, never changed: read by other threads
+        self.parks = Parks(wake_s=self._estimate_s())  # replaced, never changed, because other threads read it
 
     def _estimate_s(self) -> float:
         """Estimated time to wake (seconds); 0: this instance cannot be parked."""
@@ -118,8 +118,8 @@ class Parking:
             self._wake()
 
     def _stay(self, error: BaseException) -> None:
-        """Keep serving, because the layers cannot be kept in host memory, and report that this instance cannot be
-        parked.
+        """Continue to serve, because the layers cannot be copied to host memory, and report that this instance cannot
+        be parked.
         """
         get_logger().warning("not parked: its parameters cannot be kept in host memory", why=str(error))
         self._jobs, self._state, self.parks = [], _ParkingState.SERVING, Parks()

@@ -1,4 +1,4 @@
-"""The planner's calls: protobuf <-> events of the member, and the progress of transitions."""
+"""Handles the planner's calls: converts protobuf to events of the member, and reports the progress of transitions."""
 
 import asyncio
 import contextlib
@@ -24,8 +24,8 @@ from services.worker.pipeline.progress import TransitionProgress
 HOLD_S = 0.05
 NOT_PREPARED: tuple[Phase | None, ...] = (None, Phase.PREPARING)
 NOT_TAKEN_UP: tuple[Phase | None, ...] = (Phase.PREPARED, Phase.COMMITTING)
-_SILENCE_S = 3.0  # a planner asks several times a second about a transition in progress
-_MOST_PARTNERS = 16  # bound of the links that are kept to partners
+_SILENCE_S = 3.0  # a planner polls a transition in progress several times a second
+_MOST_PARTNERS = 16  # maximum partners to which links are kept open
 _LONGEST_ORDER_S = 60.0  # maximum validity of an order to migrate
 
 
@@ -44,7 +44,7 @@ def _on_the_loop(delay_s: float, act: Callable[[Epoch], None], epoch: Epoch, /) 
 
 
 class Transitions:
-    """Receives the planner's calls. Lives on the event loop; the member works on the engine thread."""
+    """Receives the planner's calls. Used on the event loop, while the member runs on the engine thread."""
 
     def __init__(
         self,
@@ -59,16 +59,16 @@ class Transitions:
         self._post = post
         self._now = now
         self._later = later
-        self._aborted: dict[Epoch, str] = {}  # epochs aborted before their Prepare arrived, which is then stale
-        self._joined = Epoch(0)  # the newest epoch whose links are made
-        self._heard_at_s = 0.0  # last call about a transition
+        self._aborted: dict[Epoch, str] = {}  # epochs aborted before their Prepare, which is then stale
+        self._joined = Epoch(0)  # newest epoch whose links have been opened
+        self._heard_at_s = 0.0  # time of the last call about a transition
         self._published = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._watchdog: Timer | None = None
         member.published.on_publish = self._wake
 
     def prepare(self, request: pb.PrepareRequest) -> None:
-        """Pass on a plan. Raises InvalidRequest or StaleEpoch; a plan already known is no error."""
+        """Pass on a plan. Raises InvalidRequest or StaleEpoch; a known plan is no error."""
         plan = Plan(KIND.member(request.kind, "kind"), LAYOUT.record(request.base), LAYOUT.record(request.target))
         try:
             plan.base.check()
@@ -92,7 +92,7 @@ class Transitions:
         if part is None:
             raise InvalidRequest("target", f"{me} has no part in it")
         life = next(m.incarnation for m in part.new.members if m.worker_id == me)
-        if life != self._incarnation:  # an earlier process at this address was meant
+        if life != self._incarnation:  # meant for an earlier process at this address
             raise StaleEpoch("worker incarnation", life, self._incarnation)
         addresses = {m.worker_id: m.data_address for g in plan.target.groups for m in g.members}
         holders: dict[int, tuple[WorkerId, ...]] = {}
@@ -106,7 +106,7 @@ class Transitions:
         self._watch(plan.epoch)
 
     def _watch(self, epoch: Epoch) -> None:
-        """Take back a plan when its planner falls silent; a late Commit is answered with that failure."""
+        """Withdraw a plan when its planner falls silent. A late Commit is answered with this failure."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         phase = self._phase(epoch) or Phase.PREPARING
@@ -118,12 +118,12 @@ class Transitions:
         if phase not in BEFORE_COMMIT or silent_s < deadline_s(phase):
             self._watch(epoch)
             return
-        why = f"no planner has asked for it for {silent_s:.0f} s"
+        why = f"no planner has asked about it for {silent_s:.0f} s"
         self._post(Told(epoch, PreparationFailed(self._now(), epoch, why)))
 
     async def when_prepared(self, epoch: int) -> pb.TransitionStatus:
-        """Wait briefly for the end of the preparation, so that the planner need not poll for a phase of a few
-        milliseconds.
+        """Wait briefly for the end of the preparation and return the status, so that the planner need not poll for a
+        phase of a few milliseconds.
         """
         return await self._status_beyond(NOT_PREPARED, epoch)
 
@@ -131,7 +131,7 @@ class Transitions:
         return await self._status_beyond(NOT_TAKEN_UP, epoch)
 
     async def _status_beyond(self, phases: Collection[Phase | None], epoch: int) -> pb.TransitionStatus:
-        """The status once the phase is not in `phases` (None: unknown epoch), or after a short timeout."""
+        """Return the status as soon as the phase is not in `phases` (None: unknown epoch), or after a short timeout."""
         self._loop = asyncio.get_running_loop()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HOLD_S):
@@ -146,7 +146,7 @@ class Transitions:
         return Phase.ABORTED if epoch in self._aborted else None if progress is None else progress.phase
 
     def _wake(self) -> None:
-        """Called on the engine thread."""
+        """Wake waiting calls. Runs on the engine thread."""
         loop = self._loop
         if loop is not None:
             with contextlib.suppress(RuntimeError):  # closed: the process is exiting
@@ -165,7 +165,7 @@ class Transitions:
         me = self._member.me
         source, target = [p.worker_id for p in request.source], [p.worker_id for p in request.target]
         if not source or not target or (source + target).count(me) != 1:
-            raise InvalidRequest("target", f"{me} is not in one of two groups: {source}, {target}")
+            raise InvalidRequest("target", f"{me} must be in one of two different groups: {source}, {target}")
         if request.block_budget < 1 or not 0 < request.within_s <= _LONGEST_ORDER_S:
             raise InvalidRequest("block_budget, within_s", f"out of range: {request.block_budget}, {request.within_s}")
         others = request.target if me in source else request.source
@@ -183,8 +183,8 @@ class Transitions:
         )
 
     def park(self, incarnation: int, *, park: bool) -> None:
-        """Pass on an order to park or wake. Raises StaleEpoch if another incarnation was meant, NotPossible if this
-        worker cannot be parked.
+        """Pass on an order to park or wake. Raises StaleEpoch if the order is for another incarnation, NotPossible if
+        this worker cannot be parked.
         """
         if incarnation != self._incarnation:
             raise StaleEpoch("worker incarnation", incarnation, self._incarnation)
@@ -200,17 +200,17 @@ class Transitions:
         return self._member.newest_epoch
 
     def _take_back(self, settled_epoch: Epoch) -> None:
-        """Abort a transition that will not be committed; not if the planner called just now, since calls may be
+        """Abort a transition that will not be committed, unless the planner has just called, because calls may be
         reordered.
         """
         epoch = self._member.newest_epoch
         waits = self._phase(epoch) in BEFORE_COMMIT and epoch <= settled_epoch
         if waits and self._now() - self._heard_at_s >= _SILENCE_S:
-            why = f"nobody remembers it: all is decided up to epoch {settled_epoch}"
+            why = f"no planner remembers it; all epochs up to {settled_epoch} are decided"
             self._post(Told(epoch, AbortRequested(self._now(), epoch, why)))
 
     def status(self, epoch: int) -> pb.TransitionStatus:
-        """Status of a transition; phase UNSPECIFIED for an unknown epoch."""
+        """Return the status of a transition; phase UNSPECIFIED for an unknown epoch."""
         phase, why, progress = self.said(Epoch(epoch))
         if progress is not None:
             return STATUS.message(progress)
@@ -219,7 +219,7 @@ class Transitions:
         return pb.TransitionStatus(epoch=epoch)
 
     def said(self, epoch: Epoch) -> tuple[Phase, str, TransitionProgress | None]:
-        """Phase, reason and status of a transition here; phase NONE for an unknown epoch."""
+        """Return the phase of a transition here, its reason and its progress; phase NONE for an unknown epoch."""
         self._heard_at_s = self._now()
         progress = self._member.progress.get(epoch)
         if progress is not None:

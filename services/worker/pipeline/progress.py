@@ -1,4 +1,4 @@
-"""This worker's part in its group as the planner and operators see it: progress of transitions, and totals."""
+"""Progress of transitions and totals of this worker, for the planner and operators."""
 
 import math
 from collections.abc import Callable
@@ -22,9 +22,9 @@ class TransitionProgress(Status):
     links_s: float = 0.0  # since the plan arrived
     memory_s: float = 0.0
     commit_at_s: float = 0.0
-    halted_at_s: float = 0.0  # from then on moved sequences get no tokens
+    halted_at_s: float = 0.0  # time from which on moved sequences get no tokens
     taken_up_at_s: float = 0.0
-    stalls_s: list[float] = field(default_factory=list[float])  # per moved sequence, until it may resume
+    stalls_s: list[float] = field(default_factory=list[float])  # per moved sequence, the time until it may resume
 
     def before_takeover(self) -> dict[str, float]:
         """Durations between the plan's arrival and the new layout."""
@@ -55,14 +55,14 @@ def _nothing() -> None:
 
 
 class Published:
-    """Progress and totals, counted and published on the engine thread, read on any."""
+    """Progress and totals, counted and published on the engine thread, read on any thread."""
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self.clock = StageClock()
         self.migrations = MigrationTotals()
-        self.stale_total = 0  # outdated events, ignored
-        self.newest_epoch = Epoch(0)  # the highest known; lower ones are refused
+        self.stale_total = 0  # number of outdated events, which are ignored
+        self.newest_epoch = Epoch(0)  # highest epoch known; plans of lower ones are refused
         self.progress: dict[Epoch, TransitionProgress] = {}  # replaced, never changed
         self.on_publish: Callable[[], None] = _nothing  # called after publishing, on the engine thread
         self._counted: TransitionProgress | None = None
@@ -75,7 +75,7 @@ class Published:
         return self._counted
 
     def begin(self, epoch: Epoch, block_count: int) -> TransitionProgress:
-        """Start counting; publishes nothing."""
+        """Start counting. This alone publishes nothing."""
         self._counted = TransitionProgress(epoch=epoch, began_s=self._now(), block_count_before=block_count)
         return self._counted
 
@@ -96,7 +96,7 @@ class Published:
         self.publish_as(transition.epoch, transition.phase)
 
     def fail_open(self, why: str) -> None:
-        """This worker leaves its group: mark transitions in progress as failed."""
+        """Mark transitions in progress as failed, because this worker leaves its group."""
         open_ = {e: replace(p, phase=Phase.FAILED, why=why) for e, p in self.progress.items() if p.phase not in _OVER}
         if open_:
             self.progress = {**self.progress, **open_}
@@ -123,7 +123,7 @@ DOWNTIME_BOUNDS_S = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
 class MigrationTotals:
     moved: int = 0
     not_moved: int = 0
-    recomputed: int = 0  # part of `moved`: those whose KV was lost, or may have been
+    recomputed: int = 0  # part of `moved`: sequences whose KV was lost or may have been lost
     blocks: int = 0
     downtime_s: float = 0.0  # sum over all moved sequences
     max_downtime_s: float = 0.0

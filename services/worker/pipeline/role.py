@@ -1,4 +1,4 @@
-"""A worker's role: the layout in force here, the stages of its group, and the layers it executes."""
+"""A worker's role: its current layout, the stages of its group, and the layers that it executes."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,15 +10,15 @@ from ballast.common.layout import Member as LayoutMember
 
 
 class MemberRole:
-    """A member's role, shared by all its parts; changed by a transition or a recovery, on the engine thread."""
+    """A member's role, shared by all its parts. Transitions and recoveries change it, on the engine thread."""
 
     def __init__(self, me: WorkerId, layer_count: int) -> None:
         self.me = me
         self.layer_count = layer_count
         self.epoch = Epoch(0)
-        self.stages: tuple[LayoutMember, ...] = ()  # stages of its group; empty: alone
+        self.stages: tuple[LayoutMember, ...] = ()  # stages of its group; empty: serves alone
         self.layers = range(layer_count)  # layers that it executes
-        self.place: Place | None = None  # its epoch and group, for other threads; None: no transition yet
+        self.place: Place | None = None  # epoch and group, for other threads; None: no transition yet
 
     @property
     def leads(self) -> bool:
@@ -52,7 +52,7 @@ class MemberRole:
         self.place = Place(epoch, Group(group.group_id, stages))
 
     def leave_group(self) -> None:
-        """Leave a group that has ended. The layers are unchanged: those that this worker holds."""
+        """Leave a group that has ended. The layers do not change: they are those that this worker holds."""
         self.stages = ()
         self._place_alone()
 
@@ -68,11 +68,13 @@ class MemberRole:
         self.place = Place(self.place.epoch, Group(GroupId(self.me), (alone,)))
 
     def why_not_as_in(self, base: Group) -> str:
-        """Why a plan that takes `base` for this worker's present group cannot be executed; empty if it is."""
+        """Return why a plan that assumes `base` as this worker's current group cannot be executed; empty if that is its
+        group.
+        """
         whole = ((self.me, self.layers.start, self.layers.stop),)
         is_ = _spans(self.stages) or whole
         taken_for = _spans(base.members)
-        return "" if is_ == taken_for else f"{self.me} is a member of {is_}, and the plan takes that for {taken_for}"
+        return "" if is_ == taken_for else f"{self.me} is a member of {is_}, but the plan assumes {taken_for}"
 
 
 def own_layers(me: WorkerId, members: Iterable[LayoutMember]) -> range:

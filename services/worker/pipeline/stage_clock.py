@@ -2,7 +2,7 @@
 
 A stage is busy while it executes. It is idle (a pipeline bubble) while it does not execute although its leader has
 work. With each batch the leader sends how long it had no work, so that followers do not count that time as a bubble.
-Times are of this process's clock; only durations are sent.
+Times refer to this process's clock; only durations are sent.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class StageTimes:
 
     busy_s: float
     idle_s: float
-    network_s: float  # part of `idle_s`: receiving the batch that ended it
-    send_s: float  # activations, from queueing them on the link to their last byte
+    network_s: float  # part of `idle_s` that was spent receiving the next batch
+    send_s: float  # from queueing activations on the link to sending their last byte
     steps: int
 
     @property
@@ -50,14 +50,16 @@ class StageTimes:
 
 
 class StageClock:
-    """Updated by the engine thread; `sent` by links; `times` and `spans` may be read by others."""
+    """Counts a stage's busy and idle time. The engine thread updates it and links call `sent`; other threads may read
+    `times` and `spans`.
+    """
 
     def __init__(self) -> None:
         self._busy_s = self._idle_s = self._network_s = self._send_s = 0.0
         self._steps = 0
         self._ended_s: float | None = None  # end of the previous batch in this layout
-        self._quiet_since_s: float | None = None  # leader: instant since which it has had no work
-        self._quiet_s = 0.0  # leader: time without work since the previous batch
+        self._quiet_since_s: float | None = None  # on a leader: time since which it has had no work
+        self._quiet_s = 0.0  # on a leader: seconds without work since the previous batch
         self._spans: deque[BusySpan] = deque(maxlen=SPANS)
         self._send_lock = Lock()
 
@@ -71,7 +73,7 @@ class StageClock:
             self._quiet_since_s = at_s
 
     def take_quiet_s(self) -> float:
-        """Take the time without work since the previous batch (seconds), and reset it."""
+        """Return the time without work since the previous batch (seconds), and reset it."""
         quiet_s, self._quiet_s = self._quiet_s, 0.0
         return quiet_s
 
@@ -86,7 +88,7 @@ class StageClock:
         self._spans.append(BusySpan(at_s, at_s, "transition", epoch, 0, 0, phase))
 
     def received(self, batch: Batch, epoch: int, arrived_s: float, receive_s: float) -> None:
-        """Record the reception of the next batch; it counts as network time as far as the stage was idle."""
+        """Record the reception of the next batch, which counts as network time while the stage is idle."""
         if self._ended_s is not None and batch.slices:
             self._network_s += max(0.0, arrived_s - max(self._ended_s, arrived_s - receive_s))
         self._spans.append(BusySpan(arrived_s - receive_s, arrived_s, "receive", epoch, batch.step_id, _tokens(batch)))
@@ -126,11 +128,11 @@ class StageWatch(Protocol):
     """Measures the stages executed by one thread."""
 
     def begin(self) -> float:
-        """Note that a stage is about to run. Returns the present instant (seconds)."""
+        """Record that a stage is about to run. Returns the current time (seconds)."""
         ...
 
     def end(self, told: Told) -> None:
-        """Note that the stage has run or was launched: `told` is called now or by a later `begin` or `end`."""
+        """Record that the stage has run or was launched. `told` is called now or by a later `begin` or `end`."""
         ...
 
 
@@ -150,12 +152,12 @@ class HostWatch:
 
 
 class Event(Protocol):
-    """An event on a device's stream, as `torch.cuda.Event`."""
+    """An event on a device's stream, like `torch.cuda.Event`."""
 
     def query(self) -> bool: ...
 
     def elapsed_time(self, end_event: Event, /) -> float:
-        """Milliseconds from this event to `end_event`."""
+        """Return the milliseconds from this event to `end_event`."""
         ...
 
 
@@ -167,10 +169,10 @@ class _Launched:
 
 
 class EventWatch:
-    """A `StageWatch` for asynchronous execution: completed events are noticed when the next stage is launched."""
+    """A `StageWatch` for asynchronous execution, which notices completed events when the next stage is launched."""
 
     def __init__(self, record: Callable[[], Event], now: Callable[[], float]) -> None:
-        """`record()` records an event behind everything launched so far."""
+        """`record()`: records an event behind all work launched so far."""
         self._record = record
         self._now = now
         self._launched: deque[_Launched] = deque()

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class StageRunner:
-    """One member's stage. A leader's batches come from its own core: see `run`."""
+    """Runs one member's stage. On a leader, batches are from its own core; see `run`."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class StageRunner:
         self._links = context.links
         self._engine = engine
         self._copier = copier
-        self._copy_s: dict[int, float] = {}  # leader: copy times of steps in flight, on this stage
+        self._copy_s: dict[int, float] = {}  # on a leader: copy times of steps in flight, on this stage
         self._published = context.published
         self._now = context.now
         self._pace = pace
@@ -66,11 +66,11 @@ class StageRunner:
         hidden_TD: torch.Tensor | None,
         copies: Sequence[BlockCopy] = (),
     ) -> StepOutcome | LaunchedBatch | None:
-        """Execute this member's layers of a batch. None: it went to the next stage, or has no result."""
+        """Execute this member's layers of a batch. None: the batch was sent to the next stage, or has no result."""
         if not copies:
             return self._compute(batch, tables, hidden_TD)
         if self._copier is None:
-            raise InvariantViolation("KV is to be swapped, and there is no host memory for it")
+            raise InvariantViolation("KV is to be swapped, but there is no host memory for it")
         self._copier.start(copies, self._role.layers)
         try:
             outcome = self._compute(batch, tables, hidden_TD)
@@ -111,8 +111,8 @@ class StageRunner:
                 )
         except Preempted:
             return self._not_run(batch, PREEMPTED)
-        except Unavailable as error:  # a holder of KV is lost, and so is the group, which is reported
-            get_logger().error("attention elsewhere was not had", step_id=batch.step_id, why=str(error))
+        except Unavailable as error:  # a holder of KV is lost and thus the group, which is reported elsewhere
+            get_logger().error("attention on another stage failed", step_id=batch.step_id, why=str(error))
             return None
         except (RuntimeError, ValueError, IndexError) as error:
             return self._failed(batch, f"{type(error).__name__}: {error}")
@@ -144,7 +144,7 @@ class StageRunner:
         return None
 
     def _is_whole(self, batch: Batch) -> bool:
-        """True if this stage alone computes the batch, in one piece."""
+        """True if this stage computes the whole batch, without safepoints."""
         role = self._role
         return role.leads and role.is_last and bool(batch.slices) and not batch.safepoint_layers
 
@@ -170,12 +170,12 @@ class StageRunner:
             if self._role.leads:
                 return StepOutcome(batch.step_id, None, why)
             self._links.send_result((batch.step_id, why))
-        else:  # later stages compute nothing and apply its additions and removals; the last one reports it in order
+        else:  # later stages only apply its additions and removals; the last one reports it in order
             self._send_on(replace(batch, slices=(), failure=why), None)
         return None
 
     def arrived(self, event: BatchArrived) -> None:
-        # All members are ready, but this one has not taken up the epoch yet; or the roster, which determines which
+        # All members are ready, but this one has not taken up the epoch yet. Or the roster, which determines which
         # blocks are free and is sent over another link, has not arrived.
         if event.epoch > self._role.epoch or self._awaits_roster(event.epoch):
             self._early.append(event)
@@ -196,7 +196,7 @@ class StageRunner:
             self.arrived(event)
 
     def outcome(self, event: ResultArrived) -> StepOutcome | None:
-        """Leader: the outcome of a batch, from the last stage's result; None if that is stale."""
+        """On a leader: convert the last stage's result to the outcome of a batch; None if it is stale."""
         if event.epoch != self._role.epoch or not self._role.leads or not self._role.stages:
             self._published.stale_total += 1
             return None
@@ -215,7 +215,7 @@ class StageRunner:
             self._engine.run_stage(batch, (), None, first_layer=layers.start, last_layer=layers.stop)
 
     def forget_all(self) -> None:
-        """Drop the engine's state of all sequences: the layout changes."""
+        """Drop the engine's state of all sequences, because the layout changes."""
         self._engine.forget_all()
 
     def abandon(self) -> None:

@@ -1,4 +1,4 @@
-"""Runs stages and records their durations in the cost model. Engine thread only."""
+"""Runs stages and records their durations in the cost model. Used by the engine thread only."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
     from services.worker.engine.runner import ModelRunner
 
-# Execution time between two recorded steps. Recording takes some microseconds, and refitting, after sixteen steps, a
-# third of a millisecond: a few parts in ten thousand, however short the steps are.
+# Execution time between two recorded steps. Recording takes some microseconds, and refitting after sixteen steps a
+# third of a millisecond. With this interval that is a few parts in ten thousand, no matter how short the steps are.
 _INTERVAL_S = 0.02
 
 
 class TimedRunner:
-    """A `StageEngine` (`pipeline.context`) that times another one."""
+    """A `StageEngine` (`pipeline.context`) that measures the steps of another one."""
 
     def __init__(
         self,

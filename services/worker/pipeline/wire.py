@@ -37,14 +37,14 @@ class Topic(IntEnum):
 
     BATCH = 1  # StageBatch and the hidden states of its tokens
     RESULT = 2
-    EPOCH_ENDED = 3  # if a stage was lost: a Roster of the sequences that the leader has
+    EPOCH_ENDED = 3  # if a stage was lost: a Roster of the leader's sequences
     HANDOVER = 4
     ROSTER = 5
     KV_WANTED = 6
     KV_COMPLETE = 7
     CAPACITY = 8
     LAYER_WANTED = 9
-    ROOM = 10  # limit of a group that is to dissolve, or is dissolving
+    ROOM = 10  # limit of a group that will dissolve or is dissolving
     LAYER_REFUSED = 11  # payload: the reason, or nothing
     ROOM_WITHDRAWN = 14  # no payload
     BATCH_HEAD = 15  # a StageBatch too long for a header: the hidden states follow in a BATCH
@@ -170,7 +170,7 @@ def failure_to_bytes(step_id: int, why: str) -> bytes:
 
 
 def result_from_bytes(data: bytes) -> StepResult | tuple[int, str]:
-    """Decode a result, or the step id of a failed batch and why it failed."""
+    """Decode a result, or the step id of a failed batch and the reason."""
     message = pb.StageResult.FromString(data)
     if message.error:
         return message.step_id, message.error
@@ -216,7 +216,7 @@ def logprobs_from_proto(message: cluster_pb2.Logprobs) -> TokenLogprobs:
     return TokenLogprobs(message.chosen.token_id, message.chosen.logprob, top, prompt)
 
 
-# Messages of migrations, by field name. Any: each has its own record and message type.
+# Mappers of migration messages, by field name. Any: each has its own record and message type.
 _SAID: dict[str, Mapper[Any, Any]] = {
     "offer": Mapper(m.Offer, pb.MigrationOffer),
     "want": Mapper(m.Want, pb.MigrationWant),
@@ -251,7 +251,7 @@ def migration_from_bytes(data: bytes) -> m.Message:
 
 
 def pieces_to_bytes(pieces: Iterable[Piece]) -> bytes:
-    """Encode which pieces of KV a transfer or message carries."""
+    """Encode the list of KV pieces that a transfer or message carries."""
     return pb.KvPieces(pieces=[_PIECE.message(piece) for piece in pieces]).SerializeToString()
 
 

@@ -1,5 +1,5 @@
-"""Admission: when a waiting sequence may start. Counts the KV needed by its whole prompt, not only
-by its first chunk.
+"""Admission: decides when a waiting sequence may start. It counts the KV of the whole prompt, not only of the first
+chunk.
 """
 
 import math
@@ -21,8 +21,8 @@ class AdmissionView:
 def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) -> bool:
     """True if the sequence at the head of the waiting queue may start now.
 
-    A fraction of the blocks is kept free for the growth of running sequences: without it a new sequence takes the last
-    block and is preempted one step later. An idle instance uses all blocks.
+    A fraction of the blocks is reserved for the growth of running sequences. Otherwise a new sequence would take the
+    last block and be preempted one step later. An idle instance uses all blocks.
     """
     if view.running_count >= view.max_running_count:
         return False
@@ -32,11 +32,13 @@ def admits(view: AdmissionView, need_block_count: int, reserve_fraction: float) 
 
 def most_prompt_tokens(max_batch_tokens: int, stage_count: int) -> int:
     """Maximum admitted prompt tokens that are in no batch yet. Fewer would leave batches unfilled until further
-    requests arrive; more would be computed much later, and might be placed on another worker in the meantime.
+    requests arrive. More would be computed much later, and might be placed on another worker in the meantime.
     """
     return PROMPT_STEPS * max_batch_tokens * stage_count
 
 
 def reserved(block_count: int, reserve_fraction: float) -> int:
-    """Blocks that no new sequence gets while anything runs. The dispatcher's placement accounts for them as well."""
+    """Return the number of blocks that no new sequence gets while others run. The dispatcher's placement accounts for
+    them as well.
+    """
     return math.ceil(block_count * reserve_fraction)

@@ -1,4 +1,4 @@
-"""Batch forming by token counts: decodes first, prefill chunks share the rest of the token budget.
+"""Forms batches by token counts: decodes first, then prefill chunks that share the remaining token budget.
 
 A policy takes and returns plain numbers. Alternatives (microbatches of equal cost, a budget from an SLO) are functions
 with the same signature.
@@ -20,12 +20,12 @@ class PrefillView:
 
 
 def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_tokens: int) -> list[int]:
-    """Tokens of each of `prefills` in this step, aligned with it; 0 leaves a sequence out.
+    """Return the tokens of each of `prefills` in this step, aligned with it; 0 leaves a sequence out.
 
     `prefills` are in order of service (class, then arrival). Each decode takes one token of the budget before any
     chunk. Half of the rest is for the first prefill, so that a long prompt always progresses. The other half is for the
-    others, by class, then closest to the first token first, so that short prompts do not wait for a long one; callers
-    take turns. What one half leaves is added to the other.
+    other prefills, ordered by class and then by how close they are to the first token, so that short prompts do not
+    wait for a long one; callers alternate. Tokens that one half leaves unused are added to the other.
     """
     chunks = [0] * len(prefills)
     left_tokens = budget_tokens - decode_count
@@ -47,8 +47,8 @@ def chunk_prefills(decode_count: int, prefills: Sequence[PrefillView], budget_to
 
 
 def _in_turn(prefills: Sequence[PrefillView]) -> list[int]:
-    """Indices of all prefills but the first, in fair order: by class, then by when each would end if its caller had
-    the whole budget.
+    """Return the indices of all prefills but the first in fair order: by class, then by when each would end if its
+    caller had the whole budget.
     """
     done: Counter[int] = Counter()  # caller -> tokens
     turns: list[tuple[int, int, int, int]] = []

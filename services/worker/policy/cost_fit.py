@@ -1,6 +1,6 @@
 """Fits the cost model's coefficients to measured batches.
 
-Minimises the relative error: a decode of 10 ms counts as much as a prefill of 1 s.
+It minimises the relative error, so a decode of 10 ms counts as much as a prefill of 1 s.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,11 +16,13 @@ from services.worker.policy.least_squares import Floats, non_negative_least_squa
 _LAYER_TERMS = 7
 _TOKENS, _BEYOND = 1, 6  # indices into `terms_of`
 KNEES = (32, 64, 128, 256, 512, 1024)  # batch tokens above which each token costs more
-_NONE = (0.0, 0.0, 0.0)  # coefficients of prefix, more than one token, tokens beyond the knee
+_NONE = (0.0, 0.0, 0.0)  # coefficients of prefix tokens, of more than one token, and of tokens beyond the knee
 
 
 class StageShape(NamedTuple):
-    """Work of a stage: a number of layers, the embedding (first), the head and sampling (last)."""
+    """Shape of a stage: its number of layers, and whether it has the embedding (first), or the head and sampling
+    (last).
+    """
 
     layer_count: int
     is_first: bool
@@ -34,11 +36,11 @@ class Sample(NamedTuple):
 
 
 class CostForm(StrEnum):
-    """Form of a cost model: the terms that it has."""
+    """The terms that a cost model has."""
 
     EXTENDED = "extended"  # with all terms
     PAPER = "paper"  # equations 1 to 3
-    TOKEN_COUNT = "token_count"  # tokens and a constant, as in schedulers without a cost model
+    TOKEN_COUNT = "token_count"  # tokens and a constant, like in schedulers without a cost model
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +72,8 @@ class ErrorSummary:
 def terms_of(
     chunks: Iterable[Chunk], knee_tokens: int = KNEE_TOKENS
 ) -> tuple[float, float, float, float, float, float, float]:
-    """The terms of a batch that the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, 1 if more than
-    one token, tokens beyond the knee.
+    """Return the terms of a batch, which the coefficients multiply: pairs, tokens, sequences, 1, prefix tokens, 1 if
+    more than one token, tokens beyond the knee.
     """
     pairs, tokens, sequences, prefixes = 0.0, 0, 0, 0
     for prefix, count in chunks:
@@ -84,14 +86,14 @@ def terms_of(
 
 
 def with_knee(rows: Floats, knee_tokens: int) -> Floats:
-    """The same terms for a different knee."""
+    """Return the same terms for a different knee."""
     moved = rows.copy()
     moved[:, _BEYOND] = np.maximum(0.0, rows[:, _TOKENS] - knee_tokens)
     return moved
 
 
 def fit_knee(rows: Floats, seconds: Floats) -> CostModel:
-    """The model with the smallest mean relative error over the knees in `KNEES`."""
+    """Fit the model with the smallest mean relative error over the knees in `KNEES`."""
     found: list[tuple[float, CostModel]] = []
     for knee_tokens in KNEES:
         moved = with_knee(rows, knee_tokens)
@@ -101,14 +103,14 @@ def fit_knee(rows: Floats, seconds: Floats) -> CostModel:
 
 
 def cost_of(coefficients: Sequence[float] | Floats, knee_tokens: int = KNEE_TOKENS) -> CostModel:
-    """The model with these coefficients of `terms_of`."""
+    """Return the model with these coefficients of `terms_of`."""
     attention, token, sequence, batch, prefix, many, beyond = (float(value) for value in coefficients)
     knee_tokens = knee_tokens if beyond else KNEE_TOKENS  # no knee
     return CostModel(attention, token, sequence + batch, batch, prefix, many, beyond, knee_tokens)
 
 
 def coefficients_of(cost: CostModel) -> Floats:
-    """The inverse of `cost_of`."""
+    """Return the coefficients of a model; the inverse of `cost_of`."""
     per_sequence_s = cost.chunk_s - cost.shared_s
     return np.array(
         [
@@ -124,8 +126,8 @@ def coefficients_of(cost: CostModel) -> Floats:
 
 
 def fit_stages(samples: Sequence[Sample], form: CostForm = CostForm.EXTENDED) -> StageCosts:
-    """Fit one set of coefficients to stages of all shapes; samples of several shapes separate the components. Uses the
-    knee in `KNEES` with the smallest mean relative error.
+    """Fit one set of coefficients to stages of all shapes. Samples of several shapes separate the components. The knee
+    in `KNEES` with the smallest mean relative error is used.
     """
     seconds = np.array([sample.seconds for sample in samples])
     fits: list[tuple[float, int, Floats]] = []
@@ -145,12 +147,12 @@ def fit_stages(samples: Sequence[Sample], form: CostForm = CostForm.EXTENDED) ->
 
 
 def relative_fit(rows: Floats, seconds: Floats) -> Floats:
-    """x >= 0 with the smallest sum of squared relative errors of rows @ x."""
+    """Return x >= 0 with the smallest sum of squared relative errors of rows @ x."""
     return non_negative_least_squares(rows / seconds[:, None], np.ones(len(seconds)))
 
 
 def errors_of(costs: StageCosts, samples: Iterable[Sample]) -> list[float]:
-    """Relative errors of the samples: predicted / measured - 1."""
+    """Return the relative errors of the samples: predicted / measured - 1."""
     return [costs.of(sample.shape).batch_cost_s(sample.chunks) / sample.seconds - 1.0 for sample in samples]
 
 

@@ -1,11 +1,11 @@
 """Channels for GPUs: frames and host payloads over TCP, device payloads over NCCL.
 
-A pair of workers has one communicator, created with the link: creation takes up to a second and device memory. `turns`
-explains how two lanes share it. A receive posted to NCCL occupies the device until its message arrives, and blocks
-every device-wide synchronisation, including the one before unmapping memory: so only payloads use NCCL, and both sides
-are ready before either posts.
+A pair of workers has one communicator, created with the link, which takes up to a second and uses device memory.
+`turns` explains how two lanes share it. A receive posted to NCCL occupies the device until its message arrives, and
+blocks every device-wide synchronisation, including the one before unmapping memory. Therefore only payloads use NCCL,
+and both sides are ready before either posts.
 
-torch's watchdog would end the process when a peer dies. It is disabled; links have their own timeouts.
+torch's watchdog, which ends the process when a peer dies, is disabled, because links have their own timeouts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from services.worker.links.store import PairStore
 COMMUNICATOR_BYTES = 64 << 20  # device memory, estimated for `_MOST_CTAS` blocks
 _MOST_CTAS = 4  # maximum thread blocks of a communicator; two already saturate a 400 Gb/s link
 
-# torch's reactions to a failed or late collective, which end the process.
+# Disables torch's reactions to a failed or late collective, which end the process.
 UNWATCHED = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -44,7 +44,7 @@ _EVER = timedelta(hours=1)  # links have their own timeouts
 
 
 class NcclGroup(Protocol):
-    """The methods of ProcessGroupNCCL used here; torch's stubs lack them."""
+    """The methods of ProcessGroupNCCL used here, which torch's stubs lack."""
 
     def eager_connect_single_device(self, device: torch.device) -> None: ...
 
@@ -62,12 +62,12 @@ class NcclGroup(Protocol):
 
 
 class NcclStream(Protocol):
-    """The stream on which a communicator's payloads are ordered."""
+    """The CUDA stream that orders a communicator's payloads."""
 
     def current(self) -> AbstractContextManager[object]: ...
 
     def finish(self, work: Work) -> None:
-        """Block until the device has finished, successfully or not."""
+        """Block until the device has completed `work`, successfully or not."""
         ...
 
 
@@ -98,7 +98,9 @@ class NcclMover:
 
 
 class CudaStream:
-    """A separate stream, so that a payload does not wait for unrelated kernels. Links wait until it is computed."""
+    """A separate stream, so that a payload does not wait for unrelated kernels. Links wait until the payload is
+    computed.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
@@ -160,7 +162,7 @@ class NcclTransport:
         make_stream: Callable[[torch.device], NcclStream] = CudaStream,
     ) -> None:
         if make_group is None and device.type != "cuda":
-            raise ConfigError("worker.transport", f"nccl moves memory of GPUs, not of {device}; use tcp")
+            raise ConfigError("worker.transport", f"nccl transfers GPU memory, not that of {device}; use tcp")
         if make_group is None and not torch.distributed.is_nccl_available():
             raise ConfigError("worker.transport", "this build of torch has no NCCL; use tcp")
         self._device = device
@@ -189,11 +191,11 @@ class NcclTransport:
         return Channels(urgent, bulk, store.close)
 
     def close(self) -> None:
-        """No-op."""
+        """Does nothing."""
 
 
 def refuse_one_device(store: Store, rank: int, uuid: str) -> None:
-    """Detect early that both ranks use the same device, which NCCL reports later and less clearly.
+    """Detect two ranks on the same device early, because NCCL reports it late and less clearly.
 
     Raises:
         ChannelBroken: both sides have the same device.

@@ -1,10 +1,10 @@
-"""Channels over TCP: each is one of the sockets of the rendezvous.
+"""Channels over TCP, each over one socket of the rendezvous.
 
-A frame is preceded by its length, which is checked first; payloads are sent directly from the sender's memory into the
+A frame is preceded by its length, which is checked first. Payloads are sent directly from the sender's memory into the
 receiver's. Bytes that the socket does not accept at once are sent by a waiting thread.
 
-A wait is one system call for all remaining bytes, with the socket's own timeout: every return to Python has to wait for
-the GIL, which the engine's thread holds most of the time.
+A wait is one system call for all remaining bytes, with the socket's own timeout, because every return to Python has to
+wait for the GIL, which the engine's thread holds most of the time.
 """
 
 import contextlib
@@ -67,7 +67,7 @@ class TcpChannel:
         self._out.setblocking(True)
         self._in = connection.dup()
         self._writing = Condition()  # notified when no thread is sending
-        self._pushing = False  # a thread sends the first unsent item, without the lock
+        self._pushing = False  # True: a thread sends the first unsent item, without the lock
         self._reading = Lock()
         self._unsent: deque[_TcpSend] = deque()
         self._payloads: deque[_Payload] = deque()  # posted but not read yet; they precede all other frames
@@ -96,8 +96,8 @@ class TcpChannel:
         return sending
 
     def push(self, sending: _TcpSend, timeout_s: float) -> None:
-        """Send until this item and all before it are sent. Other threads may post meanwhile, and
-        wait for their turn.
+        """Send until this item and all items before it are sent. Meanwhile other threads may post items and wait for
+        them.
         """
         deadline_s = time.monotonic() + timeout_s
         while True:
@@ -109,7 +109,7 @@ class TcpChannel:
                 if self._aborted:
                     raise ChannelBroken(self._aborted)
                 if time.monotonic() >= deadline_s:
-                    raise ChannelBroken(f"the peer has taken nothing more for {timeout_s} s")
+                    raise ChannelBroken(f"the peer has accepted no bytes for {timeout_s} s")
                 self._pushing, first = True, self._unsent[0]
                 self._limit(socket.SO_SNDTIMEO, deadline_s)
             count = self._try(first, 0)
@@ -119,7 +119,7 @@ class TcpChannel:
                 self._writing.notify_all()
 
     def _try(self, sending: _TcpSend, flags: int) -> int:
-        """Send as many bytes as the socket accepts. Returns their number; 0, too, if the connection has ended."""
+        """Send as many bytes as the socket accepts. Returns their number, or 0 if the connection has ended."""
         try:
             return self._out.sendmsg(sending.parts, (), flags)
         except BlockingIOError:
@@ -129,7 +129,9 @@ class TcpChannel:
             return 0
 
     def _sent(self, first: _TcpSend, count: int) -> bool:
-        """Account for bytes sent of the first item. Returns True if it is complete. Called with the lock held."""
+        """Account for `count` sent bytes of the first item. Returns True if the item is complete. Called with the lock
+        held.
+        """
         parts = first.parts
         while parts and count >= parts[0].nbytes:
             count -= parts.pop(0).nbytes
@@ -156,7 +158,7 @@ class TcpChannel:
         self._read(first, deadline_s)
         (length,) = _LENGTH.unpack_from(first)
         if not HEADER_BYTES <= length <= buffer.nbytes:
-            raise ChannelBroken(f"the peer sends a frame of {length} bytes, of {HEADER_BYTES} to {buffer.nbytes}")
+            raise ChannelBroken(f"the peer sends a frame of {length} bytes, not {HEADER_BYTES} to {buffer.nbytes}")
         buffer[:HEADER_BYTES] = first[_LENGTH.size :]
         self._read(buffer[HEADER_BYTES:length], deadline_s)
 
@@ -164,7 +166,7 @@ class TcpChannel:
         self._read_payloads(last, time.monotonic() + timeout_s)
 
     def _read_payloads(self, last: _Payload | None, deadline_s: float) -> None:
-        """Read payloads in order of arrival, up to the given one, or all."""
+        """Read payloads in order of arrival, up to `last`, or all of them."""
         while self._payloads and not (last is not None and last.has_come):
             payload = self._payloads.popleft()
             self._read(payload.buffer, deadline_s)
@@ -181,7 +183,7 @@ class TcpChannel:
             except BlockingIOError:  # timeout
                 if time.monotonic() < deadline_s:
                     continue
-                raise ChannelBroken("the peer has sent nothing for too long") from None
+                raise ChannelBroken("the peer has sent no bytes for too long") from None
             except OSError as error:
                 raise ChannelBroken(f"the connection has ended: {error}") from error
             if not count:
@@ -199,8 +201,8 @@ class TcpChannel:
 
     def abort(self) -> None:
         self._aborted = self._aborted or "aborted"
-        with contextlib.suppress(OSError):  # it has ended already
-            self._out.shutdown(socket.SHUT_RDWR)  # wakes threads blocked in it
+        with contextlib.suppress(OSError):  # it has already ended
+            self._out.shutdown(socket.SHUT_RDWR)  # wakes threads that it blocks
         with self._writing, self._reading:
             self._writing.wait_for(lambda: not self._pushing)
             self._unsent.clear()
@@ -220,9 +222,9 @@ class TcpTransport:
         return Channels(urgent, bulk, lambda: None)
 
     def close(self) -> None:
-        """No-op."""
+        """Does nothing."""
 
 
 def _memory(tensor: torch.Tensor) -> memoryview:
-    """A flat view of host memory as bytes."""
+    """Return a flat view of host memory as bytes."""
     return memoryview(cast("Buffer", tensor.numpy()))

@@ -1,12 +1,13 @@
 """Serialises sends and receives of two lanes in an order agreed by both ranks.
 
-A communicator executes one operation after another, and both sides must request the same one: two sides that send first
-deadlock. So rank 0 decides. Over a socket it learns what the other side has posted, and announces for each turn how
-many payloads of one lane are sent in each direction: a turn costs the same for one and for several. While an urgent
-payload is known, no bulk is started; an urgent payload waits at most for the current turn.
+A communicator executes one operation after another, and both sides must request the same one: if both send first, they
+deadlock. Therefore rank 0 decides. Over a socket it learns which payloads the other side has posted, and announces for
+each turn how many payloads of one lane are sent in each direction. A turn costs the same for one payload and for
+several. No bulk payload is started while an urgent one is known, so an urgent payload waits for at most the current
+turn.
 
-A single thread does all this and calls the mover. Waiters for a payload wait for that thread's notification, so a
-failed payload never counts as delivered; an abort notifies all of them at once.
+A single thread decides and calls the mover. Waiters for a payload wait for a notification from that thread, so a failed
+payload never counts as delivered. An abort notifies all waiters at once.
 """
 
 from __future__ import annotations
@@ -28,40 +29,40 @@ from services.worker.links.ports import ChannelBroken
 
 _ABORT_S = 10.0  # timeout for the mover to return
 
-# Control messages are one byte. To rank 0: the number of payloads posted. From rank 0: the lane of a turn, and the
+# Control messages are one byte. To rank 0: the number of posted payloads. From rank 0: the lane of a turn, and the
 # numbers of payloads.
 _BULK, _RECEIVES = 1, 2
-_DOWN, _UP = 1, 4  # lowest bits of the two numbers: payloads of rank 0, of rank 1
-_MOST = 7  # payloads in each direction
+_DOWN, _UP = 1, 4  # lowest bits of the numbers of payloads from rank 0 and from rank 1
+_MOST = 7  # maximum payloads per turn in each direction
 
 
 class Lane(IntEnum):
-    """Lanes by priority: smaller values first."""
+    """Lanes by priority; a smaller value is more urgent."""
 
     URGENT = 0
     BULK = 1
 
 
 class TurnMover(Protocol):
-    """Moves several payloads in each direction at a time. Called by one thread, except for `abort`."""
+    """Moves several payloads in each direction at once. Only one thread calls it, except for `abort`."""
 
     def move(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
-        """Send `out`, receive `into`, and return when all have arrived. Both sides must request the same.
+        """Send `out`, receive `into`, and return when all have arrived. Both sides must request the same operation.
 
         Raises:
-            Exception: a payload has failed. After `abort` it may return or raise.
+            Exception: a payload has failed. After `abort` this method may return or raise.
         """
         ...
 
     def abort(self) -> None:
-        """Make `move` return soon; afterwards nothing touches the tensors. Callable from any thread."""
+        """Make `move` return soon; after that the tensors are not accessed. Callable from any thread."""
         ...
 
     def destroy(self) -> None: ...
 
 
 class Posted:
-    """A posted payload until it has been sent or received."""
+    """A posted payload, which exists until it has been sent or received."""
 
     def __init__(self, turns: ChannelTurns, tensor: torch.Tensor) -> None:
         self._turns = turns
@@ -73,7 +74,7 @@ class Posted:
 
 
 class ChannelTurns:
-    """State shared by the two lanes; rank 0 decides. Takes ownership of the socket."""
+    """The turns of the two lanes, decided by rank 0. Takes ownership of the socket."""
 
     def __init__(self, connection: socket.socket, mover: TurnMover, rank: int, name: str) -> None:
         self._connection = connection
@@ -85,7 +86,7 @@ class ChannelTurns:
         self._decides = rank == 0
         self._changed = Condition()
         self._why = ""  # reason for the abort
-        self._moves = False  # the mover is running
+        self._moves = False  # True while the mover runs
         self._out: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
         self._into: dict[Lane, deque[Posted]] = {lane: deque() for lane in Lane}
         self._theirs: dict[tuple[Lane, bool], int] = {
@@ -107,22 +108,22 @@ class ChannelTurns:
     def wait(self, posted: Posted, timeout_s: float) -> None:
         with self._changed:
             if not self._changed.wait_for(lambda: posted.is_done or self._why, timeout_s):
-                raise ChannelBroken(f"a payload has not moved for {timeout_s} s")
+                raise ChannelBroken(f"a payload was not transferred for {timeout_s} s")
             if not posted.is_done:
                 raise ChannelBroken(self._why)
 
     def abort(self) -> None:
-        """Wake all waiters with an error, and stop the mover. Safe from any thread but the mover's. Afterwards nothing
-        accesses posted memory.
+        """Wake all waiters with an error, and stop the mover. Safe from any thread but the mover's. Afterwards posted
+        memory is not accessed.
         """
         self._end("aborted")
         self._mover.abort()
         with self._changed:
             if not self._changed.wait_for(lambda: not self._moves, _ABORT_S):
-                get_logger().error("a communicator does not end", thread=self._thread.name)
+                get_logger().error("a communicator does not stop", thread=self._thread.name)
 
     def destroy(self) -> None:
-        """Release everything with the last lane. Call it once for each lane, after `abort`."""
+        """Release all resources once the last lane is destroyed. Call this once for each lane, after `abort`."""
         self._left -= 1
         if self._left:
             return
@@ -152,7 +153,7 @@ class ChannelTurns:
             for waiting in (*self._out.values(), *self._into.values()):
                 waiting.clear()
             self._changed.notify_all()
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # it has already ended
             self._connection.shutdown(socket.SHUT_RDWR)
 
     # ------------------------------------------------------------ the thread
@@ -167,7 +168,7 @@ class ChannelTurns:
             self._end(f"{type(error).__name__}: {error}")
 
     def _decide(self) -> tuple[Lane, int, int] | None:
-        """The next turn, if any: the lane, and the number of payloads of each rank."""
+        """Return the next turn, if any: the lane, and the number of payloads from each rank."""
         with self._changed:
             lane = Lane.URGENT if self._knows_of(Lane.URGENT) else Lane.BULK
             down = min(len(self._out[lane]), self._theirs[lane, True], _MOST)
@@ -184,7 +185,7 @@ class ChannelTurns:
         return bool(self._out[lane] or self._into[lane] or self._theirs[lane, True] or self._theirs[lane, False])
 
     def _listen(self) -> None:
-        """Wait for posts of either side. All that have arrived are known before the next turn is decided."""
+        """Wait for posts of either side. All posts that have arrived are read before the next turn is decided."""
         poll = select.poll()
         poll.register(self._connection, select.POLLIN)
         poll.register(self._wake, select.POLLIN)
@@ -218,7 +219,7 @@ class ChannelTurns:
                 out = [self._out[lane].popleft() for _ in range(sends)]
                 into = [self._into[lane].popleft() for _ in range(receives)]
             except IndexError:
-                raise ChannelBroken("the peer gives a turn to payloads that were not posted") from None
+                raise ChannelBroken("the peer announces a turn for payloads that were not posted") from None
             self._moves = True
         try:
             self._mover.move(_tensors(out), _tensors(into))
