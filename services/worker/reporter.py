@@ -1,4 +1,4 @@
-"""The worker's client of the monitor: finds the active one, announces this instance, and reports its load."""
+"""The worker's client of the monitor: finds the active monitor, announces this instance, and reports its load."""
 
 import asyncio
 import contextlib
@@ -22,14 +22,14 @@ from ballastpb.cluster.v1 import cluster_pb2
 from ballastpb.monitor.v1 import monitor_pb2 as pb
 from ballastpb.monitor.v1 import monitor_pb2_grpc
 
-_LONGEST_INTERVAL_S = 1.0  # maximum, regardless of what the monitor requests
+_LONGEST_INTERVAL_S = 1.0  # maximum reporting interval, regardless of what the monitor requests
 _ANSWER_TIMEOUT_S = 3.0
 _GOODBYE_TIMEOUT_S = 1.0
 _FIRST_BACK_OFF_S = 0.1
 _LONGEST_BACK_OFF_S = 1.0
 _MOST_MONITORS = 16
 
-# Any stream of this shape; grpc's own type is generic over the messages.
+# grpc's type of the Report stream, which is generic over the messages.
 _Call = grpc.aio.StreamStreamCall[pb.ReportRequest, pb.ReportResponse]
 
 
@@ -43,8 +43,8 @@ class MonitorReporter:
     Monitors report the addresses of all monitors, so the active one is found even without the state server.
 
     Args:
-        load: Called before each report, on the event loop; must be quick.
-        place: Returns the instance's place in the layout; None: it has had no transition.
+        load: Called before each report, on the event loop, so it must be fast.
+        place: Returns the instance's place in the layout; None: no transition yet.
         pace: Returns the instance's learned batch costs; None: not known yet.
         monitor_address: host:port; None: the holder of the lease in the state server.
     """
@@ -70,16 +70,16 @@ class MonitorReporter:
         self._interval_s = interval_s
         self._told: LoadReport | None = None  # last report on the open stream
         self._leaving = asyncio.Event()
-        self._due = asyncio.Event()  # set to report at once: when leaving, or when demand has jumped
+        self._due = asyncio.Event()  # set to report at once, when leaving or after a jump in demand
         self.connected = False  # True: the last report was answered
 
     def leave(self) -> None:
-        """Announce the departure with the next report; `run` returns then."""
+        """Announce the departure in the next report, after which `run` returns."""
         self._leaving.set()
         self._due.set()
 
     def on_requests_arrived(self, load: LoadReport) -> None:
-        """Report at once: a burst fills the memory within a few regular reports."""
+        """Report at once, because a burst fills the memory within a few regular reports."""
         if self._told is not None and load.has_jumped(self._told):
             self._due.set()
 
@@ -110,7 +110,7 @@ class MonitorReporter:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     def _target(self, attempts: int) -> str | None:
-        """The active monitor according to the state server; if that fails, the next known one."""
+        """Return the active monitor according to the state server, or the next known one if that fails."""
         found = self._monitor.current
         targets = ([] if found is None else [found]) + [address for address in self._others if address != found]
         return targets[attempts % len(targets)] if targets else None
@@ -118,12 +118,12 @@ class MonitorReporter:
     def _log_refusal(self, error: BallastError, target: str, last_why: str) -> None:
         log = get_logger().bind(monitor=target)
         if isinstance(error, StaleEpoch):
-            log.error("a newer process has the name of this worker", newest=error.want, own=error.have)
+            log.error("a newer process uses the name of this worker", newest=error.want, own=error.have)
         elif str(error) != last_why and not isinstance(error, NotActive):
             log.warning("monitor not reached, trying again", why=str(error))
 
     async def _report_to(self, target: str) -> None:
-        """Report until this instance leaves or another monitor is active; raises BallastError when the stream fails."""
+        """Report until this instance leaves or another monitor is active. Raises BallastError if the stream fails."""
         with asking(target):
             await self._report_over(target)
 
@@ -178,7 +178,7 @@ class MonitorReporter:
                 await call.done_writing()
                 await call.code()
         except TimeoutError:
-            get_logger().warning("the monitor did not answer the goodbye")
+            get_logger().warning("the monitor did not confirm the departure")
 
     async def _pause(self, delay_s: float) -> None:
         with contextlib.suppress(TimeoutError):

@@ -1,4 +1,4 @@
-"""WorkerService: converts protobuf. One Attach stream for each dispatcher (protos/ballastpb/worker/v1)."""
+"""WorkerService (protos/ballastpb/worker/v1): converts protobuf. Each dispatcher has one Attach stream."""
 
 import asyncio
 import math
@@ -32,7 +32,7 @@ from services.worker.shell import Detokenizing, WorkerShell
 from services.worker.spans import RequestSpans
 
 _HELLO_TIMEOUT_S = 10.0
-_COMPILE_TIMEOUT_S = 15.0  # for a grammar and those queued before it; dispatchers have checked that it alone takes less
+_COMPILE_TIMEOUT_S = 15.0  # for a grammar and those queued before it; dispatchers have checked that it takes less alone
 _ENDING = Mapper(Ending, pb.Ending)
 
 # Any: grpc.aio has no better type for the context's messages.
@@ -40,7 +40,7 @@ Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class TransitionPort(Protocol):
-    """Executes the planner's calls; raises errors of `ballast.common.errors`."""
+    """Executes the planner's calls. Raises errors of `ballast.common.errors`."""
 
     def prepare(self, request: pb.PrepareRequest) -> None: ...
 
@@ -61,7 +61,9 @@ class TransitionPort(Protocol):
     def park(self, incarnation: int, *, park: bool) -> None: ...
 
     def name_partners(self, request: pb.NamePartnersRequest) -> int:
-        """Pass the partners, peers to keep links to, to the member. Returns the highest epoch known to this worker."""
+        """Pass partners, the peers to which links are kept open, to the member. Returns the highest epoch known to this
+        worker.
+        """
         ...
 
 
@@ -88,7 +90,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         compile_grammar: Callable[[Grammar], Future[Any]] | None = None,
         spans: RequestSpans | None = None,
     ) -> None:
-        """`compile_grammar` starts to compile a request's grammar, before the engine gets the request."""
+        """`compile_grammar`: starts to compile a request's grammar, before the engine gets the request."""
         self._spans = spans or RequestSpans(None, identity.worker_id)
         self._transitions = transitions
         self._clock = clock
@@ -101,7 +103,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         self._compile_grammar = compile_grammar
         self._fence = Fence()
 
-    # Writes to the context instead of yielding, which the generated base class does not provide for.
+    # Writes to the context instead of yielding, for which the generated base class has no type.
     async def Attach(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[pb.AttachRequest], context: Context
     ) -> None:
@@ -231,8 +233,8 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
         )
 
     async def _read(self, stream: OutputStream, requests: AsyncIterator[pb.AttachRequest]) -> None:
-        """Pass messages on until the dispatcher closes its side; an invalid message closes the stream. Requests whose
-        grammar is being compiled are overtaken by later ones, and by their own aborts.
+        """Pass messages on until the dispatcher closes its side; an invalid message closes the stream. Later requests,
+        and its own abort, overtake a request whose grammar is being compiled.
         """
         compiling: dict[int, asyncio.Task[None]] = {}  # handle -> compilation of the request's grammar
         try:
@@ -263,7 +265,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             try:
                 async with asyncio.timeout(_COMPILE_TIMEOUT_S):
                     await asyncio.wrap_future(compiled)
-                del compiling[submit.handle]  # aborts go to the engine from here on
+                del compiling[submit.handle]  # from here on aborts are passed to the engine
                 await self._shell.post(event)
             except InvalidRequest as error:
                 invalid(str(error))
@@ -300,7 +302,7 @@ class WorkerServicer(worker_pb2_grpc.WorkerServiceServicer):
             raise InvalidRequest("deadline_s", "must be a number of seconds, got NaN")
         output_text = ""
         if output and not (submit.omit_text and not sampling.stop):
-            # The core validates tokens; the tokenizer already fails on this.
+            # The core validates tokens, but the tokenizer would fail on these before.
             if min(*prompt, *output) < 0:
                 raise InvalidRequest("token_ids", "must not be negative")
             detokenizer = self._detokenizer(NewSequence(0, prompt, (), sampling))

@@ -1,8 +1,8 @@
 """Drives core and engine in a thread, and connects them with asyncio.
 
-The engine thread is the only one that touches core, engine and device memory. Events arrive through a bounded inbox,
-handled at step boundaries; the core's output goes to the event loop once per step. The event loop never runs a step,
-and the engine thread never touches a socket.
+Only the engine thread accesses core, engine and device memory. Events arrive through a bounded inbox and are handled at
+step boundaries. The core's output is passed to the event loop once per step. The event loop never runs a step, and the
+engine thread never touches a socket.
 """
 
 import asyncio
@@ -35,10 +35,10 @@ _FAILED_STEPS = 3  # consecutive failures after which the engine counts as broke
 
 
 class StepEngine(Protocol):
-    """Executes batches. Called from the engine thread only, once that runs."""
+    """Executes batches. Once the engine thread runs, only it calls this."""
 
     def compute_here(self) -> None:
-        """Bind the engine to the calling thread, before it executes anything."""
+        """Bind the engine to the calling thread, before it executes batches."""
         ...
 
     def step(self, batch: Batch, block_tables: Sequence[Sequence[int]]) -> StepResult: ...
@@ -136,9 +136,9 @@ class EngineTurns(Turns):
             self.texts.pop(sequence_id, None)
 
     def _count_failed(self, batch: Batch, why: str) -> None:
-        """Count a failed step, whose requests end with an error. Dispatchers replay each of them at most `replay_limit`
-        times, so a request that causes the failure fails no more steps than that. After consecutive failures the worker
-        ends, because it is then likely the cause itself.
+        """Count a failed step, whose requests end with an error. Dispatchers replay each request at most `replay_limit`
+        times, so a request that causes failures does not fail more steps than that. After several consecutive failures
+        the worker ends, because it is then probably the cause.
         """
         get_logger().error("engine step failed", step_id=batch.step_id, sequences=len(batch.slices), why=why)
         self._failed_steps += 1
@@ -151,11 +151,11 @@ class _Turn:
     """The engine thread's message to the event loop after a turn."""
 
     slots: int  # freed slots of the inbox
-    seen_handles: dict[int, int]  # stream id -> highest handle counted by the report, if it has grown
+    seen_handles: dict[int, int]  # stream id -> highest handle counted by the report, for streams where it has grown
     emits: list[w.Emit]
     report: LoadReport
     drained: bool
-    lost: bool  # the group is lost: all streams end
+    lost: bool  # True: the group is lost, so all streams end
 
 
 class WorkerShell:
@@ -175,7 +175,7 @@ class WorkerShell:
         self._member: TurnMember | None = None
         self._requests_came: Callable[[LoadReport], None] | None = None
         self._inbox: queue.SimpleQueue[w.Event | MemberEvent | None] = queue.SimpleQueue()
-        self._preempting = threading.Event()  # the inbox has online work
+        self._preempting = threading.Event()  # set while the inbox has online work
         self._slots = asyncio.Semaphore(INBOX_EVENTS)
         self._streams: dict[int, OutputStream] = {}  # stream id -> its outputs
         self._next_stream_id = 1
@@ -185,7 +185,7 @@ class WorkerShell:
         self._stopping = False
         self._stop_asked = asyncio.Event()
         self._draining = False
-        self._idle_since_s = math.inf  # since when the worker is drained and its pipeline idle
+        self._idle_since_s = math.inf  # time since which the worker is drained and its pipeline idle
         self._loop: asyncio.AbstractEventLoop | None = None
         self.drained = asyncio.Event()
 
@@ -196,7 +196,7 @@ class WorkerShell:
     # ------------------------------------------------------------ event loop side
 
     async def run(self) -> None:
-        """Run the engine thread until `stop`; raises its error."""
+        """Run the engine thread until `stop`. Raises its error."""
         self._loop = asyncio.get_running_loop()
         ended: asyncio.Future[None] = self._loop.create_future()
         thread = threading.Thread(target=self._thread, args=(ended,), name="engine", daemon=True)
@@ -213,7 +213,7 @@ class WorkerShell:
                 await asyncio.wait((ended,), timeout=_LAST_STEP_S)
             if ended.done():
                 thread.join()
-                ended.result()  # an engine error is the cause of others
+                ended.result()  # an engine error is the cause of other errors
         if not ended.done():
             raise InvariantViolation(f"the engine's last step has not ended within {_LAST_STEP_S:g} s")
 
@@ -230,17 +230,19 @@ class WorkerShell:
             self._inbox.put(w.DrainRequested(time.monotonic()))
 
     def join_group(self, member: TurnMember) -> None:
-        """Set the group member. To be called before `run`."""
+        """Set the group member. Must be called before `run`."""
         self._member = member
         self._turns.join_group(member)
 
     def on_requests(self, came: Callable[[LoadReport], None]) -> None:
-        """To be called before `run`. `came` is called on the event loop, with the load, after new requests."""
+        """Register a callback. Must be called before `run`. `came` is called on the event loop, with the load, after
+        new requests have arrived.
+        """
         self._requests_came = came
 
     def post_member(self, event: MemberEvent) -> None:
-        """Queue an event for the group member. Any thread. Not bounded here: links and the planner limit what they
-        post.
+        """Queue an event for the group member. Thread-safe. The queue has no bound, because links and the planner limit
+        their events.
         """
         self._inbox.put(event)
         if event.preempts:
@@ -257,28 +259,28 @@ class WorkerShell:
 
     @property
     def preempts(self) -> Callable[[], bool]:
-        """A function that returns True if online work has arrived since the engine thread last took events."""
+        """Return a function that returns True if online work has arrived since the engine thread last took events."""
         return self._preempting.is_set
 
     async def open_stream(self) -> OutputStream:
         stream = OutputStream(self._next_stream_id)
         self._next_stream_id += 1
         await self.post(w.StreamOpened(time.monotonic(), stream.stream_id))
-        self._streams[stream.stream_id] = stream  # not before: the caller may be cancelled while the inbox is full
+        self._streams[stream.stream_id] = stream  # last: the caller may be cancelled while the inbox is full
         return stream
 
     def close_stream(self, stream: OutputStream) -> None:
-        """Close the stream of a dispatcher that has disconnected. Needs no slot, since there is one such event per
-        stream.
+        """Close the stream of a dispatcher that has disconnected. The event needs no slot, because there is only one
+        per stream.
         """
         if self._streams.pop(stream.stream_id, None) is not None:
             self._inbox.put(w.StreamClosed(time.monotonic(), stream.stream_id))
 
     def load(self) -> LoadReport:
-        """Load report after the last step, with the time since the engine thread's last sign of life."""
+        """Load report after the last step, with the time since the engine thread last made progress."""
         now_s, since_s = time.monotonic(), self._busy_since_s
         age_s = 0.0 if since_s is None else now_s - since_s
-        # Even an idle engine thread takes a turn every second; if it does not, it hangs outside of a step.
+        # Even an idle engine thread begins a turn every second. If it does not, it hangs outside a step.
         hangs_s = now_s - self._turned_at_s
         return replace(self._report, step_age_s=max(age_s, hangs_s) if hangs_s > 2 * _IDLE_WAIT_S else age_s)
 
@@ -304,7 +306,7 @@ class WorkerShell:
                 self.close_stream(stream)
         if turn.lost:
             for stream in list(self._streams.values()):
-                stream.close(Unavailable("group", "a member of it is gone"))
+                stream.close(Unavailable("group", "a member of its group is lost"))
                 self.close_stream(stream)
         if turn.drained:
             self.drained.set()
@@ -326,13 +328,13 @@ class WorkerShell:
             self._loop.call_soon_threadsafe(_finish, ended, failure)
 
     def _close_all(self, failure: BaseException | None) -> BaseException | None:
-        """Close member and engine. Returns the failure to report, which must reach the event loop: otherwise this
-        worker would seem alive.
+        """Close member and engine. Returns the failure to report, which must reach the event loop, because otherwise
+        this worker would seem alive.
         """
         try:
             if self._member is not None:
                 self._member.close()
-            self._engine.close()  # not if links may be left that write into its memory
+            self._engine.close()  # not reached if links that write into its memory may remain
         except Exception as error:  # noqa: BLE001 - as above
             if failure is None:
                 return error
@@ -404,7 +406,7 @@ class WorkerShell:
 
 
 def _name_thread(name: str) -> None:
-    """Name this thread for `top -H`, debuggers and `ballast chaos`; Python before 3.14 does not do that."""
+    """Name this thread for `top -H`, debuggers and `ballast chaos`, which Python before 3.14 does not do."""
     with contextlib.suppress(OSError):  # not Linux
         Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
 

@@ -1,7 +1,7 @@
-"""Spans of a worker in requests' traces, recorded by the servicer at submission and output.
+"""A worker's spans in the traces of requests, recorded by the servicer at submission and output.
 
-Two for each stay of a request on this worker: until its first token here (prefill, or resume with KV), and from there
-to its end (decode). Unrecorded traces cost nothing.
+Each stay of a request on this worker has two spans: until its first token here (prefill, or resume with KV), and from
+there to its end (decode). Traces that are not recorded cost nothing.
 """
 
 from dataclasses import dataclass
@@ -22,7 +22,8 @@ class _WorkerStay:
 
 
 class RequestSpans:
-    """Records the spans of requests here. Lives on the event loop; times are the servicer's `time.monotonic()`.
+    """Records the spans of requests on this worker. Used on the event loop only; times are the servicer's
+    `time.monotonic()`.
 
     Args:
         exporter: Receives spans; None: disabled.
@@ -35,7 +36,7 @@ class RequestSpans:
         self._open: dict[int, dict[int, _WorkerStay]] = {}  # stream -> handle -> stay; at most one per request here
 
     def submitted(self, event: Submitted, traceparent: str) -> None:
-        """Note a submitted request. `traceparent`: of the request's span at its dispatcher."""
+        """Record a submitted request. `traceparent`: of the request's span in its dispatcher."""
         if self._exporter is None or not traceparent:
             return
         context = Context.read(traceparent)
@@ -43,7 +44,7 @@ class RequestSpans:
             self._open.setdefault(event.key.stream_id, {})[event.key.handle] = _WorkerStay(context, event)
 
     def told(self, emit: Emit, at_s: float) -> None:
-        """Note tokens and endings that are sent to their dispatcher."""
+        """Record tokens and endings that are sent to their dispatcher."""
         stays = self._open.get(emit.stream_id)
         if not stays:
             return

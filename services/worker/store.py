@@ -48,7 +48,7 @@ async def claimed_device(
     there = await asyncio.to_thread(gpus)
     gpu = await _first_free(there, leases, worker_id)
     if gpu is None:
-        why = f"{len(there)} GPUs are here, other workers have them all" if there else "torch sees no GPU here"
+        why = f"other workers have claimed all {len(there)} GPUs" if there else "torch sees no GPU here"
         raise ConfigError("worker.device", why)
     get_logger().info("GPU claimed", device=gpu.device, uuid=gpu.uuid)
     renewing = asyncio.create_task(_renew(gpu, leases, worker_id), name="GPU lease")
@@ -57,7 +57,7 @@ async def claimed_device(
     finally:
         renewing.cancel()
         await asyncio.wait([renewing])
-        with contextlib.suppress(Unavailable):  # the lease expires by itself
+        with contextlib.suppress(Unavailable):  # the lease expires anyway
             await leases.release_lease(_lease(gpu), worker_id)
 
 
@@ -68,7 +68,7 @@ async def claimed_devices(
     """Provide a device for each rank, from the configured one on, or for `cuda:auto` as many free GPUs.
 
     Raises:
-        ConfigError, Unavailable: as `claimed_device`.
+        ConfigError, Unavailable: see `claimed_device`.
     """
     if wanted != ANY_GPU:
         kind, _, first = wanted.partition(":")
@@ -79,7 +79,7 @@ async def claimed_devices(
         return
     claimed: list[str] = []
     async with contextlib.AsyncExitStack() as claims:
-        for _ in range(count):  # this worker's own leases would be granted again, so their GPUs are excluded
+        for _ in range(count):  # the state server grants a worker its own leases again, so their GPUs are excluded
 
             def others() -> Sequence[StoredGpu]:
                 return [gpu for gpu in gpus() if gpu.device not in claimed]
@@ -110,7 +110,7 @@ async def _renew(gpu: StoredGpu, leases: Leases, worker_id: WorkerId) -> None:
         await asyncio.sleep(_RENEW_S)
         with contextlib.suppress(Unavailable):
             if await leases.acquire_lease(_lease(gpu), worker_id, _TTL_S, "") is None:
-                get_logger().error("another worker has claimed this one's GPU", device=gpu.device, uuid=gpu.uuid)
+                get_logger().error("another worker has claimed this worker's GPU", device=gpu.device, uuid=gpu.uuid)
 
 
 def _lease(gpu: StoredGpu) -> str:

@@ -2,8 +2,8 @@
 
 A tokenizer's decoder depends on neighbours (byte sequences, word boundaries), so a window of recent tokens is decoded
 and only final new text is emitted. An incomplete UTF-8 sequence at the end appears as U+FFFD (one, or one per byte,
-depending on the decoder), which is held back until the following tokens complete it or prove it invalid. It is dropped
-at the end of generation.
+depending on the decoder). It is held back until the following tokens complete it or prove it invalid, and dropped at
+the end of generation.
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _INCOMPLETE_CHARS = 3  # maximum bytes of an incomplete UTF-8 character, each of
 
 
 class Detokenizer:
-    """The text of one sequence. The prompt's tokens are context only."""
+    """Detokenises one sequence. The prompt's tokens only provide context."""
 
     __slots__ = ("_given_chars", "_skip_special", "_tokenizer", "_window")
 
@@ -27,7 +27,8 @@ class Detokenizer:
         self._tokenizer = tokenizer
         self._skip_special = skip_special_tokens
         self._window = list(prompt_token_ids[-_CONTEXT_TOKENS:])
-        # Leading characters of the window's text that are not to be emitted: the prompt's, and those already emitted.
+        # Number of leading characters of the window's text that must not be emitted, because they belong to the prompt
+        # or have already been emitted.
         self._given_chars = len(self._stable_text())
 
     def push(self, token_id: int) -> str:
@@ -50,7 +51,7 @@ class Detokenizer:
 
 
 def primed_detokenizer(tokenizer: Tokenizer, new: NewSequence) -> Detokenizer:
-    """A detokenizer positioned after the output of earlier attempts."""
+    """Return a detokenizer positioned after the output of earlier attempts."""
     skip = new.sampling.skip_special_tokens
     detokenizer = Detokenizer(tokenizer, new.prompt_token_ids, skip_special_tokens=skip)
     for token_id in new.output_token_ids:

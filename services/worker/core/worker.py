@@ -248,9 +248,7 @@ class WorkerCore:
             return
         in_flight = group_scheduler.batches_in_flight
         if group_scheduler.sequences or in_flight or in_flight.needs_release_batch:
-            raise InvariantViolation(
-                f"a group is closed with {len(group_scheduler.sequences)} sequences"
-            )
+            raise InvariantViolation(f"a group is closed with {len(group_scheduler.sequences)} sequences")
         self._closed = self._closed.plus(group_scheduler.scheduler)
         self._stale_groups_total += group_scheduler.stale_total
         del self._group_schedulers[0]
@@ -584,9 +582,7 @@ class WorkerCore:
                     continue
                 placed_count += 1
                 if request_table.group_schedulers.get(sequence.sequence_id) is not group_scheduler:
-                    raise InvariantViolation(
-                        f"{sequence.name} is in a wrong group_scheduler", sequence.story()
-                    )
+                    raise InvariantViolation(f"{sequence.name} is in a wrong group_scheduler", sequence.story())
         if len(request_table.group_schedulers) != placed_count:
             raise InvariantViolation(
                 f"{len(request_table.group_schedulers)} sequences have a group_scheduler, but {placed_count} are in one"

@@ -455,7 +455,7 @@ class GroupMember:
         if not self._memory.can_park:
             return "it has several ranks"
         if self._role.stages or self._rescue is not None or driver.under_way or driver.undoing or driver.leaving:
-            return "it is in a group, or in a transition"
+            return "it is in a group or a transition"
         if not core.is_empty or core.in_flight_count or self._context.book.sequence_ids:
             return "it has requests"
-        return "" if self._migrations.at_rest and self._migrations.idle and not self._hub.receives else "KV is being transferred"
+        return "" if self._migrations.at_rest and self._migrations.idle and not self._hub.receives else "it moves KV"

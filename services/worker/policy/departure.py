@@ -1,10 +1,11 @@
-"""Chooses the running sequence to migrate to another worker next."""
+"""Chooses the next running sequence to migrate to another worker."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-# Maximum blocks of a sequence that relieves a nearly full instance, as a multiple of those that would make both equally
-# full: a single long sequence may have more, and moving it still leaves the fuller one with less than before.
+# Maximum blocks of a sequence that relieves a nearly full instance, relative to the number that would make both
+# instances equally full. A single long sequence may have more, and moving it still makes the fuller instance less full
+# than before.
 _OVERSHOOT = 1.5
 
 
@@ -21,9 +22,9 @@ class Decoding:
 def choose_departure(
     candidates: Sequence[Decoding], block_budget: int, leaving: Collection[int] = (), *, longest: bool = False
 ) -> Decoding | None:
-    """The shortest sequence of the lowest class, whose migration is the fastest, as in Llumnix (OSDI '24); with
-    `longest` the longest one, which frees most memory. Sequences above the budget (`longest`: `_OVERSHOOT` times the
-    budget), or already migrating, are left out.
+    """Return the shortest sequence of the lowest class, whose migration is the fastest, like Llumnix (OSDI '24), or
+    with `longest` the longest one, which frees most memory. Sequences above the budget (with `longest` above
+    `_OVERSHOOT` times the budget) and those already migrating are left out.
     """
     sign, most = (-1, _OVERSHOOT * block_budget) if longest else (1, block_budget)
     fitting = [c for c in candidates if c.block_count <= most and c.sequence_id not in leaving]

@@ -1,8 +1,8 @@
-"""Offline work in batches (ConServe): it fills the part of a step that online work leaves unused, within a bound.
+"""Offline work in batches, after ConServe: within a bound, it fills the part of a step that online work leaves unused.
 
-An instance's idle capacity lies inside its steps: a step takes as long as reading the parameters, and could compute
-more tokens meanwhile. Offline prompts are split into small chunks: they fill many steps, and a step without online work
-is short, so online requests that arrive do not wait long.
+The idle capacity of an instance is inside its steps: a step takes at least the time of reading the parameters, in which
+it could compute more tokens. Offline prompts are split into small chunks. They fill many steps, and a step without
+online work is short, so arriving online requests do not wait long.
 """
 
 import math
@@ -15,10 +15,10 @@ from ballast.common.sampling import PriorityClass
 from ballast.common.targets import NO_TARGETS, Targets
 
 MIN_CHUNK_TOKENS = 16  # minimum tokens of an offline prompt in a batch
-_BATCHES_AHEAD = 2  # batches of prompts in progress; more would fill the cache with sequences that have no token yet
-_MOST_OF_THE_BEST = 0.95  # fraction of the best tokens/s of any batch that counts as efficient
+_BATCHES_AHEAD = 2  # batches' worth of prompts; more would fill the cache with sequences that have no token yet
+_MOST_OF_THE_BEST = 0.95  # a batch counts as efficient from this fraction of the best tokens/s on
 _LEAST_EFFICIENT_TOKENS = 32
-_WORTH_CUTTING = 0.25  # only batches longer than this fraction of a TTFT target get safepoints, 1/16 of it apart
+_WORTH_CUTTING = 0.25  # only batches longer than this fraction of a TTFT target have safepoints, 1/16 of it apart
 
 
 class OfflineView(NamedTuple):
@@ -26,12 +26,12 @@ class OfflineView(NamedTuple):
 
     prefix_tokens: int  # tokens with KV
     left_tokens: int  # 1: it decodes
-    step_id: int  # last batch that it was in
+    step_id: int  # step of the last batch that it was in
 
 
 @dataclass(frozen=True, slots=True)
 class Harvest:
-    """A worker's bounds of offline work. `cost`: returns the current cost model of all layers; while it is None, no
+    """A worker's bounds on offline work. `cost`: returns the current cost model of all layers; while that is None, no
     offline work is added to online work.
     """
 
@@ -62,7 +62,7 @@ class PriceList:
 
     @classmethod
     def free(cls) -> "PriceList":
-        """A price list on which everything is free."""
+        """Return a price list with a cost of 0 for any chunk."""
         return cls(CostModel(0.0, 0.0, 0.0, 0.0))
 
     @property
@@ -75,7 +75,7 @@ class PriceList:
         self._count += 1
 
     def with_chunk_s(self, prefix_tokens: int, token_count: int) -> float:
-        """Predicted duration with one chunk more."""
+        """Return the predicted duration with one more chunk."""
         return self._sum(self.cost.own_s(prefix_tokens, token_count), token_count, 1)
 
     def _sum(self, own_s: float, token_count: int, count: int) -> float:
@@ -86,7 +86,9 @@ class PriceList:
         return self._own_s + own_s - (count - 1) * self.cost.shared_s + together_s
 
     def tokens_within(self, prefix_tokens: int, limit_s: float, most: int) -> int:
-        """The longest chunk, of at most `most` tokens, that keeps the duration within the limit; 0: none."""
+        """Return the length of the longest chunk, at most `most` tokens, that keeps the duration within the limit; 0:
+        no chunk does.
+        """
         if most < 1 or self.with_chunk_s(prefix_tokens, 1) > limit_s:
             return 0
         if self.with_chunk_s(prefix_tokens, most) <= limit_s:
@@ -102,8 +104,8 @@ class PriceList:
 
 
 def efficient_tokens(cost: CostModel | None, most: int) -> int:
-    """The fewest prompt tokens of a batch that reaches `_MOST_OF_THE_BEST` of the best tokens/s among batches of at
-    most `most`.
+    """Return the smallest number of prompt tokens with which a batch reaches `_MOST_OF_THE_BEST` of the best tokens/s
+    among batches of at most `most` tokens.
     """
     if cost is None:
         return most
@@ -133,17 +135,17 @@ def allowance_s(
     place_count: int,
     most: int,
 ) -> float:
-    """Maximum duration of a batch (seconds) that takes `base_s` without offline work.
+    """Return the maximum duration (seconds) of a batch that takes `base_s` without offline work.
 
     Args:
         harvest: The bounds.
-        base_s: That duration, on the stage whose costs are known, or on all stages.
+        base_s: Duration without offline work, on the stage whose costs are known, or on all stages.
         stage_count: Stages of the group.
         batch_count: Batches in flight.
-        online: All running online sequences; the strictest target counts. Without a target a sequence is slowed down by
-            a fraction, and not at all while its prompt is computed.
-        place_count: Online sequences that may run, a number limited by their targets: answers may take longer only as
-            far as this number still suffices.
+        online: All running online sequences; the strictest target counts. A sequence without a target may be slowed
+            down by a fraction, but not while its prompt is computed.
+        place_count: Number of online sequences that may run, which is limited by their targets. Answers may take longer
+            only while this number suffices.
         most: Maximum tokens of a batch.
     """
     if any(view.left_tokens > 1 and math.isinf(view.first_token_in_s) for view in online):
@@ -155,14 +157,14 @@ def allowance_s(
     if (strictest_s := min(targets, default=math.inf)) < math.inf:
         limit_s = min(limit_s, strictest_s * stage_count / max(1, batch_count), base_s * place_count / len(online))
     for view in online:
-        if view.first_token_in_s < math.inf:  # the time until it is due, divided among its remaining batches
+        if view.first_token_in_s < math.inf:  # the time until it is due, divided by the number of batches
             limit_s = min(limit_s, view.first_token_in_s / -(-view.left_tokens // most))
     return max(base_s, limit_s)
 
 
 def safepoint_layers(harvest: Harvest, batch_s: float) -> int:
-    """Layers between two safepoints of a batch of offline work; 0: none. Only batches longer than a quarter of the TTFT
-    target get them: shorter ones are over soon.
+    """Return the layers between two safepoints of a batch of offline work; 0: no safepoints. Only batches longer than a
+    quarter of the TTFT target have safepoints, because shorter ones end soon.
 
     Args:
         harvest: The bounds.
@@ -177,8 +179,8 @@ def safepoint_layers(harvest: Harvest, batch_s: float) -> int:
 def fill(
     prices: PriceList, offline: Sequence[OfflineView], limit_s: float, most: int, prompt_tokens: int
 ) -> list[tuple[int, int]]:
-    """(index, tokens) of the sequences added to a batch: decodes first, by time since their last token, then prompts in
-    order.
+    """Return (index, tokens) of the sequences to add to a batch: decodes first, ordered by the time since their last
+    token, then prompts in order.
 
     Args:
         prices: The batch so far.
@@ -207,8 +209,8 @@ def fill(
 
 
 def wanted_tokens(efficient_tokens: int, left_tokens: Iterable[int]) -> int:
-    """Prompt tokens of further offline sequences to admit. `left_tokens`: uncomputed tokens of each running one; 1 if
-    it decodes.
+    """Return the number of prompt tokens of further offline sequences to admit. `left_tokens`: uncomputed tokens of
+    each running sequence; 1 if it decodes.
     """
     return max(0, _BATCHES_AHEAD * efficient_tokens - sum([left for left in left_tokens if left > 1]))
 

@@ -1,4 +1,4 @@
-"""Least squares with coefficients that are at least 0: the active set of Lawson and Hanson (1974, chapter 23)."""
+"""Least squares with non-negative coefficients: the active set method of Lawson and Hanson (1974, chapter 23)."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,9 +9,9 @@ _ROUNDS_PER_COLUMN = 10
 
 
 def non_negative_least_squares(rows: Floats, targets: Floats) -> Floats:
-    """The x >= 0 with the smallest |rows @ x - targets|. Zero columns get 0.
+    """Return the x >= 0 with the smallest |rows @ x - targets|. Zero columns get 0.
 
-    The number of rounds is limited; if the limit is reached, which only rounding can cause, the best x so far is
+    The number of rounds is limited. If the limit is reached, which only rounding can cause, the best x so far is
     returned.
     """
     scales = np.sqrt(np.square(rows).sum(axis=0))
@@ -19,7 +19,7 @@ def non_negative_least_squares(rows: Floats, targets: Floats) -> Floats:
     solution = np.zeros(rows.shape[1])
     if len(used):
         scaled = rows[:, used] / scales[used]
-        # Normal equations: few columns of norm 1, possibly many rows.
+        # Normal equations, because there are few columns of norm 1 and possibly many rows.
         solution[used] = _solve(scaled.T @ scaled, scaled.T @ targets) / scales[used]
     return solution
 
@@ -40,7 +40,9 @@ def _solve(gram: Floats, moments: Floats) -> Floats:
 
 
 def _descend(gram: Floats, moments: Floats, solution: Floats, passive: NDArray[np.bool_]) -> Floats:
-    """The optimum over the passive columns, after removing those that would become negative; updates `passive`."""
+    """Return the optimum over the passive columns, after removing columns that would become negative. Updates
+    `passive`.
+    """
     while passive.any():
         wanted = np.zeros_like(solution)
         wanted[passive] = np.linalg.lstsq(gram[np.ix_(passive, passive)], moments[passive], rcond=None)[0]
@@ -51,7 +53,7 @@ def _descend(gram: Floats, moments: Floats, solution: Floats, passive: NDArray[n
         step = float(steps.min())
         solution = np.maximum(solution + step * (wanted - solution), 0.0)
         leaving = blocking & (solution <= _TOLERANCE)
-        leaving[np.flatnonzero(blocking)[int(np.argmin(steps))]] = True  # despite rounding
+        leaving[np.flatnonzero(blocking)[int(np.argmin(steps))]] = True  # ensures progress despite rounding
         passive &= ~leaving
         solution[~passive] = 0.0
     return np.zeros_like(solution)

@@ -2,19 +2,21 @@
 
 from collections.abc import Sequence
 
-LEAVES_WITHIN_S = 10.0  # time after the commit; sequences still running then move to a member with their KV
+LEAVES_WITHIN_S = 10.0  # time after the commit at which sequences that still run move to a member with their KV
 # If there is no room for their KV, sequences are recomputed once no request has ended for this multiple of
-# LEAVES_WITHIN_S. It is large, unless requests wait for memory at the member that led the group.
+# LEAVES_WITHIN_S. It is large, unless requests wait for memory on the member that led the group.
 _PATIENCE, _PATIENCE_IF_SHORT = 60, 12
-ROOM_SHARE = 0.75  # fraction of a member's memory: the rest is for its own new sequences
-STEPS = 8  # number of steps in which the group releases its blocks; in each step every stage moves some
-# Blocks reserved for the growth of each running sequence, because one without free blocks is recomputed. Long sequences
-# tend to continue for long, so a fraction of the length is reserved if that is more.
+ROOM_SHARE = 0.75  # fraction of a member's memory for them; the rest is for its own new sequences
+STEPS = 8  # number of steps in which the group releases its blocks; each step moves some blocks on every stage
+# Tokens reserved for the growth of each running sequence, because a sequence that finds no free block is recomputed.
+# Long sequences tend to continue for long, so a fraction of the length is reserved if that is more.
 _AHEAD_TOKENS, AHEAD_SHARE = 256, 0.5
 
 
 def tightened(limit_blocks: int, first_blocks: int, reserved_blocks: int, running_count: int, block_tokens: int) -> int:
-    """The blocks that the group keeps, given its `first_blocks` at the commit and its current `limit_blocks`."""
+    """Return the number of blocks that the group keeps, given its `first_blocks` at the commit and its current
+    `limit_blocks`.
+    """
     step_blocks = max(1, first_blocks // STEPS)
     ahead_blocks = max(-(-_AHEAD_TOKENS // block_tokens) * running_count, int(AHEAD_SHARE * reserved_blocks))
     needed_blocks = reserved_blocks + ahead_blocks
@@ -24,16 +26,16 @@ def tightened(limit_blocks: int, first_blocks: int, reserved_blocks: int, runnin
 def over_at_s(
     began_s: float, left_s: float, reserved_blocks: int, stages: Sequence[tuple[float, int]], *, is_short: bool
 ) -> float:
-    """Time at which running sequences are handed over to the members. A stage then holds its layers of the KV of all of
-    them and, for those it receives, all layers; until there is room for both, the group continues as long as requests
-    keep ending.
+    """Return the time at which running sequences are handed over to the members. Each stage then holds the KV of all of
+    them in its layers, and the KV of those that it receives in all layers. Until there is room for both, the group
+    continues as long as requests end.
 
     Args:
         began_s: Time of the commit.
         left_s: Time at which the last request ended.
         reserved_blocks: Of the group, in the layers of any stage.
-        stages: For each: its fraction of the layers, and its member's blocks with all layers.
-        is_short: Whether requests outside of the group wait for memory.
+        stages: For each stage, its fraction of the layers, and its member's blocks with all layers.
+        is_short: Whether requests outside the group wait for memory.
     """
     all_blocks = sum(home_blocks for _, home_blocks in stages)
     fits = all(

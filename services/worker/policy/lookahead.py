@@ -1,11 +1,11 @@
 """Microbatches of equal cost, formed one at a time from the whole backlog (KunServe, EuroSys '26, section 4.3).
 
-The backlog changes with each completed microbatch, as requests arrive, end and are preempted. So the backlog is
-evaluated for each microbatch, and only the next one is formed, by filling it. For a constant backlog this comes as
-close to the optimum as the recursive halving of figure 11 (benchmarks/results: microbatching).
+The backlog changes with each completed microbatch, because requests arrive, end and are preempted. It is therefore
+evaluated for each microbatch, and only the next one is formed, by filling it. For a constant backlog this is as close
+to the optimum as the recursive halving of figure 11 (benchmarks/results: microbatching).
 
-Unlike with token counts, successive chunks of a prompt may be in flight at once: a stage executes batches in order, so
-the KV of a chunk is available when the next one runs, and a single prompt keeps all stages busy.
+Unlike with token counts, successive chunks of a prompt may be in flight at the same time. A stage executes batches in
+order, so the KV of a chunk is available when the next one runs, and a single prompt keeps all stages busy.
 """
 
 import math
@@ -15,27 +15,28 @@ from ballast.common.cost import CostModel
 from services.worker.policy.microbatching import MicrobatchCandidate, Microbatching, PipelineView, Share, by_token_count
 from services.worker.policy.splitting import SequenceWork, added_s, cut
 
-MIN_CHUNK_TOKENS = 16  # a smaller piece of a prompt costs more than the better balance saves
-# Rounds of the pipeline over which running prompts are spread while others wait for memory. If requests are admitted as
-# others end, 8 instead of 1 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four, and the mean
-# TTFT from 6.2 to 5.8 s (simulated; 4 is in between, 16 is no better).
+MIN_CHUNK_TOKENS = 16  # smaller chunks cost more than the better balance saves
+# Rounds of the pipeline over which running prompts are spread while others wait for memory. If requests are admitted
+# whenever others end, 8 instead of 1 reduces bubbles from 18 to 10 % on two stages and from 28 to 13 % on four, and the
+# mean TTFT from 6.2 to 5.8 s (simulated; 4 is in between, 16 is no better).
 _RESERVE = 8
 # Attention cost per token of a full microbatch, relative to the backlog's average. A smaller value makes microbatches
-# more equal in cost, and more of them: with 0.4 two stages had as few bubbles, and 2 % more to execute
+# more numerous and more equal in cost. With 0.4, two stages had as few bubbles, but executed 2 % longer
 # (benchmarks/results: pipeline bubbles).
 _ATTENTION = 0.8
-_AHEAD = 1  # microbatches in flight beyond one per stage: see `_Former._ahead_pays`
-_LEAST = 0.2  # maximum fixed cost, as a fraction of a microbatch, with which one more is formed
-_CRUMB = 0.1  # fraction by which a prompt's part may be exceeded to finish the prompt
-# Number of token counts between n and 2n for batches in which a prompt is split anyway: a CPU pads its matrix products
-# to these (`engine.kernels.padded_rows`), and a GPU to tiles. Rows in between are wasted, 2 % of them.
+_AHEAD = 1  # microbatches in flight beyond one per stage; see `_Former._ahead_pays`
+_LEAST = 0.2  # an additional microbatch is formed if the fixed cost is at most this fraction of it
+_CRUMB = 0.1  # fraction by which a chunk may exceed its share in order to finish the prompt
+# Number of token counts between n and 2n for batches in which a prompt is split anyway. A CPU pads its matrix products
+# to these counts (`engine.kernels.padded_rows`), and a GPU to tiles. With other counts, 2 % of the rows are wasted
+# padding.
 _COUNTS_PER_OCTAVE = 16
 _OVERHEAD = 0.1  # maximum fraction of the fixed cost in a microbatch without decodes
 
 
 def lookahead(model: Callable[[], CostModel | None]) -> Microbatching:
-    """Microbatching by equal cost. `model` is called for each microbatch, as the cost model is refitted while the
-    worker runs; while it returns None, microbatches are formed by token count.
+    """Microbatching by equal cost. `model` is called for each microbatch, because the cost model is refitted while the
+    worker runs. While it returns None, microbatches are formed by token count.
     """
 
     def form(view: PipelineView) -> Share:
@@ -56,8 +57,8 @@ class _Former:
         self._prefills: list[tuple[int, float]] = []  # (index, cost of the remaining tokens)
         self._decode_count = 0
         self._all_decodes_s = 0.0  # cost of all decodes of one round of the pipeline
-        self._left_s, self._left_tokens = 0.0, 0  # cost and number of prompt tokens not dispatched yet
-        self._prefill_s = 0.0  # cost of prompt tokens not dispatched yet or in flight
+        self._left_s, self._left_tokens = 0.0, 0  # cost and number of prompt tokens that are not dispatched yet
+        self._prefill_s = 0.0  # cost of prompt tokens that are not dispatched yet or in flight
         for index, candidate in enumerate(view.candidates):
             self._look_at(index, candidate)
         self._count = view.stage_count + _AHEAD  # microbatches in flight
@@ -65,8 +66,8 @@ class _Former:
             self._count = view.stage_count
 
     def _ahead_pays(self) -> bool:
-        """True if one more microbatch than stages is worthwhile: the next one is then ready at each stage when one
-        ends, which hides the round trip to the leader, but every round has the fixed cost of one more batch.
+        """True if one more microbatch than stages is worthwhile. Each stage then has the next one ready when one ends,
+        which hides the round trip to the leader, but every round has the fixed cost of one more batch.
         """
         if not (self._view.waiting_count and self._prefills):
             return False
@@ -101,14 +102,14 @@ class _Former:
         room_s = self._all_decodes_s / self._count + self._prefill_part_s() - taken_s
         room_tokens = min(self._view.max_batch_tokens - len(share), self._view.max_prompt_tokens)
         chunks = self._take_chunks(room_s, room_tokens)
-        if not chunks and room_tokens:  # otherwise the first prompt would progress only when the others have ended
+        if not chunks and room_tokens:  # otherwise the first prompt would progress only after all others
             index, _ = self._prefills[0]
             c = self._view.candidates[index]
             chunks = [(index, min(c.token_count - c.dispatched_tokens, MIN_CHUNK_TOKENS, room_tokens))]
         return share + self._rounded(chunks, len(share))
 
     def _rounded(self, chunks: Share, decode_count: int) -> Share:
-        """The chunks, with that of a split prompt changed by a few tokens to avoid padded rows."""
+        """Return the chunks, with the chunk of a split prompt changed by a few tokens to avoid padded rows."""
         total = decode_count + sum(count for _, count in chunks)
         grain = (1 << (total - 1).bit_length()) // (2 * _COUNTS_PER_OCTAVE)
         if grain <= 1:
@@ -124,17 +125,18 @@ class _Former:
         return chunks
 
     def _prefill_part_s(self) -> float:
-        """Prefill cost added to a stage's share of the decodes. While others wait for memory, running prompts are
-        spread over more microbatches than are in flight: admissions follow the ends of single requests, and without a
-        reserve some microbatches would have much prefill and some none.
+        """Prefill cost added to a stage's share of the decodes. While other requests wait for memory, running prompts
+        are spread over more microbatches than are in flight. Requests are admitted one by one as others end, so without
+        a reserve some microbatches would have much prefill and some none.
         """
         view, full_s = self._view, self._full_s()
         batch_count = self._count * (_RESERVE if view.lacks_room else 1)
-        # Decodes in each microbatch cover its fixed cost.
+        # Decodes in each microbatch amortise its fixed cost.
         have_decodes = self._decode_count >= self._count
         least_s = 0.0 if have_decodes else self._least_s / _OVERHEAD
-        # Decodes with long contexts may cost more than a full batch of prompts. As in a lone instance, prompts then
-        # have the tokens that decodes leave: otherwise they would hardly progress, however much memory is free.
+        # Decodes with long contexts may cost more than a full batch of prompts. Prompts then get the tokens that
+        # decodes leave, like in a lone instance. Otherwise they would hardly progress, no matter how much memory is
+        # free.
         left_tokens = max(0.0, view.max_batch_tokens - self._decode_count / self._count)
         left_s = (self._cost.token_s + self._cost.beyond_s) * left_tokens
         most_s = max(full_s - self._all_decodes_s / self._count, left_s, least_s)
@@ -143,15 +145,15 @@ class _Former:
         return min(most_s, max(self._prefill_s / batch_count, least_s))
 
     def _full_s(self) -> float:
-        """Cost of a full batch whose tokens attend to somewhat fewer than the backlog's average (`_ATTENTION`): with
-        the average, microbatches of short prompts would reach their token limit before they cost as much as others.
+        """Cost of a full batch whose attention is a little below the backlog's average (`_ATTENTION`). With the
+        average, microbatches of short prompts would reach their token limit before they cost as much as others.
         """
         token_s = self._cost.token_s + self._cost.beyond_s
         attention_s = max(0.0, self._left_s / self._left_tokens - token_s) if self._left_tokens else 0.0
         return (token_s + _ATTENTION * attention_s) * self._view.max_batch_tokens
 
     def _take_decodes(self) -> tuple[Share, float]:
-        """A stage's share of the decodes by cost, longest-waiting first."""
+        """Return one stage's share of the decodes by cost, and that cost. Decodes that wait longest are first."""
         candidates, cost = self._view.candidates, self._cost
         share_s, taken_s = self._all_decodes_s / self._count, 0.0
         share: Share = []
@@ -164,9 +166,9 @@ class _Former:
         return share, taken_s
 
     def _take_chunks(self, room_s: float, room_tokens: int) -> Share:
-        """Prompt chunks that cost about `room_s`. Half of it is for the first prompt, so that a long one always
-        progresses; then, within a class, the one closest to its first token, so that short prompts do not wait for a
-        long one.
+        """Return prompt chunks that cost about `room_s`. Half of that is for the first prompt, so that a long one
+        always progresses. Other prompts follow by class and then by how close they are to their first token, so that
+        short prompts do not wait for a long one.
         """
         candidates = self._view.candidates
         (head, head_s), others = self._prefills[0], self._prefills[1:]

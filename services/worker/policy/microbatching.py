@@ -1,8 +1,8 @@
-"""Forms the next microbatch of a pipeline, such that as many microbatches as stages, or one more, circulate and have
-similar cost.
+"""Forms the next microbatch of a pipeline. As many microbatches as stages, or one more, are in flight and have similar
+cost.
 
-A policy sees all running sequences and picks from those that are ready. The one below, by token count, is what other
-engines use; `policy.lookahead` forms them by cost.
+A policy sees all running sequences and picks from those that are ready. The policy in this module balances token
+counts, like other engines; `policy.lookahead` balances costs.
 """
 
 import sys
@@ -19,9 +19,9 @@ class MicrobatchCandidate(NamedTuple):
     rank: int  # rank of its priority class; 0 is served first
     computed_tokens: int  # tokens with KV
     dispatched_tokens: int  # tokens with KV once the batches in flight have completed
-    token_count: int  # known tokens; if equal to dispatched_tokens, its next token is awaited
-    step_id: int  # last batch that it was in
-    has_room: bool  # False: it needs another block, and none is free
+    token_count: int  # known tokens; if equal to dispatched_tokens, the next token is being sampled
+    step_id: int  # step of the last batch that it was in
+    has_room: bool  # False: it needs another block, but none is free
 
 
 class PipelineView(NamedTuple):
@@ -30,9 +30,9 @@ class PipelineView(NamedTuple):
     max_batch_tokens: int
     waiting_count: int  # admitted sequences that have been in no microbatch yet
     candidates: Sequence[MicrobatchCandidate]  # in order of service
-    in_flight_count: int = 0  # number of microbatches; if it is at least that of stages, an additional one is requested
+    in_flight_count: int = 0  # number of microbatches; if it is at least stage_count, an additional one is requested
     max_prompt_tokens: int = sys.maxsize  # maximum of all chunks together
-    lacks_room: bool = False  # waiting sequences lack blocks or places; otherwise they wait for earlier prompts only
+    lacks_room: bool = False  # True: waiting sequences lack blocks or places; False: they only wait for earlier prompts
 
 
 Share = list[tuple[int, int]]  # (index of the candidate, tokens >= 1)
@@ -40,8 +40,8 @@ Share = list[tuple[int, int]]  # (index of the candidate, tokens >= 1)
 
 @dataclass(frozen=True, slots=True)
 class Microbatching:
-    """A way of forming microbatches. While sequences wait, `form` is called for `ahead` more than there are stages, and
-    may return an empty share for those.
+    """A method of forming microbatches. While sequences wait, `form` is called for `ahead` more microbatches than
+    stages, and may return an empty share for these.
     """
 
     form: Callable[[PipelineView], Share]
@@ -52,11 +52,11 @@ class Microbatching:
 
 
 def _by_token_count(view: PipelineView) -> Share:
-    """Equal shares of the tokens for each stage: a sequence waits at most one round of the pipeline.
+    """Give each microbatch an equal share of the tokens, so that a sequence waits at most one round of the pipeline.
 
-    A sequence is in one microbatch at a time, so prompts are spread as well: a chunk of each in one microbatch would
-    leave nothing for the next. A single prompt is not split finer than a full batch divided by the stages, as its
-    chunks cannot overlap.
+    A sequence is in one microbatch at a time, so prompts are spread as well: a microbatch with a chunk of each would
+    leave no prompt for the next one. A single prompt is split at most into one chunk per stage of a full batch, because
+    its chunks cannot overlap.
     """
     stages = view.stage_count
     decode_count = prefill_count = prefill_tokens = 0

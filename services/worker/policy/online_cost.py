@@ -1,7 +1,7 @@
-"""Keeps a stage's cost model up to date while it executes, by refitting it to recent steps.
+"""Keeps a stage's cost model up to date by refitting it to recent steps.
 
-The last steps of each batch size (powers of two of its tokens) are kept, so that data on prefills survives long periods
-with decodes only.
+The last steps of each batch size (powers of two of its tokens) are stored, so that data on prefills survives long
+periods with decodes only.
 """
 
 import math
@@ -25,11 +25,11 @@ from services.worker.policy.cost_fit import (
 from services.worker.policy.least_squares import Floats
 
 STEPS_PER_SIZE = 32
-_SIZES = 16  # batch sizes kept; the last one has all batches from 2 ** 15 tokens on
+_SIZES = 16  # batch sizes with stored steps; the last one has all batches from 2 ** 15 tokens on
 _REFIT_STEPS = 16
-# Minimum for a first fit without a profile, so that it covers different batches.
+# Minimum steps and batch sizes for a first fit without a profile, so that it covers different batches.
 _LEAST_STEPS, _LEAST_SIZES = 32, 3
-_KNEE_REFITS = 8  # refits between two searches for the knee, which takes as long as six
+_KNEE_REFITS = 8  # refits between two searches for the knee, each of which takes as long as six refits
 # Fits are regularised towards the initial model; each of these pseudo-samples counts as one step.
 _ANCHORS = [
     *[(Chunk(prefix, count),) for prefix in (0, 512) for count in (1, 16, 128, 512)],
@@ -41,31 +41,31 @@ _ANCHOR_TERMS: Floats = np.array([terms_of(chunks) for chunks in _ANCHORS])
 class OnlineCost:
     """The cost model of the stage that this worker executes. Used by one thread.
 
-    `current` has no larger mean relative error on the kept steps than the profile.
+    The mean relative error of `current` on the stored steps is never larger than that of the profile.
     """
 
     def __init__(self, profile: StageCosts | None = None) -> None:
         self._profile = profile
         self._shape: StageShape | None = None
-        self._start: CostModel | None = None  # model for this shape: the profile's, or the last one fitted to it
+        self._start: CostModel | None = None  # model of this shape, from the profile or the last fit
         self._model: CostModel | None = None
         self._recent: list[deque[tuple[tuple[float, ...], float]]] = []
         self._new_steps = 0
         self.refits_total = 0
 
     def current(self) -> CostModel | None:
-        """The current model. None: there is no profile, and too little has been executed."""
+        """The current model. None: there is no profile, and too few steps have been executed."""
         return self._model
 
     def of_layers(self, layer_count: int) -> CostModel | None:
-        """The model of a stage of `layer_count` layers, derived from that of the executed stage."""
+        """Return the model of a stage of `layer_count` layers, derived from the model of the executed stage."""
         if self._model is None or self._shape is None:
             return None
         return self._model.scaled(layer_count / self._shape.layer_count)
 
     @property
     def step_count(self) -> int:
-        """Number of steps kept."""
+        """Number of stored steps."""
         return sum(len(steps) for steps in self._recent)
 
     def enter(self, shape: StageShape) -> None:
@@ -81,7 +81,7 @@ class OnlineCost:
         self._new_steps = 0
 
     def record(self, chunks: Iterable[Chunk], seconds: float) -> None:
-        """Record a step; call `enter` first. Every sixteenth step refits, which takes about 0.3 ms."""
+        """Record a step; call `enter` first. Every sixteenth step refits the model, which takes about 0.3 ms."""
         terms = terms_of(chunks)
         tokens = int(terms[1])
         if not tokens or not 0.0 < seconds < math.inf:
@@ -120,7 +120,7 @@ class OnlineCost:
         return cost_of(relative_fit(with_knee(rows, knee_tokens), seconds), knee_tokens)
 
     def check(self) -> None:
-        """Raise InvariantViolation if too many steps are kept, or the model has invalid coefficients."""
+        """Raise InvariantViolation if too many steps are stored, or the model has invalid coefficients."""
         if self.step_count > _SIZES * STEPS_PER_SIZE:
             raise InvariantViolation(f"{self.step_count} steps are kept")
         if self._model is not None and not (np.isfinite(c := coefficients_of(self._model)) & (c >= -1e-15)).all():

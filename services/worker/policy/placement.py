@@ -13,7 +13,7 @@ class PlacementView:
 
     sequence_id: int
     block_count: int  # blocks that it holds, or would need
-    running: bool  # takes one of the running places
+    running: bool  # True: takes one of the running places
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,12 @@ def place(
     members: Sequence[MemberView],
     chosen: Mapping[int, WorkerId] = MappingProxyType({}),
 ) -> dict[int, WorkerId]:
-    """The member for every sequence. The largest is placed first, always where most blocks are left.
+    """Return the member for every sequence. Larger sequences are placed first, each on the member with the most free
+    blocks.
 
     The fullest member then exceeds the emptiest by at most one sequence. A running sequence that fits on no member is
-    assigned to the one with most room, and recomputed later. `chosen`: members that already have some of their KV,
-    which are preferred as long as there is room.
+    assigned to the one with the most room, and recomputed later. `chosen`: members that already have some of a
+    sequence's KV, which are preferred while they have room.
     """
     left_blocks = [member.block_count for member in members]
     left_places = [member.running_count for member in members]

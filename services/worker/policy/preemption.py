@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-_OUTWEIGHS = 2  # factor by which a caller must hold more blocks than another to lose some to it
+_OUTWEIGHS = 2  # a caller that holds more than this multiple of another's blocks may lose some to it
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,9 +19,10 @@ class VictimView:
 
 
 def outweighs(held_block_count: int, other_block_count: int) -> bool:
-    """True if a caller with `held_block_count` blocks yields to one that has, or will have, `other_block_count`.
+    """True if a caller with `held_block_count` blocks yields to one that has, or will have, `other_block_count` blocks.
 
-    Afterwards the former still has twice as many as the latter, so the reverse is impossible: no ping-pong.
+    Afterwards the former still has twice as many as the latter, so the reverse is impossible and callers cannot preempt
+    each other in turn.
     """
     return held_block_count >= _OUTWEIGHS * other_block_count
 
@@ -34,8 +35,8 @@ def held_by_caller(candidates: Sequence[VictimView]) -> Counter[int]:
 
 
 def choose_victim(candidates: Sequence[VictimView]) -> int:
-    """Index of the victim: the latest arrival of the lowest class; or, if a caller outweighs that request's caller, the
-    latest arrival of the heaviest caller.
+    """Return the index of the victim: the latest arrival of the lowest class or, if a caller outweighs that sequence's
+    caller, the latest arrival of the heaviest caller.
 
     The oldest sequence of the highest class is never a victim while another one runs, so it finishes, and then the next
     one. This excludes livelock for all sizes.
@@ -51,8 +52,8 @@ def choose_victim(candidates: Sequence[VictimView]) -> int:
 
 
 def _newest(candidates: Sequence[VictimView]) -> int:
-    """The latest arrival of the lowest class, or the one before it if the latest has more computed tokens than all
-    others of its class. Never the oldest.
+    """Return the latest arrival of the lowest class, or the one before it if the latest has more computed tokens than
+    all others of its class; never the oldest.
     """
     order = sorted(range(len(candidates)), key=lambda i: (candidates[i].rank, candidates[i].arrival))
     latest, rank = order[-1], candidates[order[-1]].rank
@@ -63,8 +64,8 @@ def _newest(candidates: Sequence[VictimView]) -> int:
 
 
 def claimed(candidates: Sequence[VictimView], caller: int, rank: int, need_block_count: int) -> list[int]:
-    """Indices of the sequences to preempt for a waiting one, in order: of no higher class, and of the heaviest caller,
-    as long as that caller outweighs the waiting one's, including its need.
+    """Return the indices of the sequences to preempt for a waiting one, in order. They have no higher class and are of
+    the heaviest caller, while that caller outweighs the waiting sequence's caller including its need.
     """
     held = held_by_caller(candidates)
     if not held or (heaviest := _heaviest(held)) == caller:
@@ -83,8 +84,8 @@ def _heaviest(held: Counter[int]) -> int:
 
 
 def _newest_of(caller: int, candidates: Sequence[VictimView], rank: int) -> list[int]:
-    """A caller's sequences of no higher class than `rank`, latest first, without the first one in
-    the order of service.
+    """Return a caller's sequences of no higher class than `rank`, latest first, without the first one in the order of
+    service.
     """
 
     def order(index: int) -> tuple[int, tuple[float, int]]:

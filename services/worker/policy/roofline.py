@@ -1,8 +1,8 @@
-"""Predicted duration of a batch on a stage, for hardware known by its data sheet only.
+"""Predicts the duration of a batch on a stage, for hardware that is known only by its data sheet.
 
-A layer's parameters are read once per batch while its tokens are computed; near the point where both take equally long
-they overlap only partly, so the two times are added in quadrature. Attention is compute-bound for prompt chunks and
-bound by reading KV for decodes.
+A layer's parameters are read once per batch while its tokens are computed. If both take about equally long they overlap
+only partly, so the two times are added in quadrature. Attention is compute-bound for prompt chunks and bound by reading
+KV for decodes.
 """
 
 import math
@@ -28,7 +28,7 @@ class BatchCost(NamedTuple):
     """Cost of a batch, for any stage."""
 
     layer_s: float  # time per layer
-    head_s: float  # time of the head, on the last stage
+    head_s: float  # time of the head, only on the last stage
     stage_s: float  # time per stage, regardless of its layers
 
     def on(self, layer_count: int, *, is_last: bool) -> float:
@@ -37,12 +37,12 @@ class BatchCost(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RooflineCosts:
-    """Times in seconds; per layer, except those of the head and of a stage."""
+    """Times in seconds, per layer except those of the head and of a stage."""
 
     token_s: float  # computing a token
     pair_s: float  # time per pair of tokens that attend to each other
     context_s: float  # time per token whose KV is read
-    dense_s: float  # reading the parameters that every token needs once
+    dense_s: float  # reading once the parameters that every token needs
     experts_s: float = 0.0  # reading all experts once
     idle_share: float = 1.0  # fraction of the experts that one token does not use
     head_s: float
@@ -67,11 +67,11 @@ class RooflineCosts:
         return self._sum(tokens, sampled, sequences, attention_s + context * self.context_s)
 
     def decodes(self, count: int, context: int) -> BatchCost:
-        """Cost of a batch of `count` decodes with `context` tokens of context in total."""
+        """Return the cost of a batch of `count` decodes with `context` tokens of context in total."""
         return self._sum(count, count, count, 0.0 + context * self.context_s)
 
     def dense_work_s(self, tokens: float) -> float:
-        """Seconds of one layer without attention, for a batch of `tokens` tokens."""
+        """Return the seconds of one layer without attention, for a batch of `tokens` tokens."""
         weights_s = self.dense_s
         if self.experts_s:
             weights_s += self.experts_s * (1.0 - self.idle_share**tokens)

@@ -7,22 +7,22 @@ from ballast.common.cost import CostModel
 
 
 class SequenceWork(NamedTuple):
-    """Uncomputed tokens of a sequence; a single one is a decode."""
+    """Uncomputed tokens of a sequence. A decode has one."""
 
     prefix_tokens: int  # tokens whose KV is already computed
     token_count: int
 
 
 def added_s(cost: CostModel, prefix_tokens: int, token_count: int) -> float:
-    """Cost that a chunk adds to a batch of more than KNEE_TOKENS tokens. Inlined, as it is a hot spot."""
+    """Return the cost that a chunk adds to a batch of more than KNEE_TOKENS tokens. Inlined, because it is a hot spot."""
     pairs = token_count * (prefix_tokens + 0.5 * (token_count + 1))
     own_s = cost.attention_s * pairs + (cost.token_s + cost.beyond_s) * token_count
     return own_s + cost.chunk_s - cost.shared_s + cost.prefix_s * prefix_tokens
 
 
 def tokens_within(cost: CostModel, prefix_tokens: int, room_s: float) -> float:
-    """Length of a chunk that adds `room_s` to a batch: equation 1 solved for the number of tokens. 0: not even one
-    token fits.
+    """Return the length of a chunk that adds `room_s` to a batch: equation 1 solved for the number of tokens. 0: not
+    even one token fits.
     """
     room_s -= cost.joining_s(prefix_tokens)
     if room_s <= 0.0:
@@ -34,9 +34,10 @@ def tokens_within(cost: CostModel, prefix_tokens: int, room_s: float) -> float:
 
 
 def cut(cost: CostModel, work: SequenceWork, room_s: float, min_tokens: int) -> int:
-    """The chunk of `work` whose cost is closest to `room_s`; neither it nor the remainder is shorter than `min_tokens`.
+    """Return the length of the chunk of `work` whose cost is closest to `room_s`. Neither the chunk nor the remainder
+    is shorter than `min_tokens`.
 
-    0 if leaving the sequence out is closer.
+    0 if leaving the sequence out is closer to `room_s`.
     """
     prefix, count = work
     tokens = tokens_within(cost, prefix, room_s)

@@ -1,12 +1,12 @@
-"""Number of KV blocks that a step copies between device and host so that the copies overlap with its computation.
+"""Computes how many KV blocks a step copies between device and host so that the copies overlap with its computation.
 
-InferCept's budget: what the link transfers during the step. Both times are measured on real steps, as they depend on
-the machine and its load.
+This is InferCept's budget: the blocks that the link transfers during the step. The times of steps and copies are
+measured, because they depend on the machine and its load.
 """
 
 from ballast.common.record import record
 
-FIRST_BLOCKS = 8  # budget until times are measured
+FIRST_BLOCKS = 8  # budget until times have been measured
 _KEPT = 0.8  # weight of the previous mean
 
 
@@ -29,8 +29,8 @@ def _mean(before: float | None, value: float) -> float:
 
 
 def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
-    """Number of blocks that one step may copy; at least one, so that copies always progress. `fixed_blocks` 0:
-    derived from the measured times.
+    """Return the number of blocks that one step may copy, at least one so that copies always progress. `fixed_blocks`:
+    that number; 0: derived from the measured times.
     """
     if fixed_blocks:
         return fixed_blocks
@@ -40,5 +40,5 @@ def copy_budget(pace: CopyPace, fixed_blocks: int) -> int:
 
 
 def bringing_s(pace: CopyPace, block_count: int) -> float:
-    """Predicted duration of copying `block_count` blocks from the host; 0.0 if unknown."""
+    """Return the predicted duration of copying `block_count` blocks from the host; 0.0 if unknown."""
     return 0.0 if pace.block_s is None else block_count * pace.block_s

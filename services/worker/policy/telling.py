@@ -1,22 +1,22 @@
 """Decides when a worker sends a load report to a dispatcher for which it has no tokens.
 
-A dispatcher with tokens to receive gets a report with every step. Reports to others cost a message on both sides, so
-these are sent only for what routing needs: arrivals and ends of requests, and larger changes of memory. The report is
+A dispatcher that receives tokens gets a report with every step. Reports to others cost a message on both sides, so they
+are sent only for changes that affect routing: arrivals and ends of requests, and larger changes of memory. A report is
 sent at once when the worker becomes idle, because no later one would follow.
 """
 
 from ballast.common.load import LoadReport
 
 INTERVAL_S = 0.02  # multiplied by the number of dispatchers, so that a worker's message rate does not grow with it
-_LONGEST_S = 2.0  # maximum interval between two reports, whose totals are displayed to people
+_LONGEST_S = 2.0  # maximum interval between two reports, because dashboards display their totals
 _USED_SHARE = 32  # fraction of the blocks; smaller changes do not affect routing
 
 
 def is_due(
     told: LoadReport | None, report: LoadReport, silent_s: float, stream_count: int, *, counts_more: bool
 ) -> bool:
-    """True if a report is due. `told`: the last report on this stream, sent `silent_s` ago. `counts_more`: the new one
-    counts further requests of this stream.
+    """True if a report is due. `told`: the last report on this stream, sent `silent_s` ago. `counts_more`: the new
+    report counts further requests of this stream.
     """
     if told is None or silent_s >= _LONGEST_S:
         return True
@@ -38,5 +38,5 @@ def _routing(report: LoadReport) -> tuple[int | bool, ...]:
         report.prompt_token_count < report.max_prompt_token_count,
         report.draining,
         report.offline_wanted_tokens > 0,
-        report.memory.parameter_bytes,  # changes when an instance is parked or woken, and is displayed to people
+        report.memory.parameter_bytes,  # changes when an instance is parked or woken, and is displayed on dashboards
     )

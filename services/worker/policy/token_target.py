@@ -1,12 +1,12 @@
-"""Limits the number of running requests to meet an operator's target of time per output token (`--tpot-target-s`).
+"""Limits the number of running requests to meet an operator's target for the time per output token (`--tpot-target-s`).
 
 KunServe sets "a maximum batch limit for each instance" (arXiv 2412.18169v1, section 4.3); here it follows from the cost
 model and the running requests. A token takes one step, or in a pipeline one round through all stages, each of which has
 a microbatch (bubbles, up to a fifth more, are not predicted). Prompts are computed in between: while requests wait,
-each one that ends is replaced, so the prompts are assumed to be those of the requests that ended last. The target is
-the mean time per token; a single gap may be as long as the largest batch.
+each one that ends is replaced, so new prompts are assumed to be like those of the requests that ended last. The target
+is the mean time per token; a single gap may be as long as the largest batch.
 
-A new request counts as the mean of the running ones. When the limit falls, as contexts grow or the model is refitted,
+A new request counts as the mean of the running ones. If the limit falls because contexts grow or the model is refitted,
 no request is preempted.
 """
 
@@ -20,8 +20,8 @@ from ballast.common.cost import CostModel
 from ballast.common.errors import ConfigError
 from services.worker.policy.splitting import added_s
 
-_ENDED_COUNT = 64  # ended requests remembered
-_LEAST_COUNT = 8  # fewer ended requests are not representative, as those with short answers end first
+_ENDED_COUNT = 64  # number of ended requests that are remembered
+_LEAST_COUNT = 8  # fewer ended requests are not representative, because those with short answers end first
 
 
 class Decoders(NamedTuple):
@@ -33,14 +33,14 @@ class Decoders(NamedTuple):
 
 
 class Turnover(NamedTuple):
-    """Mean request that ends and is replaced by another like it. `prompt_tokens` 0: unknown."""
+    """The mean request that ends and is replaced by a similar one. `prompt_tokens` 0: unknown."""
 
     prompt_tokens: int = 0
     answer_tokens: float = 1.0
 
 
 def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int) -> float:
-    """Seconds between two tokens of a sequence if `count` sequences like `decoders` were running.
+    """Return the seconds between two tokens of a sequence if `count` sequences like `decoders` run.
 
     Args:
         cost: Of all layers.
@@ -53,7 +53,7 @@ def token_s(cost: CostModel, decoders: Decoders, turnover: Turnover, count: int)
     batch_s = cost.decodes_s(each, each * decoders.context_tokens / decoders.sequence_count)
     if turnover.prompt_tokens:
         batch_s += added_s(cost, 0, turnover.prompt_tokens) * count / turnover.answer_tokens / stages
-    return batch_s  # each stage takes a share of it, and as many batches run in between
+    return batch_s  # each stage takes a share of this time, but as many other batches run in between
 
 
 class TokenTarget:
@@ -84,8 +84,8 @@ class TokenTarget:
         return Turnover(sum([p for p, _ in self._ended]) // count, sum([a for _, a in self._ended]) / count)
 
     def place_count(self, decoders: Decoders, most: int, target_s: float | None = None) -> int:
-        """Number of sequences that may run, at most `most`, no fewer than are running, and at least one. `target_s`:
-        their strictest target.
+        """Return the number of sequences that may run: at most `most`, at least the number already running, and at
+        least one. `target_s`: their strictest target.
         """
         target_s = self._target_s if target_s is None else target_s
         if math.isinf(target_s):

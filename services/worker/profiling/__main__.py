@@ -1,7 +1,7 @@
-"""`python -m services.worker.profiling`: what `ballast profile` starts. Speaks JSON, one object per line.
+"""`python -m services.worker.profiling`, started by `ballast profile`. It prints JSON, one object per line.
 
-Lines: {"done": n, "total": n, "what": text} while it measures; at the end {"written": path} or {"error": text,
-"path": text}, the latter with exit status 2.
+Lines: {"done": n, "total": n, "what": text} while it measures; at the end {"written": path} or {"error": text, "path":
+text}, the latter with exit status 2.
 """
 
 import argparse

@@ -34,8 +34,8 @@ def key_of(engine: Engine) -> ProfileKey:
 
 
 def build_profile(engine: Engine, measured: Measured) -> CostProfile:
-    """A profile of the measured batches. Also measures link, copies and remapping; the last leaves the engine without
-    parameters.
+    """Create a profile of the measured batches. Also measures link, copies and remapping. The latter leaves the engine
+    without parameters.
     """
     fits = {form: measured.fit(form) for form in CostForm}
     held_out = {
@@ -60,7 +60,9 @@ def build_profile(engine: Engine, measured: Measured) -> CostProfile:
 
 
 def _link() -> LinkCosts | None:
-    """Costs of a link; None if they cannot be measured, as the other measurements took minutes and are kept."""
+    """Measure the costs of a link. None if that fails, so that the other measurements, which took minutes, are not
+    lost.
+    """
     try:
         return measure_link()
     except BallastError as error:

@@ -35,7 +35,7 @@ class GridLimits:
 
 
 def grid(limits: GridLimits, rng: random.Random) -> list[Batch]:
-    """Prefills, chunks after a prefix, decodes, and mixtures; in random order, so that any part is a sample."""
+    """Return prefills, chunks after a prefix, decodes and mixtures, in random order, so that any part is a sample."""
     batches = [*_chunks(limits), *_decodes(limits)]
     batches = [batch for batch in batches if limits.allow(batch)]
     batches += [_mixed(limits, rng) for _ in range(len(batches) // _MIXED_SHARE)]
@@ -44,7 +44,7 @@ def grid(limits: GridLimits, rng: random.Random) -> list[Batch]:
 
 
 def held_out(limits: GridLimits, rng: random.Random, *, prefix: bool, count: int) -> list[Batch]:
-    """Batches of random sizes, independent of the grid. With a prefix: chunks and decodes."""
+    """Return `count` batches of random sizes, independent of the grid. With a prefix: chunks and decodes."""
     batches: list[Batch] = []
     while len(batches) < count:
         batches.append(_mixed(limits, rng) if prefix else _prefills(limits, rng))
@@ -55,7 +55,7 @@ def _chunks(limits: GridLimits) -> Iterator[Batch]:
     for count in _powers(2, _LEAST_CHUNK, limits.batch_tokens):
         yield (Chunk(0, count),)
         if count >= 2 * _LEAST_CHUNK:
-            yield (Chunk(0, count // 2),) * 2  # as many tokens, but half of the attention pairs
+            yield (Chunk(0, count // 2),) * 2  # the same number of tokens, but half of the attention pairs
     for prefix, count in itertools.product(_PREFIXES, _powers(4, _LEAST_CHUNK, limits.batch_tokens)):
         yield (Chunk(prefix, count),)
 
@@ -66,7 +66,7 @@ def _decodes(limits: GridLimits) -> Iterator[Batch]:
 
 
 def _mixed(limits: GridLimits, rng: random.Random) -> Batch:
-    """Decodes of various lengths with chunks; at least one has a prefix."""
+    """Return a batch of decodes of various lengths with chunks, at least one of which has a prefix."""
     while True:
         decodes = _log_uniform(rng, 1, limits.sequences) if rng.random() < 0.8 else 0
         batch = tuple(Chunk(_log_uniform(rng, 8, limits.model_len - 1), 1) for _ in range(decodes))

@@ -1,6 +1,6 @@
 """Bandwidth and latency of a link between two processes over the loopback device.
 
-As a program it is the other end: `python -m services.worker.profiling.loopback STORE_ADDRESS`.
+As a program (`python -m services.worker.profiling.loopback STORE_ADDRESS`) it is the other end.
 """
 
 import queue
@@ -32,10 +32,10 @@ _WAIT_S = 30.0
 
 
 def measure_link() -> LinkFigures:
-    """Measure a link between two processes. Takes a second or two, mostly for the start of the other process.
+    """Measure a link between two processes. Takes one or two seconds, mostly to start the other process.
 
     Raises:
-        Unavailable: the other process does not come up or answer.
+        Unavailable: the other process does not start or answer.
     """
     returned = _Ends()
     plane = open_plane(_HERE, returned, TransportConfig(), _HOST)
@@ -66,7 +66,7 @@ def _latency(link: Link, returned: "_Ends") -> float:
         link.send(TrafficClass.ACTIVATION, _TOPIC, tensor=activation, timeout_s=_WAIT_S)
         returned.messages.get(timeout=_WAIT_S)
         trips_s.append(time.perf_counter() - began_s)
-    return sorted(trips_s)[_TRIPS // 4] / 2  # the lower quartile: other load only adds
+    return sorted(trips_s)[_TRIPS // 4] / 2  # the lower quartile, because other load only adds time
 
 
 def _bandwidth(link: Link) -> float:
@@ -80,7 +80,7 @@ def _bandwidth(link: Link) -> float:
 
 
 class _Ends:
-    """Receives everything; one end echoes small messages."""
+    """Receiver at both ends. One end echoes small messages."""
 
     def __init__(self, *, echoes: bool = False) -> None:
         self.messages: queue.SimpleQueue[Message] = queue.SimpleQueue()
@@ -98,7 +98,7 @@ class _Ends:
 
     def on_opening(self, link: Link, opening: Opening) -> Sequence[torch.Tensor] | Refusal:
         if opening.total_bytes > len(self._destination):
-            return Refusal("more than was agreed")
+            return Refusal("more bytes than agreed")
         return [self._destination[: opening.total_bytes]]
 
     def on_transfer_end(self, link: Link, opening: Opening, outcome: TransferOutcome) -> None: ...

@@ -31,12 +31,12 @@ _LEAST_SAMPLES = 24  # minimum for eleven coefficients
 class Options:
     batch_tokens: int = 512  # largest batch measured
     sequences: int = 64
-    kv_tokens: int = 32_768  # KV tokens per batch, prefixes included
-    visits: int = 3  # visits of each batch, in rounds over all of them; the minimum counts
-    repetitions: int = 1  # runs per visit, after one for warming up
-    held_out_count: int = 20  # batches without prefix, and the same number with
-    layer_counts: tuple[int, ...] = ()  # stages measured besides the whole model; default: half of the layers
-    seconds: float | None = None  # time limit; None: until done
+    kv_tokens: int = 32_768  # KV tokens per batch, including prefixes
+    visits: int = 3  # visits of each batch, in rounds over all batches; the minimum counts
+    repetitions: int = 1  # runs per visit, after a warm-up run
+    held_out_count: int = 20  # batches without prefix, and the same number with one
+    layer_counts: tuple[int, ...] = ()  # stages measured in addition to the whole model; default: half of the layers
+    seconds: float | None = None  # time limit; None: no limit
     seed: int = 0
 
 
@@ -46,7 +46,7 @@ class Measured:
     whole: StageShape
     samples: list[Sample]
     held_out: list[Sample]
-    others: list[Sample]  # samples on the whole model that are neither fitted nor in the errors
+    others: list[Sample]  # samples on the whole model that are used neither for the fit nor for the errors
 
     def fit(self, form: CostForm = CostForm.EXTENDED) -> StageCosts:
         return fit_stages(self.samples, form)
@@ -63,7 +63,7 @@ def quiet(done: int, total: int, what: str) -> None:
 
 
 def limits_of(engine: Engine, options: Options) -> GridLimits:
-    """The requested maxima, reduced to the engine's memory and model."""
+    """Return the requested maxima, limited by the engine's memory and model."""
     # Every sequence may leave a block partly empty.
     room = (engine.block_count - options.sequences) * engine.block_tokens
     limits = GridLimits(
@@ -75,7 +75,7 @@ def limits_of(engine: Engine, options: Options) -> GridLimits:
     if limits.batch_tokens < 32:
         raise ConfigError(
             "device_memory_bytes",
-            f"too few for a profile: KV of {engine.block_count * engine.block_tokens} tokens,"
+            f"too small for a profile: KV of {engine.block_count * engine.block_tokens} tokens,"
             f" at least {64 + options.sequences * engine.block_tokens} are needed, and a maximum length of at least 32",
         )
     return limits
@@ -94,7 +94,7 @@ class _Task(NamedTuple):
 
 
 def measure(engine: Engine, options: Options, report: Report = quiet, others: Sequence[Batch] = ()) -> Measured:
-    """Measure batches on an engine that does nothing else; at least as many as a fit needs, whatever `options.seconds`.
+    """Measure batches on an otherwise idle engine, at least as many as a fit needs even beyond `options.seconds`.
 
     Batches are visited in rounds, mixed with held-out ones, so that temporary load on the machine affects all alike.
     """
@@ -144,7 +144,7 @@ def _index_of_last_needed(tasks: Sequence[_Task]) -> int:
 
 
 def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[StageShape]]:
-    """Shapes of the whole model, and of the stages to measure."""
+    """Return the shapes of the whole model and of the stages to measure."""
     if wrong := [count for count in wanted if not 1 <= count < layer_count]:
         raise ConfigError("layers", f"stages of {wrong[0]} layers: must be from 1 to {layer_count - 1}")
     counts = wanted or ([layer_count // 2] if layer_count > 1 else [])
@@ -156,7 +156,7 @@ def _shapes(layer_count: int, wanted: Sequence[int]) -> tuple[StageShape, list[S
 def _with_shapes(
     batches: Sequence[Batch], whole: StageShape, parts: Sequence[StageShape]
 ) -> list[tuple[Batch, StageShape]]:
-    """Every batch on the whole model, and every second one on a stage, in turn."""
+    """Return every batch on the whole model, and every second one also on one of the stages, which alternate."""
     pairs: list[tuple[Batch, StageShape]] = []
     for i, batch in enumerate(batches):
         pairs.append((batch, whole))

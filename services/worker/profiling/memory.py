@@ -15,9 +15,9 @@ _GB = 1e9
 
 
 def remap_s_per_gb(engine: Engine) -> float | None:
-    """Seconds to give parameters to the KV cache, per GB; None if the model has one layer.
+    """Measure the seconds per GB of remapping parameters to the KV cache; None if the model has one layer.
 
-    Half of the layers are dropped and restored empty: the engine cannot execute afterwards.
+    Half of the layers are dropped and restored without contents, so the engine cannot execute afterwards.
     """
     memory = engine.memory
     layer_count = engine.info.layer_count
@@ -45,7 +45,9 @@ def remap_s_per_gb(engine: Engine) -> float | None:
 
 
 def copies(engine: Engine) -> CopyCosts:
-    """Copy rates between pinned host memory and the device; on a CPU from memory to memory. The best of some rounds."""
+    """Measure the copy rates between pinned host memory and the device, or on a CPU from memory to memory. The best of
+    several rounds counts.
+    """
     device = engine.memory.kv.layer(0).device
     on_host = torch.ones(_COPY_BYTES, dtype=torch.uint8, pin_memory=device.type == "cuda")
     on_device = torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device)

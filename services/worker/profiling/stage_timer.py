@@ -20,8 +20,8 @@ _VOCABULARY = 256
 class StageTimer:
     """Runs batches of random tokens on random blocks of an idle engine.
 
-    The duration of a batch is the minimum of several repetitions, as other load only adds. With one thread on a CPU it
-    is the thread's processor time, otherwise wall-clock time.
+    The duration of a batch is the minimum of several repetitions, because other load only adds time. It is the thread's
+    processor time with one thread on a CPU, otherwise wall-clock time.
     """
 
     def __init__(self, engine: Engine, *, seed: int = 0) -> None:
@@ -34,12 +34,12 @@ class StageTimer:
         self._synchronise = engine.memory.pool.backend.synchronise
 
     def fill_kv(self, block_count: int) -> None:
-        """Fill the first blocks with realistic values, as zeros might be faster."""
+        """Fill the first blocks with realistic values, because zeros might be faster."""
         for layer in range(self._engine.info.layer_count):
             self._engine.memory.kv.layer(layer)[:block_count].normal_()
 
     def least_s(self, chunks: Sequence[Chunk], shape: StageShape, *, repetitions: int) -> float:
-        """Minimum duration of a batch on a stage, over repetitions that follow a warm-up run."""
+        """Return the minimum duration of a batch on a stage, over repetitions after a warm-up run."""
         layer_count = self._engine.info.layer_count
         first_layer = layer_count - shape.layer_count if shape.is_last else 0
         last_layer = first_layer + shape.layer_count

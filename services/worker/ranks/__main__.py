@@ -1,9 +1,9 @@
 """`python -m services.worker.ranks SOCKET`: a rank other than 0, started and ended by rank 0. SOCKET is an inherited
 file descriptor.
 
-`... CONTROL MEMORY LAYERS TETHER FOLDER`: a rank on another host, started by `nodes.follow`; it ends with that process
-or with rank 0. CONTROL, MEMORY and LAYERS are sockets to rank 0, TETHER is one to the process that has started it, and
-FOLDER is the model's folder on this host.
+`... CONTROL MEMORY LAYERS TETHER FOLDER`: a rank on another host, started by `nodes.follow`. It ends with that process
+or with rank 0. CONTROL, MEMORY and LAYERS are sockets to rank 0, TETHER is a socket to the process that has started it,
+and FOLDER is the model's folder on this host.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _LANES = 3  # `nodes.LANES`, if rank 0 is on another host
 
 
 def _end_with(connections: Sequence[socket.socket]) -> None:
-    """Exit as soon as rank 0, or the process that has started this one, is gone, even in the middle of a step."""
+    """Exit as soon as rank 0 or the process that has started this one has ended, even in the middle of a step."""
     poll = select.poll()
     for connection in connections:
         poll.register(connection, select.POLLRDHUP)
@@ -57,7 +57,7 @@ def _end_with(connections: Sequence[socket.socket]) -> None:
 def main() -> None:
     numbers, folder = (sys.argv[1:-1], Path(sys.argv[-1])) if len(sys.argv) > 2 else (sys.argv[1:], None)
     connections = [socket.socket(fileno=int(number)) for number in numbers]
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for rank 0, which drains
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # rank 0 handles Ctrl-C by draining
     threading.Thread(target=_end_with, args=(connections,), daemon=True).start()
     channel, *lanes = [RankChannel(each, "the first rank") for each in connections[:_LANES]]
     start = cast(Start, channel.receive(None))  # no time limit: rank 0 may be waiting for other ranks
@@ -78,7 +78,7 @@ def main() -> None:
 
 
 def _serve(channel: RankChannel, lanes: Sequence[RankChannel], start: Start) -> None:
-    # Imported late: they import torch, which is slow, and rank 0's end must be noticed meanwhile.
+    # Imported late, because they import torch, which is slow, and the end of rank 0 must be noticed meanwhile.
     from services.worker.ranks import elsewhere
     from services.worker.ranks.group import meet
     from services.worker.ranks.runner import follow

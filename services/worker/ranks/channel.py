@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from services.worker.engine.packing import Ints, PackedStep
 
 _LENGTH = struct.Struct("<Q")
-_FILES = b"f"  # byte of the stream that carries file descriptors
+_FILES = b"f"  # stream byte that carries file descriptors
 
-# Exceptions of drivers and the system for refused memory changes; others are bugs and end the process.
+# Exceptions with which drivers and the system refuse memory changes. Others are bugs and end the process.
 REFUSALS = (RuntimeError, OSError, ConfigError)
 
 
 class RankLost(Exception):
-    """A rank has ended, does not answer, or is out of step: the instance ends."""
+    """A rank has ended, does not answer, or is out of step, so the instance ends."""
 
 
 class RankEnded(RankLost):
@@ -36,7 +36,7 @@ class RankEnded(RankLost):
 
 
 class RemapRefused(RuntimeError):
-    """The driver of another rank has refused a memory change. All ranks have undone it."""
+    """The driver of another rank has refused a memory change, which all ranks have undone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +55,8 @@ class Start:
     rank: int
     devices: Sequence[str]  # devices of all ranks, each on its own host
     share: int  # number of ranks per host
-    meeting: str  # a file for their rendezvous, or HOST:PORT of a store
-    host: str  # where others reach this rank
+    meeting: str  # file for the rendezvous of all ranks, or HOST:PORT of a store
+    host: str  # address at which others reach this rank
     log: RankLog
     load_one: Callable[..., Engine]  # `load_engine` without device and ranks; another host has its own model folder
 
@@ -72,9 +72,7 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Request for the files of these extents, as `MemoryBackend.export`: answered by their number, followed by the
-    files.
-    """
+    """Request for the files of these extents (`MemoryBackend.export`). Answered by their number, followed by the files."""
 
     first: int
     count: int
@@ -82,13 +80,15 @@ class Export:
 
 @dataclass(frozen=True, slots=True)
 class RunLayers:
-    """A step through the layers `[first_layer, last_layer)`. Not answered: its all-reduces are the answer."""
+    """A step through the layers `[first_layer, last_layer)`. It has no answer, because its all-reduces synchronise the
+    ranks.
+    """
 
     packed: PackedStep
-    hidden_shape: tuple[int, ...] | None  # shape of the hidden states broadcast next; None: it embeds the tokens
+    hidden_shape: tuple[int, ...] | None  # shape of the hidden states broadcast next; None: the step embeds the tokens
     first_layer: int
     last_layer: int
-    awaited: tuple[Ints, Ints, int] | None = None  # see `InFlightTokens`: its rows, sources and number of tokens, which
+    awaited: tuple[Ints, Ints, int] | None = None  # rows, sources and token count of `InFlightTokens`, which
     # are broadcast next; None: the host knows all tokens
 
 
@@ -130,8 +130,8 @@ def body_of(message: object) -> bytes:
 
 
 class RankChannel:
-    """One side of the connection between two ranks. Messages are pickled, as the two processes trust each other: one
-    has started the other, or each has proved to the other that it has the cluster's secret.
+    """One side of the connection between two ranks. Messages are pickled, because the two processes trust each other:
+    one has started the other, or each has proved to the other that it has the cluster's secret.
     """
 
     def __init__(self, connection: socket.socket, name: str) -> None:
@@ -143,12 +143,12 @@ class RankChannel:
         """Send a message.
 
         Raises:
-            RankLost: the other side is gone, or does not read.
+            RankLost: the other side has ended, or does not read.
         """
         self.send_body(body_of(message), within_s)
 
     def send_body(self, body: bytes, within_s: float) -> None:
-        """Like `send`, of a message pickled by `body_of`, as for several receivers."""
+        """Send a message pickled by `body_of`, which can be sent to several receivers; see `send`."""
         try:
             self._socket.settimeout(within_s)
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
@@ -156,7 +156,7 @@ class RankChannel:
             raise RankLost(f"{self._name}: {error or type(error).__name__}") from error
 
     def receive(self, within_s: float | None) -> object:
-        """Receive a message. Raises RankLost if the other side is gone or silent."""
+        """Receive a message. Raises RankLost if the other side has ended or is silent."""
         try:
             self._socket.settimeout(within_s)
             (size,) = _LENGTH.unpack(self._read(_LENGTH.size))
@@ -168,7 +168,7 @@ class RankChannel:
         """Send the bytes of tensors in host memory, without their sizes.
 
         Raises:
-            RankLost: the other side is gone, or does not read.
+            RankLost: the other side has ended, or does not read.
         """
         try:
             self._socket.settimeout(within_s)
@@ -181,7 +181,7 @@ class RankChannel:
         """Fill tensors with the bytes that the other side's `send_tensors` sends.
 
         Raises:
-            RankLost: the other side is gone, or silent.
+            RankLost: the other side has ended, or is silent.
         """
         try:
             self._socket.settimeout(within_s)
@@ -198,7 +198,7 @@ class RankChannel:
         """Send 1 to 253 files, and close them.
 
         Raises:
-            RankLost: the other side is gone, or does not read.
+            RankLost: the other side has ended, or does not read.
         """
         try:
             self._socket.settimeout(within_s)
@@ -210,7 +210,7 @@ class RankChannel:
                 os.close(file)
 
     def receive_files(self, count: int, within_s: float) -> list[int]:
-        """Receive `count` files. Raises RankLost if the other side is gone, or not all have arrived."""
+        """Receive `count` files. Raises RankLost if the other side has ended, or not all files have arrived."""
         try:
             self._socket.settimeout(within_s)
             _, files, *_ = socket.recv_fds(self._socket, len(_FILES), count)
@@ -223,7 +223,7 @@ class RankChannel:
         return files
 
     def hung_up(self) -> bool:
-        """True if the other side has ended, or its host is silent. From any thread."""
+        """True if the other side has ended, or its host is silent. Thread-safe."""
         poll = select.poll()
         poll.register(self._socket, select.POLLRDHUP)
         return bool(poll.poll(0))

@@ -1,4 +1,4 @@
-"""The other ranks, as seen by rank 0: processes of this host and of others. All end when rank 0 does."""
+"""The other ranks, from the view of rank 0: processes on this host and on others. All end when rank 0 does."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _START_S = 120.0  # time limit for a process to load torch
 _LOAD_S = 1800.0  # time limit for a rank to load its shard
 _ANSWER_S = 30.0  # time limit for a rank's answer between two steps
 _END_S = 5.0
-_FILES = 64  # files sent at once: each is open on both sides meanwhile
+_FILES = 64  # files sent at once, each of which is open on both sides meanwhile
 
 
 class _RankProcess:
@@ -40,7 +40,7 @@ class _RankProcess:
         self.channel = RankChannel(ours, self.name)
         command = [sys.executable, "-m", "services.worker.ranks", str(theirs.fileno())]
         try:
-            # Its output goes to standard error: standard output has this process's ready message.
+            # Its output is sent to standard error, because standard output has this process's ready message.
             self.process = subprocess.Popen(
                 command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, stdout=sys.__stderr__
             )
@@ -72,7 +72,7 @@ class _RankElsewhere:
         return f"{self.name} has ended, or its host does not answer" if self.channel.hung_up() else None
 
     def end(self, until_s: float) -> None:
-        """Close its connections, whose end makes it exit. Does not wait."""
+        """Close the rank's connections, which makes it exit. Does not wait."""
         self.far.close()
 
 
@@ -80,8 +80,8 @@ class Crew:
     """The processes of the other ranks. Used by one thread at a time, except for `lost`."""
 
     def __init__(self, count: int, elsewhere: Mapping[int, FarRank] | None = None) -> None:
-        """Start a process for each rank except 0 and those `elsewhere`, of which it takes ownership. `count`: number of
-        all ranks.
+        """Start a process for each rank except 0 and those in `elsewhere`. `count`: number of all ranks. `elsewhere`:
+        ranks on other hosts; takes ownership of them.
         """
         self._ranks: list[_RankProcess | _RankElsewhere] = []
         self._closing = False
@@ -94,8 +94,8 @@ class Crew:
             raise
 
     def start(self, start: Start) -> None:
-        """Send each rank its configuration: `start`, rank 0's, with the rank's own number and host. Returns when all
-        are about to join the group.
+        """Send each rank its configuration: rank 0's `start` with the rank's own number and host. Returns when all
+        ranks are about to join the group.
         """
         for number, rank in enumerate(self._ranks, start=1):
             host = rank.far.host if isinstance(rank, _RankElsewhere) else start.host
@@ -107,7 +107,7 @@ class Crew:
         """Wait until each rank has loaded its shard.
 
         Raises:
-            ConfigError: one could not load it.
+            ConfigError: a rank could not load its shard.
         """
         answers = [self._answer(rank, _LOAD_S) for rank in self._ranks]
         return [answer for answer in answers if isinstance(answer, RankReady)]
@@ -116,14 +116,14 @@ class Crew:
         """Raise the error of a rank that has ended while others may wait for it.
 
         Raises:
-            ConfigError: it could not load its shard.
+            ConfigError: the rank could not load its shard.
         """
         for rank in sorted(self._ranks, key=lambda rank: rank.ended() is None):
             with contextlib.suppress(RankLost):
                 self._answer(rank, _END_S)
 
     def files(self, rank: int) -> Iterator[int]:
-        """Files that map a rank's memory; the caller closes them.
+        """Yield files that map a rank's memory. The caller closes them.
 
         Raises:
             ConfigError: sharing is not permitted.
@@ -154,11 +154,11 @@ class Crew:
             rank.channel.send_body(body, _ANSWER_S)
 
     def answers(self) -> dict[str, object]:
-        """Wait for all answers to a change, by rank name."""
+        """Wait for the answers of all ranks to a change, and return them by rank name."""
         return {rank.name: self._answer(rank, _ANSWER_S) for rank in self._ranks}
 
     def lost(self) -> str | None:
-        """Text that says which rank has ended, and how; None: no rank has. Callable from any thread."""
+        """Describe which rank has ended and how; None: no rank has. Thread-safe."""
         for rank in self._ranks:
             if not self._closing and (how := rank.ended()) is not None:
                 return how

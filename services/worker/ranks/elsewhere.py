@@ -1,9 +1,9 @@
-"""Memory of a rank on another host: rank 0 maps an image of it, and threads of that rank send and receive its bytes.
+"""Memory of a rank on another host. Rank 0 maps a mirror of it, and threads of that rank send and receive its bytes.
 
     MEMORY lane   KV; rank 0's engine thread
     LAYERS lane   parameters; other threads of rank 0
 
-The image is host memory of rank 0 through which these bytes pass; its pages are returned when its extents are moved.
+The mirror is host memory of rank 0 through which these bytes pass. Its pages are returned when its extents are moved.
 """
 
 from __future__ import annotations
@@ -60,13 +60,15 @@ class _ChecksumWanted:
 
 @dataclass(frozen=True, slots=True)
 class _ReadLayer:
-    """Request to read a layer from that host's own source; answered by Done or Failed."""
+    """Request to read a layer from the rank's own host; answered by Done or Failed."""
 
     layer: int
 
 
 def _pieces(memory: DeviceMemory, what: _Blocks | int) -> Iterator[torch.Tensor]:
-    """Views of the bytes to transfer: KV blocks of layers, or a layer's parameters; in the same order on both sides."""
+    """Yield views of the bytes to transfer: KV blocks of layers, or a layer's parameters, in the same order on both
+    sides.
+    """
     if isinstance(what, int):
         yield from memory.parameters.layer(what).values()
         return
@@ -81,7 +83,7 @@ class RemoteRank:
     def __init__(self, image: DeviceMemory, kv: RankChannel, parameters: RankChannel) -> None:
         self._image = image
         self._kv, self._parameters = kv, parameters
-        self._lock = threading.Lock()  # of the channel for parameters
+        self._lock = threading.Lock()  # lock of the channel for parameters
         image.kv.remote = image.parameters.remote = self
 
     def fetch_kv(self, layers: range, runs: Runs) -> None:
@@ -131,7 +133,7 @@ class RemoteRank:
 
 
 def serve(engine: Engine, lanes: Sequence[RankChannel]) -> None:
-    """The other rank's side: a thread for each lane. A failure of one ends this process."""
+    """The other rank's side: run a thread for each lane. A failure of one of them ends this process."""
     for lane in lanes:
         threading.Thread(target=_serve_lane, args=(engine, lane), daemon=True, name="lane").start()
 

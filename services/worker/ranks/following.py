@@ -1,4 +1,4 @@
-"""A worker on several hosts: its hosts according to the settings, and the process of each host but the first."""
+"""A worker on several hosts: the hosts given by the settings, and the process on each host but the first."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _EVERYWHERE = ("0.0.0.0", "::", "[::]")
 
 
 def nodes_of(settings: WorkerSettings, secret: bytes | None) -> Nodes | None:
-    """The hosts of an instance; None: there is one only. `secret`: of the cluster."""
+    """Return the hosts of an instance; None: there is only one. `secret`: the cluster's secret."""
     if settings.nnodes == 1 or settings.dist_init_addr is None:
         return None
     is_chosen = "host" in settings.model_fields_set and settings.host not in _EVERYWHERE
@@ -25,7 +25,7 @@ def nodes_of(settings: WorkerSettings, secret: bytes | None) -> Nodes | None:
 
 
 async def run_ranks(stopping: asyncio.Event, settings: WorkerSettings, nodes: Nodes, devices: Sequence[str]) -> None:
-    """Run the ranks that the first host's worker has on this one, until the signal to stop.
+    """Run this host's ranks of the first host's worker, until the signal to stop.
 
     Raises:
         ConfigError: the first host has refused them.

@@ -1,4 +1,4 @@
-"""The process group of one instance's ranks: gloo, or NCCL if each has a GPU of its own."""
+"""The process group of one instance's ranks: gloo, or NCCL if each has its own GPU."""
 
 import os
 import socket
@@ -21,12 +21,12 @@ from torch.distributed import (
 from services.worker.links.channels.nccl import UNWATCHED
 from services.worker.ranks.channel import RankLost, Start
 
-_MEET_S = 60.0  # time for all ranks to load torch and join
+_MEET_S = 60.0  # maximum time for all ranks to load torch and join
 _TOGETHER_S = 30.0  # maximum wait at an all-reduce for the other ranks, which may have to compile a kernel first
 
 
 class _RankGroup(Protocol):
-    """The methods of a process group used here; torch's stubs lack them."""
+    """The methods of a process group used here, which torch's stubs lack."""
 
     def allreduce(self, tensors: Sequence[torch.Tensor], opts: AllreduceOptions) -> Work: ...
 
@@ -36,7 +36,7 @@ class _RankGroup(Protocol):
 
 
 class RankGroup:
-    """Collective operations of the ranks: implements `Peers`, and broadcasts hidden states."""
+    """Collective operations of the ranks. Implements `Peers`, and broadcasts hidden states."""
 
     def __init__(self, group: _RankGroup, rank: int, count: int, device: torch.device) -> None:
         self._group = group
@@ -62,21 +62,21 @@ class RankGroup:
         return int(told.item())
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Fill each rank's tensor with rank 0's."""
+        """Fill each rank's tensor with the contents of rank 0's."""
         try:
             self._group.broadcast([tensor], BroadcastOptions()).wait()
         except RuntimeError as error:
             raise self._lost(error) from error
 
     def abort(self) -> None:
-        """End collectives that wait for a rank on a GPU; on the host they end by themselves."""
+        """End collectives that wait for a rank on a GPU. On the host they time out without this."""
         if self._device.type == "cuda":
             self._aborted = True  # set before the result of an aborted all-reduce is visible
             self._group.abort()
 
     def require_whole(self) -> None:
-        """Raise unless all ranks have contributed to the results so far: on a GPU an aborted all-reduce completes like
-        any other.
+        """Raise unless all ranks have contributed to the results so far, because on a GPU an aborted all-reduce
+        completes like any other.
 
         Raises:
             RankLost: a rank may be missing.
@@ -104,11 +104,11 @@ class RankGroup:
 
 
 def meet(start: Start, store: Store | None = None) -> RankGroup:
-    """Form the process group. Called by all ranks. `store`: the rendezvous store on the rank that has opened it;
-    None: connect to it.
+    """Form the process group. Called by all ranks. `store`: the rendezvous store on the rank that has opened it; None:
+    connect to it.
 
     Raises:
-        RankLost: one has not joined.
+        RankLost: a rank has not joined.
     """
     rank, count = start.rank, len(start.devices)
     device = torch.device(start.devices[rank])
@@ -131,7 +131,7 @@ def _store_at(start: Start) -> Store:
 
 
 def open_store(host: str) -> tuple[Store, str]:
-    """A store for ranks on several hosts, and its HOST:PORT."""
+    """Open a store for ranks on several hosts. Returns it with its HOST:PORT."""
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
     fd = listener.detach()  # the store takes it over
@@ -148,7 +148,7 @@ def _gloo(store: Store, start: Start) -> _RankGroup:
 
 
 def _nccl(store: Store, rank: int, count: int, device: torch.device) -> _RankGroup:
-    from torch.distributed import ProcessGroupNCCL  # not part of a build for machines without GPUs
+    from torch.distributed import ProcessGroupNCCL  # missing in builds for machines without GPUs
 
     os.environ.update(UNWATCHED)
     options = ProcessGroupNCCL.Options()

@@ -31,21 +31,21 @@ _WATCH_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Ranked:
-    """Rank 0's engine, which represents all ranks, and the processes of the others."""
+    """Rank 0's engine, which represents all ranks, and the processes of the other ranks."""
 
     engine: Engine
     crew: Crew
     group: RankGroup
 
     def lost(self) -> str | None:
-        """Text that says which other rank has ended, and how; waits for it are aborted then. Safe from any thread."""
+        """Describe which other rank has ended and how, and abort waits for it; None: no rank has. Thread-safe."""
         if (who := self.crew.lost()) is not None:
             self.group.abort()
         return who
 
     @property
     def exchanges(self) -> bool:
-        """True if KV and layers of all ranks can be moved: rank 0 has their memory mapped, or an image of it."""
+        """True if KV and layers of all ranks can be moved, because rank 0 has their memory mapped, or a mirror of it."""
         return bool(self.engine.memory.kv.mirrors)
 
     @property
@@ -58,12 +58,12 @@ def load_ranked(
     load_one: functools.partial[Engine], devices: Sequence[str], log: RankLog, nodes: Nodes | None = None
 ) -> Ranked:
     """Load one rank on each of the devices, which are of one kind; for CPUs their number is the number of ranks.
-    `load_one`: `load_engine` with the common arguments; memory sizes are per rank. `nodes`: with ranks on other hosts,
-    each of which has a model folder and devices of its own; the devices here are those of this host.
+    `load_one`: `load_engine` with the common arguments; memory sizes are per rank. `nodes`: the hosts, if there are
+    several. Each has its own model folder and devices; `devices` are those of this host.
 
     Raises:
-        ConfigError: as `load_engine`; or heads or MLP are not divisible by the number of ranks.
-        RankLost: one of their processes has ended.
+        ConfigError: as for `load_engine`; or heads or MLP are not divisible by the number of ranks.
+        RankLost: the process of a rank has ended.
     """
     model_dir: Path = load_one.args[0]
     count = len(devices) if nodes is None else nodes.ranks
@@ -85,7 +85,7 @@ def load_ranked(
         undo.callback(crew.close)
         if far:
             host = far[len(devices)].from_host
-            store, meeting = open_store(host)  # kept by this frame until all have met
+            store, meeting = open_store(host)  # kept by this frame until all ranks have met
             devices = [*devices, *(far[rank].device for rank in range(len(devices), count))]
         else:
             folder = files.enter_context(tempfile.TemporaryDirectory(ignore_cleanup_errors=True))
@@ -110,7 +110,7 @@ def load_ranked(
 
 
 def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, group: RankGroup) -> Engine:
-    """Load rank 0's shard; aborted if another rank ends meanwhile."""
+    """Load rank 0's shard. This is aborted if another rank ends meanwhile."""
     over = threading.Event()
 
     def watch() -> None:
@@ -133,8 +133,8 @@ def _load_first(load_one: functools.partial[Engine], device: str, crew: Crew, gr
 
 
 def open_mirrors(engine: Engine, files_of: Iterable[Iterator[int]]) -> list[Mirror]:
-    """The memory of the other ranks, mapped from their exported files. Empty if rank 0's device cannot access it: the
-    instance then takes part in no drop.
+    """Map the memory of the other ranks from their exported files. Empty if rank 0's device cannot access it, in which
+    case the instance takes part in no drop.
     """
     with contextlib.ExitStack() as undo:
         mirrors: list[Mirror] = []
@@ -184,8 +184,8 @@ def _open_mirror(engine: Engine, backend: MemoryBackend) -> Mirror:
 def _require_equal(engine: Engine, shares: Sequence[RankReady]) -> None:
     for rank, share in enumerate(shares, start=1):
         if share.revision != engine.info.revision:
-            why = f"the checkpoint of rank {rank} is another: its config.json or its files differ ({share.revision})"
+            why = f"rank {rank} has a different checkpoint: its config.json or its files differ ({share.revision})"
             raise ConfigError("worker.model", f"{why} from the first host's ({engine.info.revision})")
         if share.block_count != engine.block_count:
-            why = f"rank {rank} has room for {share.block_count} blocks and the first one for {engine.block_count}"
-            raise ConfigError("tensor_parallel_size", f"{why}: their devices are not alike")
+            why = f"rank {rank} has room for {share.block_count} blocks, but rank 0 for {engine.block_count}"
+            raise ConfigError("tensor_parallel_size", f"{why}: their devices differ")

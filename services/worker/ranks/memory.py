@@ -1,10 +1,10 @@
 """Device memory of all ranks as one: equal extents, changed together or not at all.
 
-Rank 0 also maps the memory of every other rank, in a mirror that follows all mappings. So KV and layers of all ranks
-travel over rank 0's links directly to their destination: both sides name the same pieces, rank by rank.
+Rank 0 also maps the memory of every other rank, in a mirror that follows all mappings. KV and layers of all ranks are
+therefore sent over rank 0's links directly to their destination; both sides list the same pieces, rank by rank.
 
-On GPUs rank 0's copies access memory of other processes, between which streams are not ordered. A step is ordered by
-its all-reduces: once rank 0 has the last result, the others have written their KV. A change begins when rank 0's
+On GPUs, rank 0's copies access memory of other processes, whose streams are not ordered with its own. A step is ordered
+by its all-reduces: once rank 0 has the last result, the others have written their KV. A change begins when rank 0's
 device has finished its work, and ends when the other devices have finished theirs.
 """
 
@@ -21,20 +21,22 @@ _Moves = Sequence[tuple[int, int]]
 
 
 class Mirror(DeviceMemory):
-    """Another rank's memory, mapped here; copies within it are executed by that rank."""
+    """Another rank's memory, mapped here. Copies within it are executed by that rank."""
 
     def shrink_retired(self, block_count: int, moves: _Moves = ()) -> int:
         return super().shrink_retired(block_count)
 
     def move(self, moves: _Moves) -> None:
-        """No-op: executed by the other rank."""
+        """Does nothing, because the other rank executes it."""
 
     def move_leaving(self, moves: _Moves) -> None:
-        """No-op: executed by the other rank."""
+        """Does nothing, because the other rank executes it."""
 
 
 class RankedMemory(DeviceMemory):
-    """Memory of all ranks: each change is executed on all with the same result, or undone on all if one refuses it."""
+    """Memory of all ranks. Each change is executed on all ranks with the same result, or undone on all if one refuses
+    it.
+    """
 
     can_park = False
 
@@ -113,7 +115,7 @@ class RankedMemory(DeviceMemory):
             for mirror in self._mirrors:
                 getattr(mirror, name)(*arguments, **named)
             result = getattr(super(), name)(*arguments, **named)
-        except REFUSALS as error:  # the others have executed the change, and undo it
+        except REFUSALS as error:  # the other ranks have executed the change, and must undo it
             failed = error
         answers = self._crew.answers()
         refused = [f"{who}: {answer.why}" for who, answer in answers.items() if isinstance(answer, MemoryRefused)]

@@ -5,8 +5,8 @@
     caller  proof
     host    verdict    why it is refused, or nothing; with its proof
 
-Proofs are those of `links.handshake`, over all lines so far. Both sides prove themselves, as messages are pickled.
-Silent hosts are noticed by the kernels, which probe idle connections.
+Proofs are those of `links.handshake`, over all lines so far. Both sides prove that they have the secret, because
+messages are pickled. Silent hosts are noticed by the kernels, which probe idle connections.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from services.worker.links.handshake import (
 )
 
 CONTROL, MEMORY, LAYERS = LANES = ("control", "memory", "layers")
-SILENT_S = 11.0  # silence of a host until its connections break: the sum of the following
+SILENT_S = 11.0  # silence of a host after which its connections break: the sum of the following
 _IDLE_S, _PROBE_S, _PROBES = 5, 2, 3
 _GREET_S = 5.0
 _RETRY_S = 0.3
@@ -53,17 +53,17 @@ class Nodes:
 
     count: int
     ranks: int  # number of ranks of all hosts together
-    address: str  # HOST:PORT of the first one
+    address: str  # HOST:PORT of the first host
     secret: bytes | None = field(default=None, repr=False)
     own_host: str | None = None  # address from which this host connects to the first one; None: the system chooses
 
     @property
     def share(self) -> int:
-        """Ranks of each host."""
+        """Number of ranks on each host."""
         return self.ranks // self.count
 
     def of(self, node: int) -> range:
-        """The ranks of a host."""
+        """Ranks of host `node`."""
         return range(node * self.share, (node + 1) * self.share)
 
     @property
@@ -86,7 +86,7 @@ class FarRank:
 
     @property
     def from_host(self) -> str:
-        """The address of this host on the network between both."""
+        """Address of this host in the network between both."""
         return str(self.lanes[CONTROL].getsockname()[0])
 
     def close(self) -> None:
@@ -118,14 +118,14 @@ class NodeListener:
         try:
             self._listener = socket.create_server(nodes.host_port, backlog=256)
         except OSError as error:
-            why = f"cannot listen on {nodes.address}: {error.strerror or error}. It is an address of the first host"
+            why = f"cannot listen on {nodes.address}: {error.strerror or error}. It must be the first host's"
             raise ConfigError("worker.dist_init_addr", why) from error
 
     def gather(self, within_s: float = _GATHER_S) -> dict[int, FarRank]:
         """Wait for all ranks of other hosts.
 
         Raises:
-            ConfigError: some have not called.
+            ConfigError: some ranks have not connected.
         """
         wanted = [rank for node in range(1, self._nodes.count) for rank in self._nodes.of(node)]
         found: dict[int, FarRank] = {}
@@ -137,7 +137,7 @@ class NodeListener:
                 now_s = time.monotonic()
                 if now_s >= until_s:
                     raise ConfigError(
-                        "worker.nnodes", f"ranks {missing} of other hosts have not called in {within_s:.0f} s"
+                        "worker.nnodes", f"ranks {missing} of other hosts have not connected within {within_s:.0f} s"
                     )
                 if now_s >= say_at_s:
                     get_logger().info("waiting for the ranks of other hosts", ranks=missing, at=self._nodes.address)
@@ -152,7 +152,7 @@ class NodeListener:
     def _greet(self, connection: socket.socket, found: dict[int, FarRank], wanted: list[int]) -> None:
         try:
             hello, refused = self._heard(connection, wanted)
-        except (OSError, ValueError, TypeError) as error:  # a port scanner, or it has no secret
+        except (OSError, ValueError, TypeError) as error:  # a port scanner, or a caller without the secret
             get_logger().warning("a caller is no rank of this instance", why=str(error) or type(error).__name__)
             connection.close()
             return
@@ -161,7 +161,7 @@ class NodeListener:
             connection.close()
             return
         if hello.rank in found and found[hello.rank].session != hello.session:
-            found.pop(hello.rank).close()  # it has been started again
+            found.pop(hello.rank).close()  # the rank has been restarted
         far = found.setdefault(hello.rank, FarRank(hello.session, hello.device))
         far.lanes[hello.lane] = _probed(connection)
 
@@ -171,7 +171,7 @@ class NodeListener:
         connection.settimeout(left_s(until_s))
         connection.sendall(said[1])
         proof = read_line(connection, until_s)
-        hello = _RankHello(**cast(Any, parse_line(said[0]).get("hello")))  # a TypeError unless it is one
+        hello = _RankHello(**cast(Any, parse_line(said[0]).get("hello")))  # a TypeError unless it is a dictionary
         refused = "another --cluster-secret-file, or none"
         if is_proof(parse_proof(proof), secret, "rank", *said):
             refused = self._why_refused(hello, wanted)
@@ -184,17 +184,17 @@ class NodeListener:
         flags = {"version": "version", "ranks": "--tensor-parallel-size", "nodes": "--nnodes"}
         for name, here in mine.items():
             if (there := getattr(hello, name)) != here:
-                return f"{flags[name]} is {there} there and {here} on the first host"
+                return f"{flags[name]} is {there} there, but {here} on the first host"
         if hello.rank not in wanted or hello.lane not in LANES:
-            return f"rank {hello.rank} is none of the other hosts' ({wanted}): check --node-rank"
+            return f"rank {hello.rank} is not among those of other hosts ({wanted}): check --node-rank"
         return ""
 
 
 def call(nodes: Nodes, rank: int, lane: str, session: str, device: str, stop: threading.Event) -> socket.socket | None:
-    """Connect to the first host, as soon as it listens. None: `stop` was set before.
+    """Connect to the first host as soon as it listens. None: `stop` was set earlier.
 
     Raises:
-        ConfigError: it has refused this rank, or does not have the cluster's secret.
+        ConfigError: the first host has refused this rank, or does not have the cluster's secret.
     """
     hello = asdict(_RankHello(rank, lane, session, device, nodes.ranks, nodes.count))
     source = None if nodes.own_host is None else (nodes.own_host, 0)
@@ -234,7 +234,7 @@ def _introduced(connection: socket.socket, secret: bytes | None, hello: bytes) -
 
 
 def follow(nodes: Nodes, node: int, devices: Sequence[str], folder: Path, stop: threading.Event) -> None:
-    """Run this host's ranks until `stop` is set; when their instance has ended, wait for its next start.
+    """Run this host's ranks until `stop` is set. When their instance has ended, wait for its next start.
 
     Raises:
         ConfigError: the first host has refused them.

@@ -1,4 +1,4 @@
-"""Lockstep execution: rank 0 lays the batch out and samples, all ranks compute it."""
+"""Lockstep execution: rank 0 lays out the batch and samples, and all ranks compute."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -77,12 +77,12 @@ class RankedRunner(ModelRunner):
                 self._group.broadcast(packed.in_flight.token_ids_R.to(_TOKENS))
             return super().compute(packed, hidden_TD, first_layer, last_layer)
         except Exception as error:
-            why = f"a step has failed that other ranks are in: {error}"
+            why = f"a step has failed that other ranks are executing: {error}"
             raise RankLost(self._crew.lost() or why) from error
 
 
 def run_of(packed: PackedStep, hidden_shape: tuple[int, ...] | None, first_layer: int, last_layer: int) -> RunLayers:
-    """The message for a step: mostly block tables, sent as 32-bit numbers."""
+    """Create the message for a step. It is mostly block tables, which are sent as 32-bit numbers."""
     narrow = replace(packed, decode_blocks_SW=packed.decode_blocks_SW.astype(np.int32), in_flight=None)
     in_flight = packed.in_flight
     awaited = None if in_flight is None else (in_flight.rows_L, in_flight.sources_L, len(in_flight.token_ids_R))
