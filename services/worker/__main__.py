@@ -570,7 +570,9 @@ async def serve(
     worker_id: WorkerId,
     shown: Exposition,
 ) -> None:
-    """Load the model and serve until a stop signal. On a host with a node rank above 0, run this host's ranks instead."""
+    """Load the model and serve until a stop signal. On a host with a node rank above 0, run this host's ranks
+    instead.
+    """
     count = settings.tensor_parallel_size // settings.nnodes
     async with claimed_devices(settings.device, count, _gpus, state, worker_id) as devices:
         if settings.node_rank and (nodes := nodes_of(settings, security.secret)) is not None:

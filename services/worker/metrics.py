@@ -62,68 +62,32 @@ class LoadCollector(Collector):
                 "KV blocks that the prompts of waiting requests need",
                 load.waiting_block_count,
             ),
-            (
-                "ballast_prefix_cache_host_blocks",
-                "Prefix KV blocks that have a copy in host memory",
-                load.host_block_count,
-            ),
-            (
-                "ballast_requests_running",
-                "Requests that are running, that is, scheduled into batches",
-                load.running_count,
-            ),
-            ("ballast_requests_waiting", "Requests that wait on the worker for admission", load.waiting_count),
+            ("ballast_prefix_cache_host_blocks", "Prefix KV blocks with a copy in host memory", load.host_block_count),
+            ("ballast_requests_running", "Running requests, which are scheduled into batches", load.running_count),
+            ("ballast_requests_waiting", "Requests that wait for admission", load.waiting_count),
             ("ballast_offline_requests_running", "Offline requests that are running", load.offline_running_count),
             (
                 "ballast_offline_requests_waiting",
-                "Offline requests that wait on the worker",
+                "Offline requests that wait for admission",
                 load.offline_waiting_count,
             ),
             ("ballast_offline_kv_blocks", "KV blocks that offline requests hold", load.offline_block_count),
-            (
-                "ballast_offline_wanted_tokens",
-                "Offline prompt tokens that could be admitted",
-                load.offline_wanted_tokens,
-            ),
-            (
-                "ballast_engine_step_age_seconds",
-                "Seconds since the engine last completed a step or was idle",
-                load.step_age_s,
-            ),
+            ("ballast_offline_wanted_tokens", "Offline prompt tokens that may be admitted", load.offline_wanted_tokens),
+            ("ballast_engine_step_age_seconds", "Time since the engine completed a step or was idle", load.step_age_s),
             ("ballast_draining", "1 while the worker takes no new requests", float(load.draining)),
         ):
             yield GaugeMetricFamily(name, text, value=value)
         for name, text, total in (
             ("ballast_engine_steps", "Batches that the engine has executed", load.steps_total),
-            (
-                "ballast_preemptions",
-                "Times that a request was preempted to free its KV blocks",
-                load.preemptions_total,
-            ),
+            ("ballast_preemptions", "Times that a request was preempted to free its KV blocks", load.preemptions_total),
             ("ballast_prompt_tokens", "Prompt tokens of requests that got their first token", load.prompt_tokens_total),
-            ("ballast_prefix_cache_queries", "Tokens of admitted online requests", load.prefix_queries_total),
-            (
-                "ballast_prefix_cache_hits",
-                "Tokens of admitted online requests whose KV was cached",
-                load.prefix_hits_total,
-            ),
-            (
-                "ballast_prefix_cache_host_hits",
-                "Prefix cache hits copied from host memory",
-                load.prefix_host_hits_total,
-            ),
+            ("ballast_prefix_cache_queries", "Tokens of admitted requests", load.prefix_queries_total),
+            ("ballast_prefix_cache_hits", "Tokens of admitted requests whose KV was cached", load.prefix_hits_total),
+            ("ballast_prefix_cache_host_hits", "Prefix cache hits from host memory", load.prefix_host_hits_total),
             ("ballast_generation_tokens", "Generated tokens", load.generation_tokens_total),
             ("ballast_offline_tokens", "Tokens computed for offline requests", load.offline_tokens_total),
-            (
-                "ballast_offline_lost_tokens",
-                "Offline tokens whose KV was lost and recomputed",
-                load.offline_lost_tokens_total,
-            ),
-            (
-                "ballast_offline_yields",
-                "Times that an offline request was preempted for online work",
-                load.offline_yields_total,
-            ),
+            ("ballast_offline_lost_tokens", "Offline tokens that were recomputed", load.offline_lost_tokens_total),
+            ("ballast_offline_yields", "Times an offline request was preempted", load.offline_yields_total),
         ):
             yield CounterMetricFamily(name, text, value=total)
 
@@ -148,11 +112,7 @@ class StageCollector(Collector):
                 "Part of the idle time in which the next batch was in transit",
                 times.network_s,
             ),
-            (
-                "ballast_stage_send_seconds",
-                "Time during which activations were in transit to the next stage",
-                times.send_s,
-            ),
+            ("ballast_stage_send_seconds", "Time activations were in transit to the next stage", times.send_s),
         ):
             yield CounterMetricFamily(name, text, value=total)
 

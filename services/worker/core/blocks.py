@@ -108,7 +108,9 @@ class BlockBook:
         return table
 
     def apply(self, batch: Batch) -> tuple[Table, ...]:
-        """Apply the batch and return, for each slice, a table that covers its tokens; the same object while unchanged."""
+        """Apply the batch and return, for each slice, a table that covers its tokens; the same object while
+        unchanged.
+        """
         for sequence_id, first_block, first_number, count in batch.named:
             self._name(sequence_id, first_block, first_number, count)
         for sequence_id in batch.removed:

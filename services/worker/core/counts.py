@@ -1,4 +1,6 @@
-"""Counts of the blocks and tokens that a group holds and has room for, on which `core.scheduler` bases its decisions."""
+"""Counts of the blocks and tokens that a group holds and has room for, on which `core.scheduler` bases its
+decisions.
+"""
 
 import bisect
 import math

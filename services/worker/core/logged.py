@@ -37,7 +37,9 @@ class LoggedTokens:
         self._numbers.clear()
 
     def follow(self, batch: Batch, book: BlockBook) -> None:
-        """Apply the batch's changes of blocks, before its slices run. If blocks were moved, the whole log is forgotten."""
+        """Apply the batch's changes of blocks, before its slices run. If blocks were moved, the whole log is
+        forgotten.
+        """
         if not self._is_of(book):
             self.clear()
             self._book, self._compaction_count = book, book.compaction_count

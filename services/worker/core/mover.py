@@ -136,7 +136,9 @@ class Mover:
     # ------------------------------------------------------------ incoming
 
     def expect(self, command: ExpectKv, book: BlockBook) -> list[KvPlace | CopyOver]:
-        """Reserve blocks in `book`, the current block tables, for a sequence of an exchange, and expect its KV there."""
+        """Reserve blocks in `book`, the current block tables, for a sequence of an exchange, and expect its KV
+        there.
+        """
         victim = command.victim
         sequence_id, token_count, first_block = victim.sequence_id, victim.computed_tokens, victim.donated_count
         if first_block:
@@ -273,7 +275,9 @@ class Mover:
         )
 
     def asked(self, peer: WorkerId, sequence_ids: Iterable[SequenceId]) -> None:
-        """Handle the request of a peer that has reserved blocks. It may arrive before this stage's own order to send."""
+        """Handle the request of a peer that has reserved blocks. It may arrive before this stage's own order to
+        send.
+        """
         for sequence_id in sequence_ids:
             if (block_range := self._is.ordered.pop((sequence_id, peer), None)) is not None:
                 self._is.to_begin.setdefault(peer, []).append(block_range)

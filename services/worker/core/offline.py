@@ -52,7 +52,9 @@ class OfflineWork:
 
     @property
     def efficient_tokens(self) -> int:
-        """Number of prompt tokens with which a batch almost reaches the peak throughput. Recomputed when costs change."""
+        """Number of prompt tokens with which a batch almost reaches the peak throughput. Recomputed when costs
+        change.
+        """
         cost = self._harvest.cost()
         if cost is not self._priced:
             self._priced = cost

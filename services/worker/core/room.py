@@ -119,7 +119,9 @@ class GroupRoom:
         return block_count
 
     def grant(self, epoch: Epoch, block_count: int) -> None:
-        """Follower: record that its leader uses no block beyond `block_count`. May arrive before the planner's Prepare."""
+        """Follower: record that its leader uses no block beyond `block_count`. May arrive before the planner's
+        Prepare.
+        """
         if epoch >= self._granted[0]:  # otherwise the grant is for an earlier restore
             self._granted = epoch, block_count
 

@@ -6,7 +6,9 @@ from services.worker.core.scheduler import Scheduler
 
 
 def check(scheduler: Scheduler, completed_step_id: int) -> None:
-    """Raise InvariantViolation unless counts are right, sequences are in order and each has the blocks that it needs."""
+    """Raise InvariantViolation unless counts are right, sequences are in order and each has the blocks that it
+    needs.
+    """
     if scheduler.surplus(completed_step_id) is not None:
         raise InvariantViolation(
             f"{scheduler.reserved_block_count} of {scheduler.block_count} blocks are reserved,"

@@ -192,7 +192,9 @@ class Sequence:
 
     @property
     def scores_prompt(self) -> bool:
-        """True if the prompt's logprobs are still to be computed, for which one engine must compute the whole prompt."""
+        """True if the prompt's logprobs are still to be computed, for which one engine must compute the whole
+        prompt.
+        """
         return self.sampling.prompt_logprobs is not None and not self.output_token_ids
 
     def enter_engine(self) -> None:

@@ -114,7 +114,9 @@ class StopRule:
             self._finish(FinishReason.LENGTH, "")
 
     def take(self, token_id: int, output_count: int, delta: str) -> str:
-        """Apply the rules to a new token, the `output_count`-th of the output, and its text. Returns the text to send."""
+        """Apply the rules to a new token, the `output_count`-th of the output, and its text. Returns the text to
+        send.
+        """
         may_stop = output_count > self._min_tokens
         if may_stop and token_id in self._tokens:
             self._finish(FinishReason.STOP, str(token_id))

@@ -97,7 +97,9 @@ class TurnMember(Protocol):
         ...
 
     def run(self, command: Execute | Removed) -> StepOutcome | LaunchedBatch | None:
-        """Execute a batch, or launch it. None: its outcome follows when it has passed all stages, or it has no outcome."""
+        """Execute a batch, or launch it. None: its outcome follows when it has passed all stages, or it has no
+        outcome.
+        """
         ...
 
     def check(self) -> None: ...

@@ -31,7 +31,9 @@ class Waits:
         return self._by_request.get(request_id)
 
     def add(self, sequence: Sequence, at_s: float) -> None:
-        """Add a sequence. It replaces an earlier one of the same request, which the caller must already have handled."""
+        """Add a sequence. It replaces an earlier one of the same request, which the caller must already have
+        handled.
+        """
         self._by_request[sequence.request_id] = sequence
         self._queue.append((at_s + self._timeout_s, sequence))
         if len(self._queue) > 2 * len(self._by_request) + 64:

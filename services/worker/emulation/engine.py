@@ -49,7 +49,9 @@ class EmulatedEngine:
         return self.host_copy.holds(layer)
 
     def read_layer(self, layer: int) -> bool:
-        """Read a layer's parameters from their copy in host memory, if any (True), or from the emulated disk (False)."""
+        """Read a layer's parameters from their copy in host memory, if any (True), or from the emulated disk
+        (False).
+        """
         if self.host_copy.fill(self.memory.parameters, layer):
             self._wait_for_host()
             return True

@@ -153,7 +153,9 @@ class Link:
         self.connection.unpack(packed, pieces)
 
     def urgent(self) -> AbstractContextManager[None]:
-        """Context manager that holds back bulk because an activation is due, for at most `hold_s` between two chunks."""
+        """Context manager that holds back bulk because an activation is due, for at most `hold_s` between two
+        chunks.
+        """
         return self.connection.urgent()
 
     def retire(self) -> None:

@@ -1,4 +1,6 @@
-"""The interface through which a worker's group member uses its links. Some implementations have no threads or sockets."""
+"""The interface through which a worker's group member uses its links. Some implementations have no threads or
+sockets.
+"""
 
 from collections.abc import Collection
 from concurrent.futures import Future

@@ -15,7 +15,9 @@ CATCH_UP_S = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Grant:
-    """Permission to send at most `limit_bytes` from `offset_bytes` on. The caller reports the sent bytes with `sent`."""
+    """Permission to send at most `limit_bytes` from `offset_bytes` on. The caller reports the sent bytes with
+    `sent`.
+    """
 
     transfer: int
     offset_bytes: int

@@ -50,7 +50,9 @@ class PairStore(Store):
             self._deadline_s = None
 
     def get(self, key: str) -> bytes:
-        """Return the value of `key`. Raises OSError if the other side does not set it before the deadline, or is lost."""
+        """Return the value of `key`. Raises OSError if the other side does not set it before the deadline, or is
+        lost.
+        """
         with self._reading:
             deadline_s = self._deadline_s or time.monotonic() + _TIMEOUT_S
             while key not in self._values:

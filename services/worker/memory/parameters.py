@@ -168,7 +168,9 @@ class ParameterStore:
         return self._layers[layer].checksum(by, between)
 
     def stored_checksum(self, layer: int, between: Callable[[], None] | None, by: Algorithm | None) -> bytes:
-        """Send ranks on other hosts their parts of a layer that has been written here, and return its `layer_checksum`."""
+        """Send ranks on other hosts their parts of a layer that has been written here, and return its
+        `layer_checksum`.
+        """
         for store in self.of_ranks:
             if store.remote is not None:
                 store.remote.store_layer(layer)

@@ -62,7 +62,9 @@ class ActivationLog:
         self.tokens = LoggedTokens(block_tokens)
 
     def take(self, batch: Batch, tables: Sequence[Sequence[int]], hidden_TD: torch.Tensor) -> None:
-        """Log the activations of a batch that has run here, which the next stage gets: `hidden_TD`, one row per token."""
+        """Log the activations of a batch that has run here, which the next stage gets: `hidden_TD`, one row per
+        token.
+        """
         rows, slots = self.tokens.take(batch, tables, self._store.slot_count(hidden_TD))
         if rows:
             self._store.write(hidden_TD, rows, slots)

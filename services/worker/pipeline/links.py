@@ -1,4 +1,6 @@
-"""This worker's links to other members, which are opened while a layout is prepared, and the messages sent over them."""
+"""This worker's links to other members, which are opened while a layout is prepared, and the messages sent over
+them.
+"""
 
 from __future__ import annotations
 

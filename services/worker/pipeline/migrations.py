@@ -285,7 +285,9 @@ class Migrations:
             self._tell(w.PrefillLimited(now_s, limit))
 
     def _say(self, to: WorkerId, message_bytes: bytes) -> None:
-        """Send a message to another group's leader. If the link refuses it, the link ends, which `peer_lost` reports."""
+        """Send a message to another group's leader. If the link refuses it, the link ends, which `peer_lost`
+        reports.
+        """
         self._links.send_over(self._link[to], TrafficClass.CONTROL, Topic.MIGRATION, message_bytes)
 
     def _hand_over_now(self, command: m.HandOverNow) -> None:

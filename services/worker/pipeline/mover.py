@@ -77,7 +77,9 @@ class KvMover:
         return StageLayers(self._context.me, layers.start, layers.stop)
 
     def landed(self, event: KvLanded) -> Sequence[KvReceived | Landed]:
-        """Handle KV that has arrived or will not arrive. Returns events for the transition or messages for the leader."""
+        """Handle KV that has arrived or will not arrive. Returns events for the transition or messages for the
+        leader.
+        """
         opened = self._opened.pop(key_of(event.piece, event.giver), None)
         news = self.core.landed(self._context.now(), event.giver, event.piece, delivered=event.delivered)
         if news is None:

@@ -14,7 +14,9 @@ class SequenceWork(NamedTuple):
 
 
 def added_s(cost: CostModel, prefix_tokens: int, token_count: int) -> float:
-    """Return the cost that a chunk adds to a batch of more than KNEE_TOKENS tokens. Inlined, because it is a hot spot."""
+    """Return the cost that a chunk adds to a batch of more than KNEE_TOKENS tokens. Inlined, because it is a hot
+    spot.
+    """
     pairs = token_count * (prefix_tokens + 0.5 * (token_count + 1))
     own_s = cost.attention_s * pairs + (cost.token_s + cost.beyond_s) * token_count
     return own_s + cost.chunk_s - cost.shared_s + cost.prefix_s * prefix_tokens

@@ -72,7 +72,9 @@ class RankReady:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """Request for the files of these extents (`MemoryBackend.export`). Answered by their number, followed by the files."""
+    """Request for the files of these extents (`MemoryBackend.export`). Answered by their number, followed by the
+    files.
+    """
 
     first: int
     count: int

@@ -45,7 +45,9 @@ class Ranked:
 
     @property
     def exchanges(self) -> bool:
-        """True if KV and layers of all ranks can be moved, because rank 0 has their memory mapped, or a mirror of it."""
+        """True if KV and layers of all ranks can be moved, because rank 0 has their memory mapped, or a mirror of
+        it.
+        """
         return bool(self.engine.memory.kv.mirrors)
 
     @property
