@@ -558,7 +558,7 @@ async def main(life: Lifecycle) -> None:
         await state.close()
         metrics.close()
     if lost:
-        logs.get_logger().error("a rank has exited, so this instance stops", why=lost)
+        logs.get_logger().error("a rank is lost, and this instance ends", why=lost)
         sys.exit(1)
 
 

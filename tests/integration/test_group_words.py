@@ -87,7 +87,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
             await asyncio.sleep(0.001)
         assert most == home
         assert (p := w1.progress(3)) is not None
-        assert (p.phase, p.why) == (Phase.FAILED, "the leader has given it up")
+        assert (p.phase, p.why) == (Phase.FAILED, "the leader has withdrawn it")
         assert w1.engine.memory.parameters.held_layers == (3, 4, 5)
 
 
@@ -222,7 +222,7 @@ async def test_a_plan_that_takes_a_worker_for_another_member_is_refused(model_di
         for worker in cluster.workers.values():
             await until(lambda w=worker: (p := w.progress(3)) is not None and p.phase is Phase.FAILED)
             assert (p := worker.progress(3)) is not None
-            assert "and the plan takes that for" in p.why
+            assert "but the plan assumes" in p.why
 
 
 @pytest.mark.host_extents

@@ -152,7 +152,7 @@ class MemoryMachine(RuleBasedStateMachine):
             return
         block = window.first_block + data.draw(st.integers(0, window.block_count - 1))
         self.memory.kv.guard(block + 1, window.held_layers)
-        with pytest.raises(InvariantViolation, match="is used, there are"):
+        with pytest.raises(InvariantViolation, match="is used, but there are"):
             self.memory.kv.guard(window.first_block + window.block_count + 1, window.held_layers)
         (self.used_leaving if leaving else self.used)[block] = self.next_value
         for layer in window.held_layers:

@@ -286,7 +286,7 @@ class History:
             except Unprepared as failure:
                 said = set(failure.why.values())
                 missed = {why for why in said if "no link" in why}
-                if not missed or not said - missed <= {"the leader has given it up"}:
+                if not missed or not said - missed <= {"the leader has withdrawn it"}:
                     raise
                 # A member was busy with the previous plan until the others gave up. If this was the leader, its
                 # followers may already have received its abort.

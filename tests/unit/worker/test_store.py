@@ -29,7 +29,7 @@ async def test_each_worker_gets_a_gpu_of_its_own_and_one_too_many_is_told() -> N
     async with contextlib.AsyncExitStack() as stack:
         claims = [claimed_device("cuda:auto", lambda: GPUS, leases, WorkerId(f"w{i}")) for i in range(3)]
         assert [await stack.enter_async_context(claim) for claim in claims[:2]] == ["cuda:0", "cuda:1"]
-        with pytest.raises(ConfigError, match="2 GPUs are here, other workers have them all"):
+        with pytest.raises(ConfigError, match="other workers have claimed all 2 GPUs"):
             await stack.enter_async_context(claims[2])
     assert leases.holders == {}
 
@@ -66,7 +66,7 @@ async def test_an_instance_of_several_ranks_gets_a_gpu_for_each() -> None:
     async with claimed_devices("cuda:auto", 2, lambda: gpus, leases, WorkerId("w0")) as devices:
         assert devices == ("cuda:0", "cuda:1")
         assert set(leases.holders.values()) == {"w0"}
-        with pytest.raises(ConfigError, match="other workers have them all"):
+        with pytest.raises(ConfigError, match="other workers have claimed all"):
             async with claimed_devices("cuda:auto", 2, lambda: gpus, leases, WorkerId("w1")):
                 pass
         assert sorted(leases.holders) == ["gpu:GPU-a", "gpu:GPU-b"]  # the lease that it had acquired has been released

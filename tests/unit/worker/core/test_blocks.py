@@ -43,7 +43,7 @@ def test_what_was_freed_is_free_once() -> None:
 
 def test_more_than_there_is_is_a_bug_of_the_caller() -> None:
     book = BlockBook(2, 4)
-    with pytest.raises(InvariantViolation, match="sequence 7 needs 3 more blocks, 2 of 2 are free"):
+    with pytest.raises(InvariantViolation, match="sequence 7 needs 3 blocks, but 2 of 2 are free"):
         book.hold(7, 9)
 
 
@@ -62,7 +62,7 @@ def test_growing_appends_ids_at_the_end() -> None:
         ([0, 1, 2, 3], {1: (0,)}, "block 0 belongs to the free list and to sequence 1"),
         ([1, 2], {1: (0,)}, "1 of 4 blocks are lost"),
         ([2, 3], {1: (0, 1), 2: (0,)}, "block 0 belongs to sequence 1 and to sequence 2"),
-        ([1, 2, 3, 4], {1: (0,)}, "the free list holds block 4, there are 0 to 3"),
+        ([1, 2, 3, 4], {1: (0,)}, "the free list holds block 4, outside of 0 to 3"),
     ],
 )
 def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], why: str) -> None:
@@ -74,7 +74,7 @@ def test_check_sees_damage(free: list[int], tables: dict[int, tuple[int, ...]], 
 
 @pytest.mark.parametrize(
     ("table", "why"),
-    [((0, 1), "block 0 belongs to"), ((3, 9), "holds block 9, there are 0 to 7"), ((3,), "1 of 8 blocks are lost")],
+    [((0, 1), "block 0 belongs to"), ((3, 9), "holds block 9, outside of 0 to 7"), ((3,), "1 of 8 blocks are lost")],
 )
 def test_a_second_check_sees_damage_to_what_has_changed(table: tuple[int, ...], why: str) -> None:
     book = BlockBook(8, 1)

@@ -92,7 +92,7 @@ def test_a_follower_has_one_lane_its_own() -> None:
     key = leader.submit("new")
     assert leader.step()
     assert leader.heard(key)[0] == [5]
-    with pytest.raises(InvariantViolation, match="no group_scheduler is leaving"):
+    with pytest.raises(InvariantViolation, match="there is no draining group"):
         leader.core.handle(w.BatchesLost(leader.at_s))
 
 
@@ -233,9 +233,9 @@ def test_flights_that_are_lost_never_land_and_all_goes_on() -> None:
 
 def test_a_lane_is_closed_when_nothing_is_in_it_and_its_counts_go_on() -> None:
     leader = dissolving("old", "other")
-    with pytest.raises(InvariantViolation, match="a group_scheduler is closed with 2 sequences"):
+    with pytest.raises(InvariantViolation, match="a group is closed with 2 sequences"):
         leader.core.handle(w.GroupClosed(leader.at_s))
-    with pytest.raises(InvariantViolation, match="opened while another one is leaving"):
+    with pytest.raises(InvariantViolation, match="opened while another one is draining"):
         leader.core.handle(w.GroupOpened(leader.at_s, BlockBook(4, 4)))
 
 

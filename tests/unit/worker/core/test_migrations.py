@@ -243,7 +243,7 @@ def test_a_sequence_whose_last_blocks_do_not_come_is_computed_anew() -> None:
 @pytest.mark.parametrize("span", [KvRange(4, 6, 26), KvRange(5, 10, 40), KvRange(5, 4, 26)])
 def test_another_span_than_was_asked_for_ends_it(span: KvRange) -> None:
     coming = copying()
-    assert landed(coming, 0.3, span) == [keep(0), m.Say(W1, m.Off(MIGRATION, "its KV has not come"))]
+    assert landed(coming, 0.3, span) == [keep(0), m.Say(W1, m.Off(MIGRATION, "its KV has not arrived"))]
     assert not len(coming)
 
 

@@ -51,7 +51,7 @@ def test_a_table_gets_the_first_blocks_of_another() -> None:
     book.check()
     assert book.table(3) == first[:1]
     assert book.shared({2: 64}) == {2: first[:1]}
-    with pytest.raises(InvariantViolation, match="are to be shared"):
+    with pytest.raises(InvariantViolation, match="are shared"):
         book.share(4, 3, 2)
 
 

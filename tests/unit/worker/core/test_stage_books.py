@@ -61,11 +61,11 @@ def test_compaction_moves_only_the_tail_onto_the_lowest_free_blocks() -> None:
 def test_a_cache_cannot_end_before_what_it_holds() -> None:
     book = BlockBook(8, 1)
     book.hold(1, 5)
-    with pytest.raises(InvariantViolation, match="5 blocks are held, they do not fit into 4"):
+    with pytest.raises(InvariantViolation, match="5 held blocks do not fit into 4"):
         book.compaction_plan(4)
     with pytest.raises(InvariantViolation, match="are held"):
         book.shrink(4)
-    with pytest.raises(InvariantViolation, match="moves of blocks that are not held, or to blocks that are not free"):
+    with pytest.raises(InvariantViolation, match="a source is not held or a target is not free"):
         book.compacted(((0, 1),))
     book.check()
 

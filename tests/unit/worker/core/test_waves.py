@@ -80,7 +80,7 @@ def test_more_held_than_there_is_shows() -> None:
     waves = Waves((A, B), [standing(1, A, 4), standing(2, B, 4)])
     waves.first({A: 4, B: 4}, 12)
     waves.check({A: 4, B: 4})
-    with pytest.raises(InvariantViolation, match="a: 4 of 3 blocks are held by who waits"):
+    with pytest.raises(InvariantViolation, match="a: 4 of 3 are held by waiting sequences"):
         waves.check({A: 3, B: 4})
 
 

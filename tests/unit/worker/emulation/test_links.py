@@ -172,7 +172,7 @@ async def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
         a, b = await both.connect()
         both.planes[1].retire(2)
         await both.seen[0].until(1)
-        assert both.seen[0].endings == ["the peer takes part in its epoch no more"]
+        assert both.seen[0].endings == ["the peer has left its epoch"]
         assert b.retired
         assert not a.is_up
         with pytest.raises(Unavailable):

@@ -165,7 +165,7 @@ def test_compaction_takes_contents_along(engine: EmulatedEngine) -> None:
 
 
 def test_blocks_that_are_not_there(engine: EmulatedEngine) -> None:
-    with pytest.raises(InvariantViolation, match="is used, there are"):
+    with pytest.raises(InvariantViolation, match="is used, but there are"):
         engine.step(Batch(1, (), (new(),), (Slice(1, 0, PROMPT, True),)), [(0, 1, engine.block_count)])
 
 

@@ -132,7 +132,7 @@ def test_an_empty_batch_only_forgets(model_dir: Path) -> None:
 
 
 def test_a_block_that_does_not_exist_is_a_bug_and_no_crash(model_dir: Path) -> None:
-    with engine_of(model_dir) as engine, pytest.raises(InvariantViolation, match="is used, there are"):
+    with engine_of(model_dir) as engine, pytest.raises(InvariantViolation, match="is used, but there are"):
         engine.step(
             Batch(0, (), (NewSequence(1, (5,), (), GREEDY),), (Slice(1, 0, (5,), True),)), [(engine.block_count,)]
         )

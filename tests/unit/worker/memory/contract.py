@@ -158,7 +158,7 @@ class BackendContract:
         one.unmap(0, 3)
 
     def test_more_than_the_device_has_is_refused(self, backend: MemoryBackend, extent_bytes: int) -> None:
-        with pytest.raises(ConfigError, match=r"device_memory_bytes: \d+ bytes asked for"):
+        with pytest.raises(ConfigError, match=r"device_memory_bytes: \d+ bytes requested"):
             backend.create(extent_bytes, 1 << 40)
 
     def test_a_backend_beside_it_has_the_same_extents(self, created: MemoryBackend, one: Range) -> None:

@@ -46,7 +46,7 @@ def test_the_smallest_budget_that_holds_the_model_is_named_and_suffices() -> Non
     assert caught.value.path == "device_memory_bytes"
     assert f"parameters take {parameter_bytes >> 10}.0 KiB" in caught.value.why
     assert f"one KV block of 4 tokens in each layer {LAYERS * EXTENT_BYTES >> 10}.0 KiB" in caught.value.why
-    assert f"{smallest} bytes are the least" in caught.value.why
+    assert f"{smallest} bytes are the minimum" in caught.value.why
     with open_small(HostBackend(), budget_bytes=smallest) as memory:
         assert memory.kv.block_count >= 1
         assert memory.pool.free_count == 0
@@ -194,13 +194,13 @@ def test_what_a_stage_may_keep_leaves_every_layer_a_little_room_in_the_other_win
 
 def test_a_window_is_opened_when_all_is_there_for_it() -> None:
     with open_small(HostBackend()) as memory:
-        with pytest.raises(InvariantViolation, match="4 extents or more is opened, 1 are free"):
+        with pytest.raises(InvariantViolation, match="at least 4 extents is opened, 1 are free"):
             memory.open_window()
         for act in (memory.close_leaving, lambda: memory.shrink_leaving(0), lambda: memory.move_leaving([])):
             with pytest.raises(InvariantViolation, match="no leaving window"):
                 act()
         memory.drop_layers([3])
-        with pytest.raises(InvariantViolation, match=r"with the layers \(0, 1, 2\) only"):
+        with pytest.raises(InvariantViolation, match=r"only layers \(0, 1, 2\) are held"):
             memory.open_window()
         memory.release_retired()
         memory.make_room_for_layers([3], block_count=0)
@@ -215,7 +215,7 @@ def test_check_finds_a_window_that_nobody_uses() -> None:
         memory.make_room_for_layers([], block_count=0)
         memory.open_window()
         memory.leaving = None
-        with pytest.raises(InvariantViolation, match="neither in force nor leaving"):
+        with pytest.raises(InvariantViolation, match="neither current nor draining"):
             memory.check()
 
 
@@ -263,7 +263,7 @@ def test_a_parked_device_has_only_what_is_no_layer_and_is_whole_again_when_woken
             assert memory.report().parameter_bytes == OTHER_EXTENTS * EXTENT_BYTES
             assert memory.report().kv_bytes == 0
             assert _file_bytes(backend) <= OTHER_EXTENTS * EXTENT_BYTES < resident
-            with pytest.raises(InvariantViolation, match="were given up"):
+            with pytest.raises(InvariantViolation, match="free memory was returned"):
                 memory.make_room_for_layers([0], block_count=0)
             memory.unpark()
             memory.make_room_for_layers(range(LAYERS), block_count=0)
@@ -278,7 +278,7 @@ def test_a_device_whose_memory_somebody_else_has_taken_stays_parked(monkeypatch:
         memory.park()
         with monkeypatch.context() as patched:
             patched.setattr("services.worker.memory.host._available_bytes", lambda: EXTENT_BYTES)
-            with pytest.raises(ConfigError, match="asked for, this machine has"):
+            with pytest.raises(ConfigError, match="requested, but this machine has"):
                 memory.unpark()
         memory.check()
         memory.unpark()

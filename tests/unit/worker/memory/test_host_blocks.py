@@ -117,12 +117,12 @@ def test_blocks_of_either_window_that_is_in_force() -> None:
 def test_what_would_be_a_crash_is_an_error() -> None:
     with memory() as device:
         host = HostBlocks(device.kv, 1)
-        with pytest.raises(InvariantViolation, match="is used, there are"):
+        with pytest.raises(InvariantViolation, match="is used, but there are"):
             host.start([BlockCopy(True, (device.kv.block_count,), (0,))], device.kv.held_layers)
         with pytest.raises(InvariantViolation, match="no copies"):
             host.finish()
         host.start([BlockCopy(True, (0,), (0,))], device.kv.held_layers)
-        with pytest.raises(InvariantViolation, match="before those of the last step"):
+        with pytest.raises(InvariantViolation, match="the last step's were not finished"):
             host.start([BlockCopy(True, (0,), (0,))], device.kv.held_layers)
         host.finish()
         host.close()

@@ -56,7 +56,7 @@ def test_layers_and_blocks_do_not_share_memory(memory: DeviceMemory) -> None:
 
 def test_the_guard_stops_at_the_last_block(memory: DeviceMemory) -> None:
     memory.kv.guard(BLOCKS, range(4))
-    with pytest.raises(InvariantViolation, match=f"block {BLOCKS} is used, there are {BLOCKS}"):
+    with pytest.raises(InvariantViolation, match=f"block {BLOCKS} is used, but there are {BLOCKS}"):
         memory.kv.guard(BLOCKS + 1, range(4))
 
 
@@ -123,7 +123,7 @@ def test_the_kv_of_a_layer_is_dropped_once(memory: DeviceMemory) -> None:
     with pytest.raises(InvariantViolation, match="not held"):
         memory.kv.window.drop(1)
     memory.kv.guard(BLOCKS, (0, 2, 3))
-    with pytest.raises(InvariantViolation, match="block 0 is used, there are 0"):
+    with pytest.raises(InvariantViolation, match="block 0 is used, but there are 0"):
         memory.kv.guard(1, range(4))
     memory.check()
 
@@ -137,7 +137,7 @@ def test_the_guard_knows_the_window_by_the_block(memory: DeviceMemory) -> None:
     assert memory.kv.block_count == extents * EXTENT_BYTES // KV_SHAPE.block_bytes > left
     memory.kv.guard(left, range(4))
     memory.kv.guard(second + memory.kv.block_count, range(4))
-    with pytest.raises(InvariantViolation, match=f"block {left} is used, there are {left} from block 0 on"):
+    with pytest.raises(InvariantViolation, match=f"block {left} is used, but there are {left} from block 0 on"):
         memory.kv.guard(left + 1, range(4))
     with pytest.raises(InvariantViolation, match=f"there are {memory.kv.block_count} from block {second} on"):
         memory.kv.guard(second + memory.kv.block_count + 1, range(4))

@@ -137,7 +137,7 @@ def test_a_kill_of_its_maker_leaves_nothing_half_made(tmp_path: Path) -> None:
 def test_room(tmp_path: Path) -> None:
     assert why_no_room(tmp_path / "not/there", 1000, None) == ""
     assert "--host-copy allows" in why_no_room(tmp_path, 1000, 999)
-    assert "larger /dev/shm" in why_no_room(tmp_path, 1 << 60, None)
+    assert "enlarge the container's /dev/shm" in why_no_room(tmp_path, 1 << 60, None)
     assert (budget_of("auto"), budget_of("77")) == (None, 77)
     with pytest.raises(ConfigError, match="host_copy"):
         budget_of("much")

@@ -99,7 +99,7 @@ def test_stages_that_the_model_does_not_have(engine: Engine) -> None:
 def test_too_little_memory_for_a_profile(model_dir: Path) -> None:
     with (
         load_engine(model_dir, device_memory_bytes=2 << 20) as engine,
-        pytest.raises(ConfigError, match="too few for a profile"),
+        pytest.raises(ConfigError, match="too small for a profile"),
     ):
         limits_of(engine, Options(sequences=engine.block_count))
 
@@ -115,7 +115,7 @@ def test_a_worker_starts_with_the_profile_of_its_model_and_refuses_another(
     costs = load_costs(settings_of(model_dir, cost_profile=tmp_path / "right.json"), engine)
     costs.enter(whole)
     assert costs.current() == read_profile(tmp_path / "right.json").costs.stages().of(whole)
-    with pytest.raises(ConfigError, match=r"profile of something else: .*parameter_count 1000 there"):
+    with pytest.raises(ConfigError, match=r"profile for other conditions: .*parameter_count is 1000 there"):
         load_costs(settings_of(model_dir, cost_profile=tmp_path / "wrong.json"), engine)
 
 

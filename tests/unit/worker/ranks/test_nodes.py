@@ -91,7 +91,7 @@ def test_a_rank_of_another_instance_is_refused(nodes: Nodes, change: dict[str, o
         listener = pool.submit(NodeListener(nodes).gather, 1.0)
         with pytest.raises(ConfigError, match=why):
             called(other, 2, "a")
-        with pytest.raises(ConfigError, match=r"ranks \[2, 3\] of other hosts have not called"):
+        with pytest.raises(ConfigError, match=r"ranks \[2, 3\] of other hosts have not connected"):
             listener.result(WITHIN_S)
 
 
@@ -99,7 +99,7 @@ def test_a_rank_of_another_instance_is_refused(nodes: Nodes, change: dict[str, o
 def test_a_wrong_number_or_version_is_refused(
     nodes: Nodes, rank: int, version: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    why = "is none of the other hosts'" if not version else "version is 0.0.1 there"
+    why = "is not among those of other hosts" if not version else "version is 0.0.1 there"
     if version:
         monkeypatch.setattr(module, "_RankHello", partial(module._RankHello, version=version))
     with ThreadPoolExecutor(1) as pool:
