@@ -72,7 +72,9 @@ def test_what_is_written_comes_back(file: Path) -> None:
 
 
 def test_a_profile_of_something_else_is_refused_and_the_difference_named(file: Path) -> None:
-    with pytest.raises(ConfigError, match=r"layer_count is 4 there but 8 here; torch is 2\.13\.0 there but 9\.9 here") as caught:
+    with pytest.raises(
+        ConfigError, match=r"layer_count is 4 there but 8 here; torch is 2\.13\.0 there but 9\.9 here"
+    ) as caught:
         read_matching(file, KEY.model_copy(update={"layer_count": 8, "torch": "9.9"}))
     assert caught.value.path == str(file)
     assert "ballast profile" in caught.value.why
