@@ -57,7 +57,7 @@ _NAME = "dispatcher"
 _PLANNER_LOOKUP_S = 2.0
 _LAYOUT_POLL_S = 1.0
 _CONNECTION_AGE_S = 300.0  # maximum age of a connection; clients then re-resolve the name and find new dispatchers
-_CLOSE_GRACE_S = 1.0  # time for the last responses to reach their clients
+_CLOSE_GRACE_S = 1.0  # maximum time for the last responses to reach their clients
 
 
 class MonotonicClock:
@@ -100,7 +100,7 @@ async def _unless_stopped(life: Lifecycle, waiting: Coroutine[Any, Any, T]) -> T
 
 @dataclass(frozen=True, slots=True)
 class Doors:
-    """Authentication of callers, and credentials for outgoing calls."""
+    """Authenticates callers, and holds the credentials for outgoing calls."""
 
     security: Security
     tokens: TokenBook | None
@@ -259,7 +259,9 @@ def build_shell(
 
 @contextlib.asynccontextmanager
 async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, None]:
-    """Context manager that runs endless loops; an exception in one of them, or leaving the block, cancels all."""
+    """Context manager that runs endless loops. All are cancelled when one of them raises an exception, or when the
+    block is left.
+    """
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(loop) for loop in loops]
         yield
@@ -268,7 +270,9 @@ async def _running(*loops: Coroutine[Any, Any, None]) -> AsyncGenerator[None, No
 
 
 async def _keep_health(shell: DispatcherShell, server: RpcServer) -> None:
-    """Keep the server's health status equal to `shell.ready`: connected to a worker, and not draining."""
+    """Keep the server's health status equal to `shell.ready`, which is True while the dispatcher is connected to a
+    worker and not draining.
+    """
     told = False
     while True:
         if shell.ready != told:

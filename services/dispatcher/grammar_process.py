@@ -14,12 +14,12 @@ from ballast.common.sampling import Grammar, GrammarKind
 
 MOST_MEMORY = 4 << 30
 _MOST_KEPT = 16
-_POLITENESS = 5  # niceness, so that token streams take precedence
+_POLITENESS = 5  # niceness of the process, so that token streams take precedence
 
 
 def main() -> None:
     os.nice(_POLITENESS)
-    from ballast.service.grammar import Grammars  # imported only here, as this takes half a second or more
+    from ballast.service.grammar import Grammars  # imported only here, because this takes half a second or more
 
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY, MOST_MEMORY))
     grammars = Grammars(Path(sys.argv[1]), most_kept=_MOST_KEPT)

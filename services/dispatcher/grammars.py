@@ -1,7 +1,7 @@
-"""Validates grammars in subprocesses: one that compiles for too long is killed without delaying others.
+"""Validates grammars in subprocesses. One that compiles for too long is killed without delaying others.
 
 Each caller can validate one grammar at a time, so that a caller with many large ones delays only itself. Results are
-cached. Subprocesses start on demand and end with this process, when their input closes.
+cached. Subprocesses are started on demand and end with this process, because their input closes.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ _ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_N
 
 
 class GrammarChecks:
-    """Validates grammars, in a single event loop. Call `close` at the end.
+    """Validates grammars. Used on a single event loop; call `close` at the end.
 
     Args:
         tokenizer_file: tokenizer.json of the model.
@@ -53,7 +53,7 @@ class GrammarChecks:
         """Validate a grammar.
 
         Raises:
-            InvalidRequest: it is invalid, too slow to compile, or violated by these tokens.
+            InvalidRequest: the grammar is invalid, too slow to compile, or violated by these tokens.
             Overloaded: the caller has too many grammars waiting.
         """
         if token_ids or grammar not in self._found:
@@ -88,7 +88,7 @@ class GrammarChecks:
             self._waiting[caller] -= 1
             if not self._waiting[caller]:
                 del self._waiting[caller]
-        # Shielded from a client's disconnect: the process stays in use until it has answered.
+        # Shielded from a client's disconnect, because the process is in use until it has answered.
         task = asyncio.create_task(self._run(grammar, token_ids), name="grammar")
         self._running.add(task)
 
@@ -138,7 +138,7 @@ class GrammarChecks:
         return InvalidRequest(*fault) if (fault := json.loads(answer)) else None
 
     async def _start(self) -> Process:
-        """Start a process that has loaded the tokenizer; retried if it exits early.
+        """Start a process and wait until it has loaded the tokenizer. Retried if the process exits early.
 
         Raises:
             Unavailable: several attempts have failed.
@@ -161,7 +161,7 @@ class GrammarChecks:
             stdout=PIPE,
             limit=_LINE_BYTES,
             env=os.environ | _ONE_THREAD,
-            start_new_session=True,  # shields it from a terminal's signals
+            start_new_session=True,  # shields the process from a terminal's signals
         )
         self._processes = [one for one in self._processes if one.returncode is None] + [process]
         assert process.stdin is not None

@@ -1,7 +1,8 @@
-"""PlannerService at a dispatcher: forwarded to the active planner, so that operators need to reach dispatchers only.
+"""PlannerService on a dispatcher, which forwards calls to the active planner, so that operators only need to reach
+dispatchers.
 
 Any caller of a dispatcher may request a drop or a restore, like a drain (`InferenceService.DrainWorker`); the planner
-decides. Request ids are the caller's, so repetitions are recognised.
+decides. Request ids are chosen by the caller, so repetitions are recognised.
 """
 
 from collections.abc import AsyncIterator
@@ -14,7 +15,7 @@ from ballastpb.planner.v1 import planner_pb2 as pb
 from ballastpb.planner.v1 import planner_pb2_grpc
 from services.dispatcher.peers import PlannerClient
 
-_TIMEOUT_S = 15.0  # longest timeout of a call, and that of callers without a deadline
+_TIMEOUT_S = 15.0  # maximum timeout of a call, and the timeout for callers without a deadline
 
 # Any: grpc.aio has no better type for the context's messages.
 Context = grpc.aio.ServicerContext[Any, Any]

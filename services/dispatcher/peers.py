@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_PATIENCE_S = 8.0  # a new active monitor needs 4 s to detect missing instances, and only then reports to the planner
+_PATIENCE_S = 8.0  # a new active monitor needs 4 s to detect missing instances and only then reports to the planner
 _RETRY_S = 0.25
 _AT_ONCE_S, _FRESH_S = 0.5, 1.0
 
@@ -43,8 +43,8 @@ class PlannerClient:
         )
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Workers currently kept out of groups, and why, up to a second old; empty if the planner does not answer at
-        once.
+        """Return the workers currently kept out of groups with the reasons, up to a second old; empty if the planner
+        does not answer at once.
         """
         now_s = asyncio.get_running_loop().time()
         if now_s >= self._kept_out_until_s:
@@ -58,14 +58,14 @@ class PlannerClient:
     async def ask(self, call: "Callable[[PlannerServiceAsyncStub, float], Awaitable[T]]", timeout_s: float) -> T:
         """Call the active planner.
 
-        Retried while there is none, or while it has only just become active, so that operators do not notice a
-        failover. All calls are idempotent; changes have the caller's request id.
+        The call is retried while there is no active planner, or while it has only just become active, so that operators
+        do not notice a failover. All calls are idempotent; changes have the caller's request id.
 
         Args:
             call: Called with the stub and the timeout of this attempt in seconds.
 
         Raises:
-            BallastError: the planner's error, or no planner answers within `timeout_s`.
+            BallastError: the planner's error, or no planner has answered within `timeout_s`.
         """
         clock = asyncio.get_running_loop()
         ends_s = clock.time() + timeout_s
@@ -86,7 +86,7 @@ class PlannerClient:
     async def watch_layout(
         self, request: planner_pb2.WatchLayoutRequest
     ) -> AsyncGenerator[planner_pb2.WatchLayoutResponse, None]:
-        """Yield layouts until the planner ends the stream. Raises BallastError, and Unavailable without a planner."""
+        """Yield layouts until the planner ends the stream. Raises BallastError, or Unavailable without a planner."""
         async with self._stub() as planner:
             async for response in planner.WatchLayout(request):
                 yield response

@@ -1,9 +1,9 @@
 """Resumption of requests after the death of their dispatcher.
 
-The client has everything needed: the request, with a seed, and the tokens so far. Continuing from these generates the
-same tokens (I2), so prompt and answer are not stored anywhere else. For each claimed request id, the state server
-stores the dispatcher, the latest attempt and the hash of a secret. So only the request's client can resume it, and if
-two dispatchers serve it, the earlier attempt ends.
+The client has all the data: the request with a seed, and the tokens so far. Continuing from these generates the same
+tokens (I2), so prompt and answer are not stored anywhere else. For each claimed request id, the state server stores the
+dispatcher, the latest attempt and the hash of a secret. Therefore only the request's client can resume it, and if two
+dispatchers serve it, the earlier attempt ends.
 """
 
 import hashlib
@@ -33,21 +33,21 @@ class Resumption:
         """Validate the data.
 
         Raises:
-            InvalidRequest: the tokens cannot be continued, or the request is ambiguous.
+            InvalidRequest: the tokens cannot be continued, or the request is not reproducible.
             NotPossible: the prompt has changed.
         """
         count = len(self.token_ids)
         if count > max_tokens:
             raise InvalidRequest("resumption.token_ids", f"are {count}, more than max_tokens ({max_tokens})")
         if count and not is_reproducible:
-            raise InvalidRequest("sampling.seed", "is needed to continue an answer: other tokens may follow without it")
+            raise InvalidRequest("sampling.seed", "is needed to continue an answer with the same tokens")
         if self.prompt_digest and self.prompt_digest != digest_of(prompt_token_ids):
-            why = "the prompt has other tokens than at the dispatcher that began the answer"
-            raise NotPossible(f"{why} (does the chat template depend on the date?); send the request anew")
+            why = "the prompt has other tokens than on the dispatcher that began the answer"
+            raise NotPossible(f"{why} (does the chat template depend on the date?); send the request again")
 
 
 def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resumption | None:
-    """A message's resumption; None if the request cannot be resumed after the death of this dispatcher.
+    """Convert a message's resumption; None if the request cannot be resumed after the death of this dispatcher.
 
     Raises:
         InvalidRequest: the message is inconsistent.
@@ -69,7 +69,7 @@ def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resu
         raise InvalidRequest("resumption.text_char_count", f"{told.text_char_count} without tokens or below 0")
     if not allowed:
         if told.token_ids:
-            raise NotPossible("resuming is switched off at this dispatcher (--resume false); send the request anew")
+            raise NotPossible("resuming is disabled on this dispatcher (--resume false); send the request again")
         return None
     return Resumption(
         secret_hash=hashlib.sha256(told.secret).hexdigest()[:_HASH_CHARS],
@@ -81,6 +81,6 @@ def resumption_from_proto(message: pb.GenerateRequest, *, allowed: bool) -> Resu
 
 
 def digest_of(prompt_token_ids: Sequence[int]) -> int:
-    """Digest of a prompt; never 0."""
+    """Return the digest of a prompt; never 0."""
     content = array("i", prompt_token_ids).tobytes()
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little") or 1

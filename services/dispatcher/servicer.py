@@ -56,9 +56,9 @@ _MAX_TURNS = 8192  # maximum number of messages in a conversation
 _PLANNER_TIMEOUT_S = 10.0
 _CALLERS_TOLD = 10
 _MAX_DETOKENIZED = 1 << 17
-# A prompt of that many tokens, and as many generated ones, fit into one message to a worker.
+# A prompt of this many tokens, and the same number of generated ones, fit into one message to a worker.
 _MAX_PROMPT_TOKENS = 1_000_000
-_MAX_PROMPT_LOGPROBS = 1 << 18  # maximum count of numbers, which are sent in one message
+_MAX_PROMPT_LOGPROBS = 1 << 18  # maximum count of numbers, because they are sent in one message
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,13 +71,13 @@ class ServingBounds:
 
 @dataclass(eq=False, slots=True)
 class _Service:
-    """A request served here. `stream`: None until it is submitted. `claiming`: task that claims its id while it is
-    served.
+    """A request served here. `stream`: None until the request is submitted. `claiming`: task that claims its id while
+    it is served.
     """
 
     request: Request
     resumption: Resumption | None
-    caller: str  # name of the token with which its caller authenticated
+    caller: str  # name of the token that authenticated its caller
     claim: Claim | None  # None: the id was generated here
     stream: ClientStream | None = None
     claiming: asyncio.Task[bool] | None = None
@@ -100,7 +100,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         planner: PlannerPort,
         traces: bool = False,
     ) -> None:
-        """`traces`: whether to start a trace for requests that have none."""
+        """`traces`: True starts a trace for requests that have none."""
         self._traces = traces
         self._planner = planner
         self._shell = shell
@@ -113,7 +113,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         self._claim_serials = itertools.count(1)
         self._served: dict[RequestId, _Service] = {}
 
-    # Writes to the context instead of yielding: cheaper per token, and a cancelled call ends here at once.
+    # Writes to the context instead of yielding, which is cheaper per token, and a cancelled call ends here at once.
     async def Generate(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request: pb.GenerateRequest, context: Context
     ) -> None:
@@ -124,7 +124,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         except asyncio.CancelledError:
             if service.stream is None or not service.stream.given_up:
                 raise
-            # gRPC sends no status for a cancelled call; without one a reading client would wait forever.
+            # gRPC sends no status for a cancelled call, without which a reading client would wait forever.
             raise Cancelled(service.stream.given_up) from None
         finally:
             self._close(service)
@@ -138,7 +138,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             why = f"request {request_id} was started with another token; to cancel it needs the role operate"
             refuse("not_owner", PermissionDenied(why))
         if service is not None and service.claim is not None:
-            await self._claims.cancel(service.claim)  # first, as its client could resume it otherwise
+            await self._claims.cancel(service.claim)  # first, because otherwise its client could resume it
         return pb.CancelResponse(found=self._shell.withdraw(request_id, "cancelled by its id"))
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
@@ -244,15 +244,15 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- generate
 
     def taken(self, request_id: RequestId, serial: int) -> None:
-        """Withdraw a request that its client has resumed at another dispatcher. `serial`: serial of the claim made
-        here.
-        """
+        """Withdraw a request that its client has resumed on another dispatcher. `serial`: of the claim made here."""
         service = self._served.get(request_id)
         if service is not None and service.claim is not None and service.claim.serial == serial:
-            self._shell.withdraw(request_id, "its client goes on with it at another dispatcher")
+            self._shell.withdraw(request_id, "its client continues it on another dispatcher")
 
     async def _open(self, service: _Service) -> ClientStream:
-        """Submit the request and claim its id: before submission for a later attempt, otherwise while it is served."""
+        """Submit the request and claim its id. A later attempt is claimed before submission, a first attempt while it
+        is served.
+        """
         request, claim = service.request, service.claim
         if claim is not None and service.attempt > 1:
             self._refuse_if_served(claim)  # before this dispatcher's own claim is replaced
@@ -261,13 +261,13 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
                 service.request = request = replace(request, taken_over=True)
         service.stream = stream = self._shell.open(request)
         self._served.setdefault(request.request_id, service)
-        # A refused request keeps no claim: another one with the same id may be served here.
+        # A refused request has no claim, because another one with the same id may be served here.
         if claim is not None and service.attempt == 1 and stream.ending is None:
             service.claiming = asyncio.create_task(self._claims.claim(claim, self._ttl_s(request)), name="claim")
         return stream
 
     def _refuse_if_served(self, claim: Claim) -> None:
-        """Raises AlreadyExists unless the request served here is an earlier attempt of the same client."""
+        """Raise AlreadyExists unless the request served here is an earlier attempt of the same client."""
         other = self._served.get(claim.request_id)
         if other is not None and (other.claim is None or not claim.follows(other.claim)):
             raise AlreadyExists(f"request {claim.request_id} is being served")
@@ -278,12 +278,12 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         if earlier is None or earlier.claim is None or not claim.follows(earlier.claim):
             return False
         del self._served[claim.request_id]
-        return self._shell.withdraw(claim.request_id, "its client goes on with it over another connection")
+        return self._shell.withdraw(claim.request_id, "its client continues it over another connection")
 
     def _close(self, service: _Service) -> None:
         if service.stream is not None:
-            self._shell.close(service.stream, "the client went away")
-        if self._served.get(service.request.request_id) is service:  # otherwise another request has the same id now
+            self._shell.close(service.stream, "the client disconnected")
+        if self._served.get(service.request.request_id) is service:  # otherwise another request now has the same id
             del self._served[service.request.request_id]
         if service.claiming is not None:
             service.claiming.cancel()
@@ -329,7 +329,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         return Claim(request_id, serial, resumption.attempt, resumption.secret_hash)
 
     def _refuse_if_draining(self) -> None:
-        """Raise Unavailable while draining, before any work for a request that the core would refuse."""
+        """Raise Unavailable while draining, before doing any work for a request that the core would refuse."""
         if self._shell.core.draining:
             raise Unavailable(self._identity.dispatcher_id, "is draining; use another dispatcher")
 
@@ -343,7 +343,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         priority = PRIORITY.member(message.priority, "priority")
         if priority not in caller().classes:
             may_use = ", ".join(sorted(caller().classes))
-            raise PermissionDenied(f"the token {caller().name} may use the classes {may_use}, and not {priority}")
+            raise PermissionDenied(f"the token {caller().name} may use the classes {may_use}, but not {priority}")
         sampling = SAMPLING.record(message.sampling)
         self._check_adapter(sampling.adapter)
         output = resumption.token_ids if resumption is not None else ()
@@ -408,10 +408,10 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
         model = self._shell.model
         known = [] if model is None else [adapter.name for adapter in model.adapters]
         if name and model is not None and name not in known:
-            raise InvalidRequest("sampling.adapter", f"{name!r} is not served; what is: {', '.join(known) or 'none'}")
+            raise InvalidRequest("sampling.adapter", f"{name!r} is not served; served: {', '.join(known) or 'none'}")
 
     def _check_token_ids(self, field: str, ids: Sequence[int]) -> None:
-        """Raise InvalidRequest for ids outside the vocabulary, once a worker has reported its size; workers check them
+        """Raise InvalidRequest for ids outside the vocabulary, once a worker has reported its size. Workers check them,
         too.
         """
         model = self._shell.model
@@ -432,18 +432,18 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             raise InvalidRequest("prompt", why if most is None else f"{why} (max_model_len {most})")
 
     def _complete(self, sampling: SamplingParams, prompt: Sequence[int], *, may_shorten: bool) -> SamplingParams:
-        """Validate and complete sampling parameters: a seed, tokens of bad words, max_tokens within the context.
+        """Validate sampling parameters and add a seed, the tokens of bad words, and max_tokens within the context.
 
-        As in vLLM, a requested max_tokens that does not fit is an error, whereas a default is reduced. The bound is the
-        model's maximum length rather than the cluster's present capacity: instances are added and removed, a resumed
-        answer must not exceed its limit, and few answers are as long as their limit.
+        As in vLLM, a requested max_tokens that does not fit is an error, while a default is reduced. The bound is the
+        model's maximum length rather than the cluster's current capacity, because instances are added and removed, a
+        resumed answer must not exceed its limit, and few answers are as long as their limit.
         """
         changes: dict[str, Any] = {}  # Any: values of fields
         if sampling.prompt_logprobs is not None:
             count = len(prompt) * (1 + sampling.prompt_logprobs)
             if count > _MAX_PROMPT_LOGPROBS:
                 why = f"of {len(prompt)} tokens are {count:,} numbers; at most {_MAX_PROMPT_LOGPROBS:,} fit"
-                raise InvalidRequest("sampling.prompt_logprobs", f"{why}: ask for fewer alternatives")
+                raise InvalidRequest("sampling.prompt_logprobs", f"{why}: request fewer alternatives")
         self._check_token_ids("sampling.logit_bias", list(sampling.logit_bias))
         self._check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids)
         for ids in sampling.bad_words_token_ids:
@@ -471,7 +471,7 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
             prompt = response.logprobs[0].prompt if response.logprobs else ()
             for count, logprobs in enumerate(itertools.chain(prompt, response.logprobs), start=1):
                 if count % _LOGPROBS_AT_ONCE == 0:
-                    await asyncio.sleep(0)  # yield: a collected answer may have tens of thousands of tokens
+                    await asyncio.sleep(0)  # yield, because a collected answer may have tens of thousands of tokens
                 for entry in (logprobs.chosen, *logprobs.top):
                     entry.token = self._encoder.token_bytes(entry.token_id)
         return response
@@ -479,8 +479,8 @@ class DispatcherServicer(inference_pb2_grpc.InferenceServiceServicer):
     # --------------------------------------------------------------------------------------------- status
 
     def _worker_statuses(self) -> list[pb.WorkerStatus]:
-        """Status of each member of the layout. Only leaders have a load report, that of their group; all members of a
-        group have its leader's connection state.
+        """Return the status of each member of the layout. Only leaders have a load report, which is that of their
+        group. All members of a group have the connection state of its leader.
         """
         fleet = self._shell.core.fleet
         statuses: list[pb.WorkerStatus] = []
@@ -513,8 +513,9 @@ def _json_object(field: str, text: str) -> Mapping[str, object]:
 
 
 def _cache_salt(given: str, adapter: str) -> bytes:
-    """Salt of a request's cached KV; empty if it may share KV with all. Callers with differently named tokens never
-    share KV, as response times would reveal the prompts of others. Requests with different adapters cannot share any.
+    """Return the salt of a request's cached KV; empty if it may share KV with all requests. Callers with differently
+    named tokens never share KV, because response times would reveal the prompts of others. Requests with different
+    adapters cannot share KV.
     """
     if len(given) > _MAX_SALT_CHARS:
         raise InvalidRequest("cache_salt", f"has {len(given)} characters, at most {_MAX_SALT_CHARS} are allowed")
@@ -526,7 +527,7 @@ def _cache_salt(given: str, adapter: str) -> bytes:
 
 
 def _traceparent(context: Context) -> str:
-    """The W3C traceparent header; empty if there is none."""
+    """Return the W3C traceparent header; empty if there is none."""
     for key, value in context.invocation_metadata() or ():
         if key == "traceparent":
             return str(value)[:64]
@@ -534,7 +535,7 @@ def _traceparent(context: Context) -> str:
 
 
 def targets_of(context: Context) -> Targets:
-    """Latency targets from the headers of a call; infinity for a missing one.
+    """Return the latency targets from the headers of a call; infinity for a missing one.
 
     Raises:
         InvalidRequest: a header is no positive number of seconds.

@@ -55,20 +55,20 @@ _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _REQUEST = f"{KEY_PREFIX}request:"
 _REGISTRATION_TTL_S = 10
 _REGISTRATION_INTERVAL_S = 3.0
-_RESUMABLE_S = 45  # how much longer `dispatchers:lately:` keys live than a registration
-BACKLOG_INTERVAL_S = 0.05  # short, as no other process can see a burst that waits here
-_CLAIM_TIMEOUT_S = 0.5  # how long a first token waits for an unresponsive state server
-_CLAIM_PAUSE_S = 0.01  # between two round trips with claims; first tokens take longer
+_RESUMABLE_S = 45  # time by which `dispatchers:lately:` keys outlive a registration
+BACKLOG_INTERVAL_S = 0.05  # short, because no other process can see a burst that waits here
+_CLAIM_TIMEOUT_S = 0.5  # maximum delay of a first token by an unresponsive state server
+_CLAIM_PAUSE_S = 0.01  # pause between two round trips with claims; first tokens take longer
 _BATCH = 256
 _SERIAL = re.compile("[0-9]{1,19}")
-_MAX_RELEASES = 1 << 16  # beyond that claims expire by themselves
+_MAX_RELEASES = 1 << 16  # maximum queued releases; further claims expire
 
 # Claims request ids. KEYS: prefixes of registrations, of `dispatchers:lately:` keys and of channels, then the claims.
 # ARGV: owner, then for each claim: TTL in s, serial, attempt, hash of the secret or '-', request id. Returns a number
 # for each: 0 if another dispatcher serves the request, or a later attempt was claimed; 3 if the client has cancelled
 # the request. Otherwise the claim is set: 1 if it was free, held by the same owner (repeated call, ended request or
-# earlier attempt), or by a dispatcher whose incarnation is gone; 2 if another dispatcher held it for an earlier attempt
-# of the same client, which is notified. A key of a wrong type counts as missing.
+# earlier attempt), or by a dispatcher whose incarnation has ended; 2 if another dispatcher held it for an earlier
+# attempt of the same client, which is notified. A key of a wrong type counts as missing.
 _CLAIM = """
 local owner = ARGV[1]
 local function claim(key, ttl, serial, attempt, secret, request_id)
@@ -106,14 +106,14 @@ return given
 
 _TAKEN_OVER, _CANCELLED = 2, 3
 
-# Cancels a request. KEYS: claim. ARGV: its content if it is ours, hash of the secret, TTL in s. Also marks a free
-# claim, for a call to `_CLAIM` that is still on its way.
+# Cancels a request. KEYS: claim. ARGV: its content if this dispatcher owns it, hash of the secret, TTL in s. Also marks
+# a free claim, in case a call to `_CLAIM` is still under way.
 _CANCEL = """
 local held = redis.pcall('GET', KEYS[1])
 if type(held) ~= 'string' or held == ARGV[1] then redis.call('SET', KEYS[1], 'cancelled ' .. ARGV[2], 'EX', ARGV[3]) end
 """
 
-# Deletes claims. KEYS: claims. ARGV: the content that each must have to be deleted.
+# Deletes claims. KEYS: claims. ARGV: the content that each claim must have to be deleted.
 _RELEASE = """
 for i, key in ipairs(KEYS) do
   if redis.pcall('GET', key) == ARGV[i] then redis.call('DEL', key) end
@@ -131,7 +131,9 @@ class _Asked:
 
 
 class DispatcherStore:
-    """This dispatcher's keys in the state server. Its loops run until cancelled and survive losses of that server."""
+    """This dispatcher's keys in the state server. Its loops run until cancelled and survive a loss of the state
+    server.
+    """
 
     def __init__(self, state: StateServer, identity: Identity) -> None:
         self._state = state
@@ -144,7 +146,7 @@ class DispatcherStore:
         self._asking = asyncio.Event()
         self._released: deque[Claim] = deque(maxlen=_MAX_RELEASES)
         self._releasing = asyncio.Event()
-        self._hint = asyncio.Event()  # the layout may have changed
+        self._hint = asyncio.Event()  # set when the layout may have changed
 
     @property
     def reachable(self) -> bool:
@@ -189,7 +191,7 @@ class DispatcherStore:
             try:
                 await self._state.run(cast(Awaitable[object], pubsub.subscribe(_LAYOUT_CHANGED, taken)))  # pyright: ignore[reportUnknownMemberType]
                 while True:
-                    # Any: a mapping with strings, or None.
+                    # Any: a mapping of strings, or None.
                     message = await self._state.run(cast(Awaitable[Any], pubsub.get_message(timeout=1.0)))
                     if message is None:
                         continue
@@ -205,7 +207,7 @@ class DispatcherStore:
                     await self._state.run(cast(Awaitable[None], pubsub.aclose()))  # pyright: ignore[reportUnknownMemberType]
 
     async def _read_layout(self) -> tuple[str | None, str | None]:
-        """The stored layout and reach, not decoded; None if missing."""
+        """Read the stored layout and reach without decoding them; None if missing."""
         layout, reach = await self._state.run(
             cast(Awaitable[list[str | None]], self._state.redis.mget(_LAYOUT, _REACH))  # pyright: ignore[reportUnknownMemberType]
         )
@@ -214,7 +216,7 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- registration
 
     async def register(self, address: str) -> None:
-        """Keep this dispatcher's registration alive, endlessly."""
+        """Renew this dispatcher's registration, endlessly."""
         while True:
             try:
                 await self._announce_address(address)
@@ -237,8 +239,8 @@ class DispatcherStore:
             get_logger().warning("registration is left to expire")
 
     async def share_traffic(self, traffic: Callable[[], Traffic | None]) -> None:
-        """Publish waiting requests and recent traffic, endlessly; the entry is deleted while idle. `traffic`: returns
-        None if nothing has changed, which keeps the last entry.
+        """Publish waiting requests and recent traffic, endlessly. The entry is deleted while there are none. `traffic`:
+        returns None if nothing has changed, so that the last entry stays.
         """
         told, serial = False, 0
         while True:
@@ -262,13 +264,14 @@ class DispatcherStore:
     # --------------------------------------------------------------------------------------------- request ids
 
     async def claim(self, claim: Claim, ttl_s: float) -> bool:
-        """Claim an id against other dispatchers. Without a state server the request is served unchecked.
+        """Claim an id, so that no other dispatcher serves it. Without a state server the request is served without this
+        check.
 
         Returns:
-            True if another dispatcher was serving an earlier attempt of this very request.
+            True if another dispatcher was serving an earlier attempt of the same request.
 
         Raises:
-            AlreadyExists: another dispatcher serves the id, and this is no later attempt of the same client.
+            AlreadyExists: another dispatcher serves the id, and this is not a later attempt of the same client.
             Cancelled: this client's request was cancelled by its id.
         """
         if not self._state.reachable:
@@ -286,8 +289,9 @@ class DispatcherStore:
         return given == _TAKEN_OVER
 
     async def run_claims(self) -> None:
-        """Send claims to the state server, endlessly: the first at once, then every `_CLAIM_PAUSE_S` those made since.
-        In a burst, a round trip for each claim would cost as much as all other work for its request.
+        """Send claims to the state server, endlessly. The first is sent at once, and later ones are batched every
+        `_CLAIM_PAUSE_S`, because in a burst a round trip for each claim would cost as much as all other work for its
+        request.
         """
         while True:
             await self._asking.wait()
@@ -315,14 +319,14 @@ class DispatcherStore:
                 asked.given.set_result(one)
 
     async def cancel(self, claim: Claim) -> None:
-        """Make every dispatcher refuse to resume the request. Without a state server nothing is done."""
+        """Make every dispatcher refuse to resume the request. Does nothing without a state server."""
         if claim.secret_hash and self._state.reachable:
             args = [self._held(claim), claim.secret_hash, _REGISTRATION_TTL_S + _RESUMABLE_S]
             script = cast(Awaitable[Any], self._cancel(keys=[f"{_REQUEST}{claim.request_id}"], args=args))
             await self._soon(self._state.run(script))
 
     async def _soon(self, answer: Awaitable[T]) -> T | None:
-        """The state server's answer; None if it does not arrive in time."""
+        """Await the state server's answer; None if it does not arrive in time."""
         try:
             async with asyncio.timeout(_CLAIM_TIMEOUT_S):
                 return await answer
@@ -333,7 +337,7 @@ class DispatcherStore:
         return f"{claim.attempt} {claim.secret_hash or '-'} {self._owner}/{claim.serial}"
 
     def release(self, claim: Claim) -> None:
-        """Release the claim; a newer one on the same id is kept."""
+        """Release the claim. A newer claim on the same id is not released."""
         self._released.append(claim)
         self._releasing.set()
 
@@ -352,7 +356,7 @@ class DispatcherStore:
 
 
 def _decode_reach(body: str | None) -> Reach | None:
-    """The stored reach; None if missing or invalid, in which case no request counts as long."""
+    """Decode the stored reach; None if it is missing or invalid, in which case no request counts as long."""
     try:
         return None if body is None else read_reach(body)
     except ValueError as error:
@@ -361,7 +365,7 @@ def _decode_reach(body: str | None) -> Reach | None:
 
 
 def _decode(body: str) -> Layout | None:
-    """The stored layout; None if invalid, in which case the previous one stays in force."""
+    """Decode the stored layout; None if it is invalid, in which case the previous layout remains current."""
     try:
         layout = LAYOUT.record(cluster_pb2.Layout.FromString(base64.b64decode(body, validate=True)))
         layout.check()

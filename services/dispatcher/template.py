@@ -1,4 +1,4 @@
-"""Chat templates, rendered as by `transformers`, with limits on loops and output."""
+"""Renders chat templates like `transformers`, with limits on loops and output."""
 
 import datetime
 import functools
@@ -25,18 +25,18 @@ _MAX_TIME_CHARS: Final = 256  # maximum length of a date format
 _FILLING: Final = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 _DIGITS: Final = re.compile(r"\d+")
 _GIVEN_WIDTH: Final = re.compile(r"\*|:[^{}]*\{")
-_MOST_TURNS: Final = 2_000_000  # iterations of loops and calls of macros; they take some seconds
+_MOST_TURNS: Final = 2_000_000  # maximum iterations of loops and calls of macros, which take some seconds
 _SHORT_TURNS: Final = 20_000  # limit for a short rendering: some tens of milliseconds
 _TICK: Final = "_ballast_tick"
 _JOIN: Final = "_ballast_join"
 
 
 class RenderingTooLong(Exception):
-    """More iterations than a short rendering is allowed."""
+    """A rendering has exceeded the iterations allowed for a short one."""
 
 
 class ChatTemplate:
-    """The templates of a model; some have a separate one for conversations with tools.
+    """The chat templates of a model. Some models have a separate template for conversations with tools.
 
     Args:
         model: Folder of the checkpoint.
@@ -54,7 +54,7 @@ class ChatTemplate:
         sources = _sources(model, config) if file is None else {_DEFAULT: _read(file)}
         self._templates = {name: _compile(source, model) for name, source in sources.items()}
         self._variables = variables
-        self.source = sources.get(_DEFAULT, "")  # empty: the model has none
+        self.source = sources.get(_DEFAULT, "")  # empty: the model has no template
 
     def render(
         self, messages: Sequence[Mapping[str, object]], variables: Mapping[str, object], *, short: bool = False
@@ -64,7 +64,7 @@ class ChatTemplate:
 
         Raises:
             InvalidRequest: the template refuses the messages or exceeds the limits, or the model has no template.
-            RenderingTooLong: it exceeds the limit of a `short` rendering.
+            RenderingTooLong: the rendering exceeds the limit of a `short` one.
         """
         name = _WITH_TOOLS if variables.get("tools") and _WITH_TOOLS in self._templates else _DEFAULT
         template = self._templates.get(name)
@@ -81,10 +81,10 @@ class ChatTemplate:
 
 
 def _ended_with(text: str, final: str) -> str:
-    """The rendering truncated after the last message, with the trailing white space of `transformers`."""
+    """Return the rendering truncated after the last message, with the trailing white space of `transformers`."""
     place = text.rfind(final.strip())
     if place < 0:
-        why = "the chat template does not write the last message as it is, so that it cannot be continued"
+        why = "the chat template changes the last message, so that it cannot be continued"
         raise InvalidRequest("conversation", why)
     whole = final.lstrip()
     return text[: place + len(whole if text.startswith(whole, place) else final.strip())]
@@ -102,27 +102,27 @@ def _bounded(template: Template, variables: Mapping[str, object]) -> str:
     for piece in template.generate(variables):
         left -= len(piece)
         if left < 0:
-            raise TemplateError(f"it makes more than {_MAX_CHARS} characters of it")
+            raise TemplateError(f"its output has more than {_MAX_CHARS} characters")
         pieces.append(piece)
     return "".join(pieces)
 
 
 def _ticks(*, short: bool) -> Callable[[], str]:
-    """A function that counts iterations of loops and calls of macros; it raises when there are too many."""
+    """Return a function that counts iterations of loops and calls of macros, and raises when there are too many."""
     left = _SHORT_TURNS if short else _MOST_TURNS
 
     def tick() -> str:
         nonlocal left
         left -= 1
         if left < 0:
-            raise RenderingTooLong if short else TemplateError(f"it makes more than {_MOST_TURNS} turns of its loops")
+            raise RenderingTooLong if short else TemplateError(f"its loops have more than {_MOST_TURNS} iterations")
         return ""
 
     return tick
 
 
 def _sources(model: Path, config: Mapping[str, Any]) -> dict[str, str]:
-    """Template sources by name. A separate file has precedence over tokenizer_config.json."""
+    """Return the template sources by name. A separate file has precedence over tokenizer_config.json."""
     path = model / "chat_template.jinja"
     if path.is_file():
         return {_DEFAULT: _read(path)}
@@ -146,8 +146,8 @@ def _read(path: Path) -> str:
 
 
 class _GenerationBlock(Extension):
-    """`{% generation %} ... {% endgeneration %}` marks assistant tokens for training; here its contents are just
-    rendered.
+    """`{% generation %} ... {% endgeneration %}` marks assistant tokens for training. Here its contents are rendered
+    without marks.
     """
 
     tags = {"generation"}  # noqa: RUF012 - as declared by jinja2
@@ -195,21 +195,21 @@ class _TemplateEnvironment(ImmutableSandboxedEnvironment):
 
 
 def _check_widths(values: object) -> None:
-    """Raises TemplateError for unbounded padding."""
+    """Raise TemplateError for unbounded padding."""
     each = cast(Sequence[object], values) if isinstance(values, (tuple, list)) else (values,)
     if any(isinstance(value, int) and value > _MAX_WIDTH for value in each):
         raise TemplateError(f"a width of more than {_MAX_WIDTH} characters")
 
 
 def _check_form(form: str, values: object) -> None:
-    """`_check_widths` for format strings of `%` or `format`; `*` and `{:{}}` take widths from values."""
+    """Check the widths in format strings of `%` or `format`, in which `*` and `{:{}}` take widths from values."""
     _check_widths([int(digits[:9]) for digits in _DIGITS.findall(form)])
     if _GIVEN_WIDTH.search(form):
         _check_widths(values)
 
 
 def _bounded_filter(act: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Wrap a jinja2 filter whose numeric arguments are widths, to limit these. Any: its arguments."""
+    """Wrap a jinja2 filter whose numeric arguments are widths, in order to limit them. Any: its arguments."""
 
     @functools.wraps(act)  # keeps jinja2's markers of context arguments
     def bounded(*args: Any, **kwargs: Any) -> Any:
@@ -232,7 +232,7 @@ def _count(value: object) -> int:
 
 
 def _joined(*parts: object) -> str:
-    """The template operator `~`: concatenation, with a limit."""
+    """Implement the template operator for concatenation, with a limit."""
     text = "".join(map(str, parts))
     if len(text) > _MAX_CHARS:
         raise TemplateError(f"a text of more than {_MAX_CHARS} characters")
@@ -260,7 +260,7 @@ def _compile(source: str, model: Path) -> Template:
     environment.filters["tojson"] = _to_json
     for name in ("center", "indent", "batch", "slice", "wordwrap", "format", "tojson"):
         environment.filters[name] = _bounded_filter(environment.filters[name], name)
-    # jinja2 infers the type of its globals from its own.
+    # jinja2 infers the type of globals from its own globals.
     added = {"raise_exception": _raise_exception, "strftime_now": _strftime_now, _JOIN: _joined}
     cast(dict[str, object], environment.globals).update(added)
     environment.globals.pop("lipsum", None)
@@ -278,7 +278,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """The filter `tojson`, without the HTML escaping of jinja2's own."""
+    """Implement the filter `tojson` without the HTML escaping of jinja2's own filter."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 

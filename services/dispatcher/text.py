@@ -1,7 +1,7 @@
-"""Text and conversations <-> token ids, with the model's own tokenizer and chat template.
+"""Converts text and conversations to token ids and back, with the model's own tokenizer and chat template.
 
-Same results as `transformers`: plain text gets the tokenizer's special tokens, a rendered conversation contains its
-own.
+The results are the same as with `transformers`: plain text gets the tokenizer's special tokens, while a rendered
+conversation already contains them.
 """
 
 import asyncio
@@ -22,9 +22,10 @@ from ballast.service.tokenizer import load_tokenizer
 from services.dispatcher.grammars import GrammarChecks
 from services.dispatcher.template import ChatTemplate, RenderingTooLong
 
-# Longer texts take milliseconds and are tokenised in a thread, by the batch call, as only that releases the GIL.
+# Longer texts take milliseconds. They are tokenised in a thread with the batch call, because only that call releases
+# the GIL.
 _THREAD_CHARS = 4_000
-_HUGE_CHARS = 256_000  # longer texts take a good part of a second each, and are tokenised one at a time
+_HUGE_CHARS = 256_000  # longer texts take almost a second each and are tokenised one at a time
 _LOOP_MESSAGES = 64  # a longer conversation is rendered in a thread, too
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 _RECOMMENDED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -37,7 +38,7 @@ class PromptEncoder:
     Args:
         model: The folder.
         chat_template: File of a template that replaces the model's own.
-        generation_config: Source of sampling defaults: `auto`, the model's; `ballast`, none; or another folder.
+        generation_config: Source of sampling defaults: `auto`: the model's; `ballast`: none; or another folder.
 
     Raises:
         ConfigError: a file is missing or corrupt; the message names it.
@@ -63,8 +64,8 @@ class PromptEncoder:
     async def encode_text(
         self, text: str, *, add_special_tokens: bool = True, longest: int | None = None
     ) -> Sequence[int]:
-        """Token ids of a text. `longest`: maximum number of tokens; a text that certainly has more is refused before
-        tokenisation (InvalidRequest).
+        """Return the token ids of a text. `longest`: maximum number of tokens; a text that certainly has more is
+        refused before tokenisation (InvalidRequest).
         """
         return await self._encode("text", text, longest, add_special_tokens=add_special_tokens)
 
@@ -74,10 +75,10 @@ class PromptEncoder:
         variables: Mapping[str, object] | None = None,
         longest: int | None = None,
     ) -> Sequence[int]:
-        """Token ids of a rendered conversation.
+        """Return the token ids of a rendered conversation.
 
         Args:
-            messages: With role, content, and further fields of the template.
+            messages: Messages with role, content, and further fields for the template.
             variables: Further variables of the template: tools, enable_thinking and so on.
 
         Raises:
@@ -92,8 +93,8 @@ class PromptEncoder:
         return await self._encode("conversation", text, longest, add_special_tokens=False)
 
     def encode_bad_words(self, words: Sequence[str]) -> list[tuple[int, ...]]:
-        """Token sequences of each word, as in vLLM: without a leading space, and also with one if that changes the
-        first token but not the number of tokens.
+        """Return the token sequences of each word, as in vLLM: without a leading space, and also with one if that
+        changes the first token but not the number of tokens.
         """
         found: list[tuple[int, ...]] = []
         for word in words:
@@ -107,11 +108,11 @@ class PromptEncoder:
         return found
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
-        """Text of the tokens; unknown ids are left out."""
+        """Return the text of the tokens. Unknown ids are left out."""
         return self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
 
     async def check_grammar(self, grammar: Grammar, token_ids: Sequence[int], caller: str) -> None:
-        """Raises InvalidRequest for an invalid grammar, or one that these tokens of the answer violate; see
+        """Raise InvalidRequest for an invalid grammar, or one that these tokens of the answer violate; see
         `GrammarChecks.check`.
         """
         await self._grammars.check(grammar, token_ids, caller)
@@ -121,7 +122,7 @@ class PromptEncoder:
 
     async def _encode(self, field: str, text: str, longest: int | None, *, add_special_tokens: bool) -> Sequence[int]:
         if longest is not None and len(text) > longest * self._longest_token_chars:
-            why = f"has {len(text)} characters, and the {longest} tokens that fit (max_model_len) have"
+            why = f"has {len(text)} characters, but the {longest} tokens that fit (max_model_len) have"
             raise InvalidRequest(field, f"{why} at most {longest * self._longest_token_chars}")
         try:
             if len(text) <= _THREAD_CHARS:
@@ -135,7 +136,7 @@ class PromptEncoder:
 
 
 def _default_sampling(path: Path) -> dict[str, float]:
-    """Sampling parameters of a generation_config.json; empty if there is none."""
+    """Read the sampling parameters of a generation_config.json; empty if there is none."""
     config: Mapping[str, object] = _read_json(path) if path.is_file() else {}
     found: dict[str, float] = {}
     for name in _RECOMMENDED:
@@ -149,7 +150,7 @@ def _default_sampling(path: Path) -> dict[str, float]:
 
 
 class TokenBytes:
-    """The bytes of a token, possibly partial characters. Call it with a token id."""
+    """Maps a token id to its bytes, which may be partial characters."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -173,7 +174,9 @@ class TokenBytes:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """The byte alphabet of byte-level tokenizers (since GPT-2): printable bytes as they are, others from U+0100 on."""
+    """Return the byte alphabet of byte-level tokenizers (since GPT-2): printable bytes are themselves, others begin at
+    U+0100.
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(0x100) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
@@ -182,7 +185,7 @@ def _byte_level_alphabet() -> dict[str, int]:
 _BYTE_OF = _byte_level_alphabet()
 
 
-def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, looked at key by key
+def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, whose keys are checked one by one
     if not path.is_file():
         return {}
     try:
@@ -195,7 +198,7 @@ def _read_json(path: Path) -> Mapping[str, Any]:  # Any: foreign JSON, looked at
 
 
 def _token_text(value: object) -> str:
-    """Text of a special token, given as a string or as an object with its content; empty for None."""
+    """Return the text of a special token, given as a string or as an object with its content; empty for None."""
     if isinstance(value, dict):
         return str(cast(Mapping[str, object], value).get("content", ""))
     return "" if value is None else str(value)

@@ -29,7 +29,7 @@ from tools.dashboard.app import build_app as build_page
 from tools.dashboard.watched import Watched
 
 _NAME = "gateway"
-_MODEL_REFRESH_S = 10.0  # how long facts about the model are cached
+_MODEL_REFRESH_S = 10.0  # time for which facts about the model are cached
 
 
 async def main(life: Lifecycle) -> None:
@@ -44,7 +44,7 @@ async def main(life: Lifecycle) -> None:
         client = AsyncClient(
             settings.dispatchers,
             resume_s=settings.resume_s,
-            token="",  # not BALLAST_TOKEN of the environment, whose rights every client would have
+            token="",  # not BALLAST_TOKEN of the environment, because every client would get its rights
             ca_file=None if settings.tls_dir is None else settings.tls_dir / CA,
         )
     except InvalidRequest as error:

@@ -57,7 +57,7 @@ class MessagesRequest(BaseModel):
         """The equivalent chat request.
 
         Raises:
-            Failure: the request is invalid, or uses something that is not supported.
+            Failure: the request is invalid, or uses an unsupported feature.
         """
         if self.max_tokens is None:
             raise invalid("max_tokens", "is missing", code="missing_required_parameter")
@@ -89,7 +89,7 @@ class MessagesRequest(BaseModel):
             raise refused(error) from error
 
     def as_tokens(self) -> TokenizeRequest:
-        """The equivalent tokenisation request, to count the prompt's tokens."""
+        """The equivalent tokenisation request, which counts the prompt's tokens."""
         try:
             return TokenizeRequest(model=self.model, messages=self._messages(), tools=self._tools())
         except ValidationError as error:
@@ -126,7 +126,7 @@ def status_of(failure: Failure) -> int:
 
 
 def _turn(field: str, message: Message) -> list[Message]:
-    """Convert Anthropic's message to OpenAI's. Tool results become messages of their own, which come first."""
+    """Convert Anthropic's message to OpenAI's. Tool results become separate messages, which precede it."""
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant", "system"):
         raise invalid(f"{field}.role", f"must be user or assistant, not {role!r}")
@@ -159,7 +159,9 @@ def _turn(field: str, message: Message) -> list[Message]:
 
 
 def _text(field: str, content: object) -> str:
-    """The text of `content`, which is a string or a list of blocks. Raises Failure for a block that is not text."""
+    """Return the text of `content`, which is a string or a list of blocks. Raises Failure for a block that is not
+    text.
+    """
     if isinstance(content, str):
         return content
     texts: list[str] = []
@@ -184,7 +186,7 @@ def _blocks(field: str, content: object) -> list[Block]:
 
 def _tool(field: str, tool: Block) -> Block:
     if tool.get("type") not in (None, "custom"):
-        why = f"tools of type {tool['type']!r} are not supported, only those with an input_schema are"
+        why = f"tools of type {tool['type']!r} are not supported, only those with an input_schema"
         raise invalid(field, why, code="unsupported_value")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema") or {}}}
@@ -218,7 +220,7 @@ class MessagesWriter:
         self._pieces: list[str] = []  # text of the current block so far
         self._is_open = False
         self._cut: set[int] = set()  # indices of incomplete tool calls
-        self._has_begun = False  # whether message_start was written
+        self._has_begun = False  # True: message_start has been written
         self._has_called = False
 
     def complete(self, generations: Sequence[Generation]) -> Mapping[str, object]:
@@ -241,7 +243,7 @@ class MessagesWriter:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Nothing, as the last chunk's events end the stream."""
+        """Return no bytes, because the last chunk's events end the stream."""
         return b""
 
     def _write(self, part: Generation | GenerationChunk) -> list[bytes]:
@@ -282,8 +284,8 @@ class MessagesWriter:
         return _event("content_block_delta", index=len(self._blocks) - 1, delta=delta)
 
     def _close(self, *, keep: bool = True) -> list[bytes]:
-        """End the open block, if any, and return its event. `keep`: False for an incomplete tool call, which a message
-        then omits.
+        """End the open block, if any, and return its event. `keep`: False for an incomplete tool call, which is omitted
+        from a message.
         """
         if not self._is_open:
             return []
@@ -322,7 +324,9 @@ class MessagesWriter:
 
 
 def _input(arguments: str) -> Block:
-    """A call's arguments as an object, as Anthropic's format requires; any other value becomes {"arguments": value}."""
+    """Return a call's arguments as an object, which Anthropic's format requires. Any other value becomes {"arguments":
+    value}.
+    """
     try:
         given: object = json.loads(arguments, parse_constant=str)
     except (ValueError, RecursionError):

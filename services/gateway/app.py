@@ -42,7 +42,7 @@ _JSON, _SSE = b"application/json", b"text/event-stream; charset=utf-8"
 
 _LARGE_BYTES = 16 << 10  # larger bodies are read after authentication of the caller, larger responses compressed
 _MAX_HEADER_CHARS = {"authorization": 4096, "traceparent": 128, "tracestate": 512, **dict.fromkeys(TARGET_HEADERS, 32)}
-# Paths of OpenAI and vLLM that need another kind of model -> what that model produces.
+# Paths of OpenAI and vLLM that need another kind of model -> output of that model.
 _UNSERVED = {
     "/v1/embeddings": "embeddings",
     "/v1/rerank": "ranks",
@@ -80,7 +80,7 @@ def build_app(
     jobs: HttpClient | None = None,
     cluster: ClusterGauges | None = None,
 ) -> Starlette:
-    """Build the application. `exporter` sends a span for each call that generates; None: no traces. `jobs`: client of
+    """Build the application. `exporter`: sends a span for each call that generates; None: no traces. `jobs`: client of
     the service for files and batches; None: these paths are refused. `cluster`: metrics of the whole cluster, served
     together with the gateway's own; None: only the gateway's own.
     """
@@ -136,7 +136,9 @@ async def _refuse(path: str, what: str, _: Call) -> Reply:
 
 
 def allowing(app: ASGIApp, origins: str) -> ASGIApp:
-    """The application with CORS headers for the given origins (comma-separated, or *); unchanged if there are none."""
+    """Return the application with CORS headers for the given origins (comma-separated, or *); unchanged if there are
+    none.
+    """
     allowed = [origin.strip() for origin in origins.split(",") if origin.strip()]
     if not allowed:
         return app
@@ -145,8 +147,8 @@ def allowing(app: ASGIApp, origins: str) -> ASGIApp:
 
 
 class _App(Starlette):
-    """Application that calls the endpoints of known (method, path) pairs directly. Other requests pass through
-    Starlette's layers, each of which costs time for every event of a stream.
+    """Application that calls the endpoints of known (method, path) pairs directly, because each of Starlette's layers
+    costs time for every event of a stream. Other requests pass through these layers.
     """
 
     # Any: Starlette's arguments.
@@ -176,7 +178,7 @@ class Door:
         exporter: Exporter | None = None,
         admit: Admit | None = None,
     ) -> None:
-        """`admit` is called before a large body is read, and raises for callers whom dispatchers would refuse."""
+        """`admit`: called before a large body is read; raises for callers that dispatchers would refuse."""
         self._exporter = exporter
         self._admit = admit
         self._metrics = metrics
@@ -185,12 +187,14 @@ class Door:
         self._in_flight = 0
 
     def endpoint(self, route: str, kind: str, act: Handler) -> ASGIApp:
-        """The endpoint that runs `act` for each call. `route`: its label in metrics; `kind`: prefix of request ids."""
+        """Return the endpoint that runs `act` for each call. `route`: its label in metrics; `kind`: prefix of request
+        ids.
+        """
 
         return _Asgi(partial(self._serve, route, kind, act))
 
     async def load(self, _: Call) -> Reply:
-        """vLLM's /load: the number of requests in progress."""
+        """Handle vLLM's /load: the number of requests in progress."""
         return {"server_load": self._in_flight - 1}  # this call itself does not count
 
     async def _serve(self, route: str, kind: str, act: Handler, scope: Scope, receive: Receive, send: Send) -> None:
@@ -220,7 +224,7 @@ class Door:
                     await answer.send_events(reply, call.reply_headers)
         except ClientGone:
             answer.status = _CLIENT_GONE
-        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a response
+        except Exception as error:  # noqa: BLE001 - every failure becomes a response here
             await self._fail(route, request_id, error, answer)
         finally:
             self._in_flight -= 1
@@ -232,8 +236,8 @@ class Door:
                 self._tell(traced, route, request_id, answer.status, took_s)
 
     def handing_on(self, route: str, jobs: HttpClient | None) -> ASGIApp:
-        """The endpoint that forwards calls to the jobs service. Bodies and responses of any length are streamed
-        unchanged. `jobs` None: calls are refused.
+        """Return the endpoint that forwards calls to the jobs service. Bodies and responses of any length are streamed
+        unchanged. `jobs`: None: calls are refused.
         """
 
         async def serve(scope: Scope, receive: Receive, send: Send) -> None:
@@ -265,7 +269,9 @@ class Door:
         return _Asgi(serve)
 
     def _trace(self, kind: str, headers: Mapping[str, str]) -> "_Traced | None":
-        """The reference to this call's span, in the client's trace or a new one; None if the call is not traced."""
+        """Return the reference to this call's span, in the client's trace or a new one; None if the call is not
+        traced.
+        """
         if self._exporter is None or kind not in _TRACED:
             return None
         parent = Context.read(headers.get("traceparent", "")) or Context.new()
@@ -459,7 +465,7 @@ class HttpAnswer:
 
 
 class AnthropicAnswer(HttpAnswer):
-    """`HttpAnswer` with failures in Anthropic's format."""
+    """`HttpAnswer` that writes failures in Anthropic's format."""
 
     def _failure(self, failure: Failure) -> tuple[int, Mapping[str, object]]:
         return anthropic.status_of(failure), anthropic.failure_form(failure, self.request_id)
@@ -469,7 +475,7 @@ class AnthropicAnswer(HttpAnswer):
 
 
 class _Asgi:
-    """Wraps a function as an ASGI application; to a bare function Starlette would pass a Request."""
+    """Wraps a function as an ASGI application, because Starlette would pass a Request to a bare function."""
 
     def __init__(self, serve: ASGIApp) -> None:
         self._serve = serve
@@ -479,10 +485,11 @@ class _Asgi:
 
 
 def passed_on(headers: Mapping[str, str]) -> dict[str, str]:
-    """Metadata for dispatchers from a request's headers; invalid ones are omitted, except authorization.
+    """Return the metadata for dispatchers from a request's headers. Invalid headers are omitted, except authorization.
 
     Raises:
-        Unauthenticated: the header authorization (or x-api-key) is too long or has characters that no token has.
+        Unauthenticated: the header authorization (or x-api-key) is too long or has characters that are invalid in
+            tokens.
     """
     found: dict[str, str] = {}
     for name in _PASSED_ON:
@@ -506,7 +513,9 @@ def _headers(scope: Scope) -> dict[str, str]:
 
 
 def _ids(kind: str, given: str | None) -> tuple[str, str]:
-    """(unique id of a request at dispatchers, id shown to the client). `given`: the client's x-request-id, if any."""
+    """Return (unique id of a request in dispatchers, id shown to the client). `given`: the client's x-request-id, if
+    any.
+    """
     if given is None or _REQUEST_ID.fullmatch(given) is None:
         minted = f"{kind}-{secrets.token_hex(16)}"
         return minted, minted

@@ -20,47 +20,56 @@ class GatewaySettings(GuardedSettings):
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on; 0: any free one."""
     gateway_id: str | None = Field(None, min_length=1, max_length=128)
-    """Name of this replica. Default: made up at every start."""
+    """Name of this replica. Default: generated at every start."""
     dispatchers: str = "127.0.0.1:50051"
-    """Where requests go: HOST:PORT, several with commas."""
+    """Addresses of dispatchers, HOST:PORT, separated by commas."""
     served_model_name: str | None = None
-    """What clients call the model; several names with commas, answers use the first. Default: its own name."""
+    """Names of the model for clients, separated by commas; answers use the first. Default: the model's own name."""
     tool_call_parser: Literal[
         "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "openai", "glm45", "pythonic"
     ] = "auto"
-    """How the model writes calls of tools: hermes (Hermes, Qwen 2.5 and 3), qwen3_coder, llama3_json, mistral,
-    deepseek_v3 (and V3.1), openai (GPT-OSS), glm45 or pythonic (Llama 4). auto: by its chat template."""
+    """Format in which the model writes tool calls: hermes (Hermes, Qwen 2.5 and 3), qwen3_coder, llama3_json, mistral,
+    deepseek_v3 (and V3.1), openai (GPT-OSS), glm45 or pythonic (Llama 4). auto: detected from its chat template."""
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = "auto"
-    """How the model writes its thoughts, which answers have as reasoning_content: qwen3 (<think> and </think>),
-    deepseek_r1 (the prompt has begun one), mistral ([THINK]). auto: by its chat template. none: thoughts are text."""
+    """Format in which the model writes its reasoning, which answers return as reasoning_content: qwen3 (<think> and
+    </think>), deepseek_r1 (the prompt already contains <think>), mistral ([THINK]). auto: detected from its chat
+    template. none: reasoning is text."""
 
     jobs: str | None = Field(None, pattern=r"^https?://")
-    """Where /v1/files and /v1/batches go: http://HOST:PORT of the jobs service. Default: there are none."""
+    """Address of the jobs service, http://HOST:PORT, for /v1/files and /v1/batches. Default: none, so these paths are
+    refused.
+    """
     dashboard: bool = False
-    """Serve a page at /dashboard that shows the cluster live, to whoever can reach this gateway. Its drops and restores
-    need a token with the role operate; without tokens at the dispatchers it has none."""
+    """Serve a page at /dashboard that shows the cluster live to everyone who can reach this gateway. Its drop and
+    restore buttons need a token with the role operate; they are missing if dispatchers have no tokens."""
 
     allowed_origins: str = ""
-    """Origins whose pages a browser lets read answers: https://HOST, several with commas; * for all. Default: none."""
+    """Origins whose pages may read answers in a browser: https://HOST, separated by commas; * for all. Default:
+    none.
+    """
 
     # Limits.
     max_concurrent_requests: int = Field(4096, ge=1)
-    """Requests that are served at once; more are refused with status 503."""
+    """Maximum concurrent requests. Others are refused with status 503."""
     max_body_bytes: int = Field(8 << 20, ge=1024, le=64 << 20)
-    """Longest body of a request, unpacked; beyond 9 MiB dispatchers need a higher --max-message-bytes."""
+    """Maximum size of a request's body after decompression. Above 9 MiB, dispatchers need a higher
+    --max-message-bytes.
+    """
     max_choices: int = Field(128, ge=1, le=4096)
-    """Most choices that one request may ask for: prompts times n."""
+    """Maximum choices of one request: prompts times n."""
     body_timeout_s: float = Field(30.0, gt=0)
-    """Seconds from the head of a request to the end of its body."""
+    """Maximum seconds from the head of a request to the end of its body."""
     client_stall_timeout_s: float = Field(60.0, gt=0)
-    """Seconds after which a client that reads nothing is given up."""
+    """Seconds after which a client that does not read is disconnected."""
 
     # Calls to dispatchers, traces, shutdown.
     resume_s: float = Field(30.0, ge=0)
-    """Seconds to find another dispatcher that goes on with a request whose own has died; 0: it fails."""
+    """Maximum seconds to find another dispatcher that resumes a request whose dispatcher has died; 0: the request
+    fails.
+    """
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for spans of requests: http://HOST:4318, OTLP over HTTP. Default: none."""
 
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """Seconds that running requests get to finish after the signal to stop."""
+    """Maximum seconds for running requests to finish after the signal to stop."""

@@ -1,4 +1,4 @@
-"""The handlers of the API's paths: each takes a call and returns an answer or a stream of events."""
+"""Handlers of the API's paths. Each takes a call and returns an answer or a stream of events."""
 
 import time
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
@@ -66,7 +66,7 @@ class Call:
     reply_headers: dict[str, str] = field(default_factory=dict[str, str])
 
     def report_ignored_keys(self, keys: Iterable[str]) -> None:
-        """Name, in a response header, the keys of a JSON schema that are not enforced on the answer."""
+        """List the keys of a JSON schema that are not enforced on the answer in a response header."""
         if names := ", ".join(sorted(keys)):
             self.reply_headers["x-ballast-schema-ignored"] = names
 
@@ -80,11 +80,11 @@ class Writer(Protocol):
     def complete(self, generations: Sequence[Generation], /) -> Mapping[str, object]: ...
 
     def chunk(self, index: int, chunk: GenerationChunk, /) -> bytes:
-        """Write a chunk of choice `index`. Returns its events; may be empty."""
+        """Write a chunk of choice `index`. Returns its events, which may be empty."""
         ...
 
     def end(self) -> bytes:
-        """The events after the last chunk of the last choice; may be empty."""
+        """Return the events after the last chunk of the last choice; may be empty."""
         ...
 
 
@@ -100,7 +100,7 @@ class HttpEndpoints:
         tool_format: ToolFormat | None = None,
         reasoning: ReasoningParser = ReasoningParser.AUTO,
     ) -> None:
-        """`max_choices`: limit on prompts times choices of a request. `tool_format`: how the model writes tool calls;
+        """`max_choices`: limit on prompts times choices of a request. `tool_format`: format of the model's tool calls;
         None: detected from its chat template.
         """
         self._client = client
@@ -180,7 +180,7 @@ class HttpEndpoints:
         )
         is_harmony = self._tool_format is ToolFormat.OPENAI or "<|channel|>" in served.chat_template
         if tools is not None or is_harmony:
-            sampling = replace(sampling, skip_special_tokens=False)  # some models' tags of calls are special tokens
+            sampling = replace(sampling, skip_special_tokens=False)  # some models' tool call tags are special tokens
         messages = messages_for_template(request.messages)
         asks = [
             Ask(sampling=each, messages=messages, template_variables=variables)
@@ -327,7 +327,7 @@ class HttpEndpoints:
         return {"prompt": await self._client.detokenize(request.tokens, metadata=call.metadata)}
 
     async def health(self, call: Call) -> Reply:
-        """Readiness: ok if a dispatcher answers. Raises Unavailable or DeadlineExceeded if none does."""
+        """Report readiness: ok if a dispatcher answers. Raises Unavailable or DeadlineExceeded if none does."""
         try:
             await self._model.ask(call.metadata)
         except (Unavailable, DeadlineExceeded):
@@ -367,7 +367,7 @@ def _format(tools: ToolUse | None, thoughts: Thoughts | None, *, is_harmony: boo
 
 def _prompt_logprobs(request: GenerationRequest) -> int | None:
     if request.prompt_logprobs is not None and request.stream:
-        raise invalid("prompt_logprobs", "are part of complete answers; leave stream out", code="unsupported_value")
+        raise invalid("prompt_logprobs", "are part of complete answers; leave out stream", code="unsupported_value")
     return request.prompt_logprobs
 
 
@@ -396,7 +396,7 @@ def _template_variables(request: ChatRequest | TokenizeRequest) -> dict[str, obj
 
 
 def _prompts(request: CompletionRequest) -> list[str] | list[list[int]]:
-    """The prompts of a request, each a text or a list of token ids."""
+    """Return the prompts of a request, each a text or a list of token ids."""
     prompt = request.prompt
     if isinstance(prompt, str):
         return [prompt]

@@ -18,7 +18,7 @@ _PARAMS = {
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The response to a client whose request failed with this error."""
+    """Return the response to a client whose request failed with this error."""
     match error:
         case Failure():
             return error
@@ -46,19 +46,19 @@ def failure_of(error: BaseException) -> Failure:
         case errors.BallastError():
             return Failure(500, "server_error", "internal_error", str(error))
         case _:
-            return Failure(500, "server_error", "internal_error", "the gateway failed; its log says how")
+            return Failure(500, "server_error", "internal_error", "the gateway failed; see its log")
 
 
 def _invalid_request(error: errors.InvalidRequest) -> Failure:
     if "max_message_bytes" in error.why:
-        why = "the request is larger than dispatchers take (their --max-message-bytes)"
+        why = "the request is larger than dispatchers accept (their --max-message-bytes)"
         return invalid(None, why, code="body_too_large", status=413)
     param = _PARAMS.get(error.field, error.field.removeprefix("sampling.").removeprefix("grammar."))
     param = re.sub("^token_ids", "prompt", param)  # `param` may have an index, as in token_ids[7]
     longest = re.search(r"max_model_len\D*(\d+)", error.why)
     if longest is None:
         return invalid(param, error.why)
-    # LiteLLM, LangChain and others recognise this error by these words.
+    # LiteLLM, LangChain and others recognise this error by its words.
     why = f"This model's maximum context length is {longest[1]} tokens: {error.why}"
     return invalid(param, why, code="context_length_exceeded")
 

@@ -11,7 +11,7 @@ from services.gateway.metrics import GatewayMetrics
 
 Numbered = tuple[int, GenerationChunk]  # (index of the choice, chunk)
 
-_UNREAD_CHUNKS = 4  # limit per choice; further chunks wait at the dispatcher, which merges them
+_UNREAD_CHUNKS = 4  # limit per choice; further chunks wait in the dispatcher, which merges them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ class Generator:
         self._gauge = metrics.generations
 
     async def collect(self, asks: Sequence[Ask], caller: RequestCaller) -> list[Generation]:
-        """All answers, in order. If one fails, the others are cancelled.
+        """Return all answers, in order. If one fails, the others are cancelled.
 
         Raises:
             BallastError: the error of the first answer that failed.
@@ -68,7 +68,9 @@ class Generator:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stream(self, asks: Sequence[Ask], caller: RequestCaller) -> AsyncGenerator[Numbered, None]:
-        """The chunks of all choices, each with the index of its choice. Closing the generator cancels the requests."""
+        """Yield the chunks of all choices, each with the index of its choice. Closing the generator cancels the
+        requests.
+        """
         return self._one(asks[0], caller) if len(asks) == 1 else self._many(asks, caller)
 
     async def _one(self, ask: Ask, caller: RequestCaller) -> AsyncGenerator[Numbered, None]:

@@ -14,7 +14,7 @@ from ballast.client.stream import Metadata
 from ballast.common.errors import BallastError
 from ballast.service.metrics import E2E_BUCKETS_S, TTFT_BUCKETS_S
 
-_FRESH_S = 0.2  # how long values are reused, as routers poll many times a second
+_FRESH_S = 0.2  # time for which values are reused, because routers poll many times a second
 _ASK_S = 1.0
 
 
@@ -24,24 +24,24 @@ class GatewayMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.requests = Counter(
             "ballast_gateway_requests",
-            "HTTP requests that have been answered or given up",
+            "HTTP requests that have been answered or aborted",
             ["route", "status"],
             registry=registry,
         )
         self.in_flight = Gauge("ballast_gateway_requests_in_flight", "HTTP requests being answered", registry=registry)
         self.generations = Gauge(
-            "ballast_gateway_generations_in_flight", "Requests at dispatchers: one for each choice", registry=registry
+            "ballast_gateway_generations_in_flight", "Requests in dispatchers, one for each choice", registry=registry
         )
         self.ttft_s = Histogram(
             "ballast_gateway_ttft_seconds",
-            "From the head of a request to its first token",
+            "Time from the head of a request to its first token",
             ["route"],
             buckets=TTFT_BUCKETS_S,
             registry=registry,
         )
         self.duration_s = Histogram(
             "ballast_gateway_request_seconds",
-            "From the head of a request to the end of its answer",
+            "Time from the head of a request to the end of its answer",
             ["route"],
             buckets=E2E_BUCKETS_S,
             registry=registry,
@@ -49,8 +49,8 @@ class GatewayMetrics:
 
 
 class ClusterGauges(Collector):
-    """Gauges that present the whole cluster as one vLLM server, for routers that choose between servers. There are none
-    while no dispatcher answers.
+    """Gauges that present the whole cluster as one vLLM server, for routers that choose between servers. They are
+    missing while no dispatcher answers.
 
     Args:
         client: Client for the calls to dispatchers.
@@ -98,6 +98,6 @@ class ClusterGauges(Collector):
             family.add_metric([model.name, "cluster"], value)
             yield family
         labels = {"block_size": str(loads[0].block_tokens) if loads else "0", "num_gpu_blocks": str(blocks)}
-        family = GaugeMetricFamily("vllm:cache_config_info", "Always 1; the KV blocks of all groups")
+        family = GaugeMetricFamily("vllm:cache_config_info", "Always 1. The labels contain the number of KV blocks of all groups")
         family.add_sample(family.name, {"model_name": model.name, "engine": "cluster", **labels}, 1)
         yield family

@@ -13,7 +13,7 @@ from ballast.common.errors import BallastError
 from ballast.common.model import ModelInfo
 from services.gateway.errors import invalid
 
-_ADMITTED_S = 30.0  # how long a caller's check stays valid; dispatchers check each request regardless
+_ADMITTED_S = 30.0  # time for which a caller's check is valid; dispatchers check each request anyway
 _MOST_ADMITTED = 4096
 
 
@@ -33,7 +33,8 @@ class KnownModel:
         return tuple(adapter.name for adapter in self.info.adapters if adapter.name not in self.names)
 
     def adapter_of(self, asked: str | None) -> str:
-        """The adapter that a request's model name selects; "" for the base model, also if the request names no model.
+        """Return the adapter that a request's model name selects; "" for the base model, or if the request names no
+        model.
 
         Raises:
             Failure: no such model is served.
@@ -42,7 +43,7 @@ class KnownModel:
             return ""
         if asked in self.adapters:
             return asked
-        why = f"the model {asked!r} is not served here; what is: {', '.join((*self.names, *self.adapters))}"
+        why = f"the model {asked!r} is not served here; served: {', '.join((*self.names, *self.adapters))}"
         raise invalid("model", why, code="model_not_found", status=404)
 
 
@@ -71,10 +72,10 @@ class ServedModel:
         return self._known.name if self._known is not None else ""
 
     async def get(self, metadata: Metadata | None) -> KnownModel:
-        """The model, from the cache or from dispatchers.
+        """Return the model, from the cache or from dispatchers.
 
         Raises:
-            BallastError: dispatchers do not answer, and nothing is cached.
+            BallastError: dispatchers do not answer, and the cache is empty.
         """
         if self._known is not None and time.monotonic() < self._fresh_until_s:
             return self._known
@@ -89,7 +90,7 @@ class ServedModel:
             return self._known
 
     async def admit(self, metadata: Metadata | None) -> None:
-        """Check the caller's credentials; a recent check is reused.
+        """Check the caller's credentials, or reuse a recent check.
 
         Raises:
             BallastError: dispatchers refuse the caller, or cannot be reached.
@@ -105,7 +106,7 @@ class ServedModel:
             self._admitted_until_s.popitem(last=False)
 
     async def ask(self, metadata: Metadata | None) -> KnownModel:
-        """Ask dispatchers for the model and cache the answer."""
+        """Request the model from dispatchers and cache the answer."""
         info = await self._client.model_info(metadata=metadata)
         template = await self._client.chat_template(metadata=metadata)
         defaults = await self._client.default_sampling(metadata=metadata)
@@ -115,7 +116,9 @@ class ServedModel:
         return self._known
 
     async def single_token(self, text: str, metadata: Metadata | None) -> int | None:
-        """The token that encodes a whole text; None if it takes several, or dispatchers do not answer."""
+        """Return the token that encodes a whole text; None if the text takes several tokens, or dispatchers do not
+        answer.
+        """
         if text not in self._single_tokens:
             try:
                 ids = await self._client.tokenize(text, add_special_tokens=False, metadata=metadata)

@@ -46,6 +46,6 @@ class ArrivalOrder:
             raise InvariantViolation(f"requests are out of order: {serials}")
         for tracked in self._entries:
             if tracked.worker is not None or tracked.handle or tracked.moving:
-                raise InvariantViolation(f"{tracked.request.request_id} waits, and {tracked.worker} has it")
+                raise InvariantViolation(f"{tracked.request.request_id} waits, but {tracked.worker} has it")
         if self.token_count != sum(tracked.token_count for tracked in self._entries):
-            raise InvariantViolation(f"{self.token_count} tokens are counted of {len(self._entries)} requests")
+            raise InvariantViolation(f"wrong count of {self.token_count} tokens of {len(self._entries)} requests")

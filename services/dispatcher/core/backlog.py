@@ -1,5 +1,5 @@
-"""The backlog: online requests that are on no worker, by priority class and a configurable order within it. The core
-limits its size (`limits.py`).
+"""The backlog: online requests that are on no worker, ordered by priority class and a configurable order within each
+class. The core limits its size (`limits.py`).
 """
 
 import itertools
@@ -37,8 +37,8 @@ def _key_of(order: Order) -> Callable[[Tracked], tuple[float, int]]:
 
 
 class Backlog:
-    """Requests by class rank, then in the order of `FairQueue`. Those that have waited for `lift_s` take turns with the
-    class above.
+    """Requests ordered by class rank, then in the order of `FairQueue`. Requests that have waited for `lift_s`
+    alternate with those of the class above.
 
     Insertion, removal of any request and iteration over the first few are cheap.
     """
@@ -55,7 +55,7 @@ class Backlog:
         self.shares = False  # True: workers cache prompt prefixes
         self._marks: dict[int, tuple[Mark, ...]] = {}  # serial -> prefix marks of its prompt
         self._mark_counts: Counter[Mark] = Counter()
-        self._repeated_count = 0  # number of marks minus number of distinct marks
+        self._repeated_count = 0  # number of marks minus the number of distinct marks
 
     def __len__(self) -> int:
         return self.count
@@ -67,16 +67,16 @@ class Backlog:
 
     @property
     def distinct_token_count(self) -> int:
-        """Waiting prompt tokens; shared prefixes count once."""
+        """Number of waiting prompt tokens. Shared prefixes count once."""
         return self.token_count - self._repeated_count * MARK_TOKENS
 
     @property
     def callers(self) -> Mapping[str, int]:
-        """Waiting requests by caller."""
+        """Number of waiting requests by caller."""
         return self._callers
 
     def most_of(self, count: int) -> list[tuple[str, int]]:
-        """Up to `count` callers with the most waiting requests, as (caller, number of its waiting requests)."""
+        """Return up to `count` callers with the most waiting requests, as (caller, number of its waiting requests)."""
         return self._callers.most_common(count)
 
     def tokens_of(self, caller: str) -> int:
@@ -87,7 +87,9 @@ class Backlog:
         return list(itertools.islice(self, begin, begin + count))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Number of requests ahead of this one's current or future position; a lower bound if there are many."""
+        """Return the number of requests ahead of this one's current or future position; a lower bound if there are
+        many.
+        """
         *better, own = self._classes[: tracked.request.priority.rank + 1]
         return sum(map(len, better)) + own.count_before(tracked)
 
@@ -101,7 +103,7 @@ class Backlog:
 
     def serve(self, tracked: Tracked) -> None:
         """Remove a request that is sent to a worker. Its tokens are charged to its caller and, in each higher class
-        with waiting requests, to the class below.
+        with waiting requests, to the pseudo-caller of the class below.
         """
         rank = tracked.request.priority.rank
         for better in self._classes[:rank]:
@@ -150,12 +152,12 @@ class Backlog:
                     yield tracked
 
     def _in_turn(self, rank: int) -> Iterator[Tracked]:
-        """The requests of a class, with those lifted from the class below."""
+        """Yield the requests of a class, with those lifted from the class below."""
         lower = self._lifted(rank + 1) if rank + 1 < len(self._classes) else iter(())
         return self._classes[rank].in_turn(lower)
 
     def _lifted(self, rank: int) -> Iterator[Tracked]:
-        """The requests of a class in order, up to the first one that has not waited for `lift_s`."""
+        """Yield the requests of a class in order, up to the first one that has not waited for `lift_s`."""
         since_s = self._now_s - self._lift_s
         return itertools.takewhile(lambda tracked: tracked.queued_at_s <= since_s, self._in_turn(rank))
 
@@ -176,7 +178,7 @@ class Backlog:
             raise InvariantViolation(f"backlog counts {self.count} requests and {self.token_count} tokens")
         marks = Counter(itertools.chain.from_iterable(self._marks.values()))
         if marks != self._mark_counts or self._repeated_count != marks.total() - len(marks):
-            raise InvariantViolation(f"backlog counts {self._repeated_count} repeated marks, of {marks}")
+            raise InvariantViolation(f"backlog counts {self._repeated_count} repeated marks, but {marks} are right")
 
 
 class DrainRate:
@@ -195,7 +197,7 @@ class DrainRate:
         return self._decayed(at_s) / self._memory_s
 
     def until_half_s(self, request_count: int, at_s: float) -> float:
-        """Retry delay for refused requests: until half of the backlog has drained."""
+        """Return the retry delay for refused requests: the time until half of the backlog has drained."""
         rate = self.per_s(at_s)
         return min(_MAX_RETRY_S, max(_MIN_RETRY_S, request_count / 2 / rate if rate > 0.0 else 1.0))
 

@@ -28,7 +28,7 @@ class Deadlines:
         return self._heap[0][0] if self._heap else math.inf
 
     def due(self, at_s: float) -> list[RequestId]:
-        """Requests whose deadline has passed; each is returned once."""
+        """Return the requests whose deadline has passed, each once."""
         found: list[RequestId] = []
         while self._heap and self._heap[0][0] <= at_s:
             _, serial, request_id = heapq.heappop(self._heap)

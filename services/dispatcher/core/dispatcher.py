@@ -1,8 +1,8 @@
 """The dispatcher's decisions: admission, placement, and the ending of each request.
 
-The dispatcher owns a request from `RequestSubmitted` to its only `Refuse`, `Finish` or `Fail` (I6). It keeps the tokens
-while the request runs on a worker, so that another worker can continue if that one is lost. Each placement has a handle
-of its own: late messages about an earlier placement are dropped and counted (I5).
+The dispatcher owns a request from `RequestSubmitted` until its only `Refuse`, `Finish` or `Fail` (I6). It stores the
+generated tokens, so that another worker can continue if the request's worker is lost. Each placement has its own
+handle, and late messages about an earlier placement are dropped and counted (I5).
 
 When groups form or dissolve, workers end requests and name the worker that gets their KV. The dispatcher submits each
 of these requests to the named worker with all its tokens, as in a replay, so that no token is lost or repeated.
@@ -43,9 +43,9 @@ from services.dispatcher.core.traffic import TrafficCounter
 from services.dispatcher.policy.freeness import RoutingRules, WorkerKey
 
 _NO_WORKER_CHECK_S = 0.5
-_MAX_IDLE_MOVES = 16  # maximum handovers of a request without a new token; more would mean a loop between workers
+_MAX_IDLE_MOVES = 16  # maximum consecutive handovers of a request without a new token; more would mean a loop
 _FRONT = -(1 << 62)  # added to the serials of requests taken over, so that they precede all others
-_OUTGROWN_WAIT_S = 1.0  # retry delay for a request that no worker can hold; a drop may form larger groups
+_OUTGROWN_WAIT_S = 1.0  # retry delay for a request that no worker can hold, because a drop may form larger groups
 ENDING_OF: dict[type[BallastError], str] = {
     Cancelled: FinishReason.CANCELLED.value,
     DeadlineExceeded: FinishReason.DEADLINE.value,
@@ -63,16 +63,16 @@ class DispatcherCore:
         self.backlog = Backlog(placement.order, placement.lift_s)
         self.long = LongRequests(limits.long_wait_s)
         self.feed = Feed()  # waiting offline requests
-        self.requests: dict[RequestId, Tracked] = {}  # requests that were accepted and have not ended
+        self.requests: dict[RequestId, Tracked] = {}  # requests that have been accepted and have not ended
         self.draining = False
-        self._for_good = False  # draining because the process is going to exit
-        self.endings: Counter[str] = Counter()  # finish reason, or refused -> count
+        self._for_good = False  # True: draining because the process is going to exit
+        self.endings: Counter[str] = Counter()  # finish reason, or "refused" -> count
         self.accepted_count = 0
         self.replay_count = 0
         self.recall_count = 0  # requests recalled from a worker's queue
         self._traffic = TrafficCounter()
         self.relay = Relay(self.fleet, self._traffic)
-        self.move_counts: Counter[str] = Counter()  # at_once, waited or replayed -> handed-over requests
+        self.move_counts: Counter[str] = Counter()  # "at_once", "waited" or "replayed" -> handed-over requests
         self._id = dispatcher_id
         self.growth = Growth(routing.growth_tokens)
         self._placement = Placement(self.backlog, self.long, self.feed, self.fleet, placement, routing, self.growth)
@@ -80,11 +80,11 @@ class DispatcherCore:
         self._deadlines = Deadlines()
         self.taken_over_count = 0
         self._next_serial = 1
-        self._no_worker_since_s: float | None = None  # None: there is a worker, or no event yet
+        self._no_worker_since_s: float | None = None  # time; None: there is a worker, or no event yet
         self._no_worker_check_at_s = math.inf
 
     def next_timer_s(self) -> float:
-        """Time of the next `DispatcherTick`; infinity: none is needed."""
+        """Time at which the next `DispatcherTick` is needed; infinity: never."""
         due_s = self._deadlines.next_s()
         if len(self._moves):
             due_s = min(due_s, self._moves.next_s())
@@ -98,17 +98,17 @@ class DispatcherCore:
         return self.backlog.count > 0 or len(self.long) > 0
 
     def carries_changes(self, at_s: float) -> bool:
-        """True if the traffic should be published again: it has changed, or was last read a while ago."""
+        """True if the traffic should be published again, because it has changed or was last read a while ago."""
         return self._traffic.carries_changes(at_s, self.backlog.count)
 
     def traffic(self, at_s: float) -> Traffic:
-        """Recent arrivals, answer lengths, and the waiting requests."""
+        """Return recent arrivals, answer lengths and the waiting requests."""
         long = self.long.demand(self.growth, at_s)
         return self._traffic.read(at_s, self.backlog.count, self.backlog.distinct_token_count, long)
 
     @property
     def moving_count(self) -> int:
-        """Requests handed over to a worker whose stream is not open yet."""
+        """Number of requests handed over to a worker whose stream is not open yet."""
         return len(self._moves)
 
     def handle(self, event: d.Event) -> Sequence[d.Command]:
@@ -152,7 +152,7 @@ class DispatcherCore:
     # --------------------------------------------------------------------------------------------- workers
 
     def _adopt(self, event: d.LayoutChanged) -> list[d.Command]:
-        """Adopt any layout that differs, whatever its epoch, because the store reads values in order, and a lower epoch
+        """Adopt any layout that differs, even one with a lower epoch: the store reads values in order, so a lower epoch
         means that the cluster's state was lost and rebuilt.
         """
         if event.layout == self.fleet.layout:
@@ -169,7 +169,9 @@ class DispatcherCore:
         return commands + self._dispatch(event.at_s)
 
     def _on_reach(self, event: d.ReachChanged) -> list[d.Command]:
-        """Adopt the published reach, and move requests that now count as long from the backlog to `long`."""
+        """Adopt the published reach, and move requests that now count as too long for an instance from the backlog to
+        `long`.
+        """
         self.long.reach = event.reach
         for tracked in [one for one in self.backlog if self.long.takes(one)]:
             self.backlog.remove(tracked)
@@ -195,7 +197,7 @@ class DispatcherCore:
         return commands + self._dispatch(event.at_s)
 
     def _lose(self, worker: Worker, at_s: float, why: str) -> list[d.Command]:
-        """Return a lost worker's requests to their places in the backlog, for replay."""
+        """Return a lost worker's requests to their places in the backlog, so that they are replayed."""
         commands: list[d.Command] = []
         self._placement.prefixes.forget(worker.key)
         for tracked in worker.cut_off():
@@ -236,7 +238,7 @@ class DispatcherCore:
         return self.long if tracked.long else self.backlog
 
     def _move(self, tracked: Tracked, worker_id: WorkerId, at_s: float) -> list[d.Command]:
-        """Submit a handed-over request to its new worker, or let it wait until the stream to that worker is open."""
+        """Submit a handed-over request to its new worker, or make it wait until the stream to that worker is open."""
         tracked.worker, tracked.handle = None, 0
         tracked.idle_move_count += 1
         if tracked.idle_move_count > _MAX_IDLE_MOVES:
@@ -280,7 +282,7 @@ class DispatcherCore:
         commands: list[d.Command] = []
         ahead_count = self._line_of(tracked).count_before(tracked)
         self._admit(tracked)
-        # The requests ahead were examined at the last change, and this one is out of reach beyond the scan limit.
+        # Requests ahead were examined at the last change, and a request beyond the scan limit is not examined.
         if tracked.offline:
             commands = self._pull(at_s)
         elif ahead_count < self._placement.rules.scan_count:
@@ -296,7 +298,9 @@ class DispatcherCore:
         return commands
 
     def _tracked(self, request: d.Request, at_s: float) -> Tracked:
-        """A new request's state. Requests taken over from other dispatchers precede all others, in order of arrival."""
+        """Create a new request's state. Requests taken over from other dispatchers precede all others, in order of
+        arrival.
+        """
         serial = self._next_serial + (_FRONT if request.taken_over else 0)
         self._next_serial += 1
         return tracked_of(request, serial, at_s)
@@ -326,7 +330,7 @@ class DispatcherCore:
         return self.long.refusal(len(request.prompt_token_ids) + len(request.output_token_ids))
 
     def _overload(self, newcomer: Tracked, at_s: float) -> Overloaded | None:
-        """The refusal if the new request exceeds the limits of its queue; None if it is accepted."""
+        """Return the refusal if the new request exceeds the limits of its queue; None if it is accepted."""
         if newcomer.worker is not None or newcomer.request.request_id not in self.requests:
             return None
         if newcomer.offline:
@@ -377,7 +381,7 @@ class DispatcherCore:
         else:
             worker = self.fleet.get(tracked.worker)
             if worker is None:
-                raise InvariantViolation(f"{tracked.request.request_id} runs on {tracked.worker}, which is gone")
+                raise InvariantViolation(f"{tracked.request.request_id} runs on {tracked.worker}, which is lost")
             worker.remove_request(tracked.handle)
         request_id = tracked.request.request_id
         if not tracked.offline:
@@ -473,7 +477,7 @@ class DispatcherCore:
         return [*commands, *self._pull(at_s)] if len(self.feed) else commands
 
     def _pull(self, at_s: float) -> list[d.Command]:
-        """Place offline requests on workers that have asked for some."""
+        """Place offline requests on workers that have requested some."""
         return self._settle(self._placement.pull(at_s), at_s)
 
     def _settle(self, outcome: PlacementOutcome, at_s: float) -> list[d.Command]:
@@ -481,19 +485,19 @@ class DispatcherCore:
         for tracked in outcome.hopeless:
             why = f"{tracked.token_count} tokens need more KV blocks than any worker has"
             error: BallastError = InvalidRequest("prompt", why)
-            if answered := len(tracked.output_token_ids):  # it was accepted rightly: groups may have been larger then
+            if answered := len(tracked.output_token_ids):  # it was rightly accepted, since groups may have been larger
                 error = Overloaded(f"after {answered} tokens of the answer, {why}", _OUTGROWN_WAIT_S)
-            elif tracked.token_count < self.fleet.most_tokens:  # likewise: a group was lost or dissolved
-                error = Overloaded(f"{why} now; one had enough before, and may again", _OUTGROWN_WAIT_S)
+            elif tracked.token_count < self.fleet.most_tokens:  # also rightly accepted: a group was lost or dissolved
+                error = Overloaded(f"{why}; one had enough earlier, and may again", _OUTGROWN_WAIT_S)
             commands += self._fail(tracked, error, at_s)
         return commands
 
     def contenders(self, request: d.Request, at_s: float) -> list[WorkerKey]:
-        """The workers that could be chosen for the request if it were submitted now with an empty backlog; empty if it
-        would wait.
+        """Return the workers that could be chosen for the request if it were submitted now with an empty backlog; empty
+        if it would wait.
 
-        For callers with newer load reports: if these differ only in fewer free blocks on workers other than the
-        contenders, the choice stays the same.
+        If a caller has newer load reports that differ only in fewer free blocks on workers other than these, the choice
+        stays the same.
         """
         return self._placement.contenders(request, at_s)
 
@@ -537,8 +541,8 @@ class DispatcherCore:
             raise InvariantViolation("a worker is usable, but the dispatcher has not noticed")
 
     def check_step(self, key: WorkerKey) -> None:
-        """A cheaper `check`, for use after a step that only delivered tokens. Checks the requests of this worker, and
-        only the number of all others.
+        """A cheaper `check`, for use after a step that only delivered tokens. It checks the requests of this worker,
+        but only the number of all others.
         """
         worker = self.fleet.get(key)
         if worker is None:
@@ -546,8 +550,8 @@ class DispatcherCore:
         worker.check()
         for tracked in worker.placed.values():
             if self.requests.get(tracked.request.request_id) is not tracked:
-                raise InvariantViolation(f"{tracked.request.request_id} runs on {key} and is not known")
+                raise InvariantViolation(f"{tracked.request.request_id} runs on {key} but is unknown")
         if (
             count := len(self.backlog) + len(self.long) + len(self.feed) + self.fleet.placed_count + len(self._moves)
         ) != len(self.requests):
-            raise InvariantViolation(f"{count} requests are queued, placed or moving, {len(self.requests)} are here")
+            raise InvariantViolation(f"{count} requests are queued, placed or moving, but {len(self.requests)} exist")

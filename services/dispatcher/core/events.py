@@ -23,26 +23,26 @@ from services.dispatcher.policy.freeness import WorkerKey
 class Request:
     """A validated request. Its sampling parameters have a seed, so that every attempt samples the same tokens.
 
-    Prompts and answers are excluded from `repr`, as events are logged when an invariant breaks.
+    Prompts and answers are excluded from `repr`, because events are logged when an invariant breaks.
     """
 
     request_id: RequestId
     prompt_token_ids: Sequence[int] = field(repr=False)
-    sampling: SamplingParams = field(repr=False)  # excluded from `repr` as it contains stop strings
+    sampling: SamplingParams = field(repr=False)  # excluded from `repr` because it contains stop strings
     priority: PriorityClass
     deadline_at_s: float
     omit_text: bool = False
     caller: str = ""  # name of the sender's token, or address of its connection
     traceparent: str = ""  # W3C traceparent header
-    output_token_ids: Sequence[int] = field(default=(), repr=False)  # tokens of the answer from another dispatcher
+    output_token_ids: Sequence[int] = field(default=(), repr=False)  # answer tokens from another dispatcher
     text_chars: int = 0  # characters of the text of `output_token_ids` that the client has received
     cache_salt: bytes = b""  # workers share KV only among requests with the same salt
-    targets: Targets = NO_TARGETS  # latency targets of the request; by default those of the worker
+    targets: Targets = NO_TARGETS  # latency targets of the request; default: those of the worker
     taken_over: bool = False  # True: another dispatcher served it before
 
     @property
     def caller_number(self) -> int:
-        """Hash of the caller for workers, equal at all dispatchers; 0: unknown."""
+        """Hash of the caller for workers, the same on all dispatchers; 0: unknown."""
         name = self.caller.encode()
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little") if name else 0
 
@@ -72,7 +72,7 @@ class LayoutChanged:
 
 @dataclass(frozen=True, slots=True)
 class ReachChanged:
-    """The longest context that the cluster can hold, as published by the planner."""
+    """The planner has published the longest context that the cluster can hold."""
 
     at_s: float
     reach: Reach | None  # None: unknown
@@ -104,7 +104,7 @@ class RequestSubmitted:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The client has disconnected, cancelled, or does not read."""
+    """The client has disconnected or cancelled, or does not read."""
 
     at_s: float
     request_id: RequestId
@@ -121,7 +121,7 @@ class StepReceived:
     token_counts: Sequence[int]
     token_ids: Sequence[int] = field(repr=False)
     texts: Sequence[str] = field(repr=False)  # empty, or one for each handle
-    logprobs: Sequence[object] = field(repr=False)  # relayed as they are
+    logprobs: Sequence[object] = field(repr=False)  # relayed unchanged
     endings: Sequence[Ending]
     load: LoadReport
     seen_handle: int
@@ -147,14 +147,14 @@ class DispatcherDrainRequested:
 
 @dataclass(frozen=True, slots=True)
 class UndrainRequested:
-    """Cancel a drain, unless it was for good."""
+    """Cancel a drain, unless it is final (`for_good`)."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TimeIsUp:
-    """The drain timeout has passed: all remaining requests fail."""
+    """The drain timeout has passed, so all remaining requests fail."""
 
     at_s: float
 
@@ -208,7 +208,7 @@ class AbortOnWorker:
 
 
 class Deliver(NamedTuple):
-    """New tokens for a client. A named tuple, as one is created per token."""
+    """New tokens for a client. A named tuple for speed, because one is created per token."""
 
     request_id: RequestId
     token_ids: Sequence[int]
@@ -224,7 +224,7 @@ class Facts:
     completion_token_count: int
     replay_count: int
     queue_s: float
-    ttft_s: float | None  # None: no token, or another dispatcher delivered the first one
+    ttft_s: float | None  # None: no token, or another dispatcher has delivered the first one
     e2e_s: float
     cached_token_count: int = 0  # prompt tokens whose KV was cached
     caller: str = ""

@@ -1,7 +1,7 @@
 """Waiting requests of one class: a queue per caller, served fairly by tokens (pure).
 
 Deficit round robin with a quantum of one request: the next caller is the one that has received the fewest tokens while
-waiting. A returning caller starts level with the others, so credits do not accumulate.
+it had waiting requests. A returning caller starts level with the others, so credits do not accumulate.
 """
 
 import bisect
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from ballast.common.errors import InvariantViolation
 from services.dispatcher.core.tracked import Tracked
 
-_MOST_REMEMBERED = 4096  # callers without waiting requests whose served tokens are kept; LRU
+_MOST_REMEMBERED = 4096  # callers without waiting requests whose served tokens are remembered; LRU
 _MOST_COUNTED = 256
 _LOWER = "\0"  # the class below, as a pseudo-caller
 
@@ -22,7 +22,9 @@ _Turn = tuple[float, str]  # tokens served, caller
 
 
 class FairQueue:
-    """Requests whose callers take turns; those of one caller are sorted by `key`. Requests taken over come first."""
+    """Requests whose callers alternate; those of one caller are sorted by `key`. Requests taken over from other
+    dispatchers are first.
+    """
 
     def __init__(self, key: _Key) -> None:
         self._key = key
@@ -31,7 +33,7 @@ class FairQueue:
         self._turns: list[_Turn] = []  # turns of the callers in `_queues`, sorted
         self._served: dict[str, float] = {}  # caller in `_queues` -> tokens served
         self._remembered: OrderedDict[str, float] = OrderedDict()
-        self._reached = 0.0  # largest number of served tokens at which a caller had its turn
+        self._reached = 0.0  # largest number of served tokens that a caller had at its turn
         self._lower_served = 0.0
         self._count = 0
 
@@ -42,8 +44,8 @@ class FairQueue:
         return self.in_turn(iter(()))
 
     def in_turn(self, lower: Iterator[Tracked]) -> Iterator[Tracked]:
-        """Requests in the order in which they will be served. `lower`: lifted requests of the class below, which take
-        turns like one more caller.
+        """Yield requests in the order in which they will be served. `lower`: lifted requests of the class below, which
+        alternate with the callers like one more caller.
         """
         yield from self._front
         if len(self._turns) == 1:
@@ -71,7 +73,9 @@ class FairQueue:
             heapq.heappush(heap, (served + tracked.token_count, caller, at + 1))
 
     def count_before(self, tracked: Tracked) -> int:
-        """Number of requests ahead of this one's current or future position; a lower bound if there are many."""
+        """Return the number of requests ahead of this one's current or future position; a lower bound if there are
+        many.
+        """
         if tracked.serial <= 0:
             return bisect.bisect_left(self._front, self._key(tracked), key=self._key)
         caller = tracked.request.caller
@@ -97,7 +101,7 @@ class FairQueue:
             return
         caller = tracked.request.caller
         begins = self._begins(caller)
-        if tracked.attempt:  # it was on a worker before, and returns
+        if tracked.attempt:  # it was on a worker before and returns
             begins -= tracked.token_count
         if caller not in self._queues:
             self._queues[caller] = []

@@ -1,6 +1,6 @@
-"""State of the workers: group leaders, connections, and placed requests.
+"""State of the workers: group leaders, connections and placed requests.
 
-Only leaders get requests. A former leader keeps its stream until its requests have moved or ended.
+Only leaders get requests. The stream to a former leader stays open until its requests have moved or ended.
 """
 
 from collections import Counter
@@ -16,7 +16,7 @@ from services.dispatcher.core.events import StepReceived
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import WorkerKey, WorkerView, blocks_for, claims
 
-# Limit per worker: removed handles whose logprobs may still arrive.
+# Limit per worker for removed handles whose logprobs may still arrive.
 _MAX_DEPARTED = 1024
 
 
@@ -34,15 +34,15 @@ class Worker:
     load: LoadReport | None = None
     max_waiting_count: int = 0
     placed: dict[int, Tracked] = field(default_factory=dict[int, Tracked])  # handle -> request
-    unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle not in a report yet, ascending -> blocks
+    unseen: dict[int, int] = field(default_factory=dict[int, int])  # handles in no load report yet, ascending -> blocks
     unseen_block_count: int = 0
     unseen_tokens: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> uncomputed tokens
     preempted: dict[int, float] = field(default_factory=dict[int, float])  # handle, ascending -> time of its preemption
-    long_handles: set[int] = field(default_factory=set[int])  # handles of requests that do not fit on any one instance
+    long_handles: set[int] = field(default_factory=set[int])  # handles of requests that do not fit on a single instance
     offline_unseen: dict[int, int] = field(default_factory=dict[int, int])  # handle, ascending -> its tokens
     placed_by: Counter[str] = field(default_factory=Counter[str])  # caller -> number of its online requests here
-    hold_until_s: float = 0.0  # no request is sent before that time, after a refusal
-    # Shared with the fleet: workers changed since the last update of the ranking. Call `touch` after changing a field.
+    hold_until_s: float = 0.0  # no request is sent before this time, after a refusal
+    # Workers changed since the last update of the ranking; shared with the fleet. Call `touch` after changing a field.
     changed: dict[WorkerKey, None] = field(default_factory=dict[WorkerKey, None])
     departed: dict[int, None] = field(default_factory=dict[int, None])  # removed handles with logprobs, oldest first
 
@@ -53,7 +53,7 @@ class Worker:
 
     @property
     def offline_room_tokens(self) -> int:
-        """Tokens of further offline requests that the worker would admit."""
+        """Number of tokens of further offline requests that the worker would admit."""
         if self.load is None:
             return 0
         return self.load.offline_wanted_tokens - sum(self.offline_unseen.values())
@@ -67,7 +67,7 @@ class Worker:
         self.changed[self.key] = None
 
     def view(self) -> WorkerView:
-        """The worker as routing sees it. Raises InvariantViolation if it has no load report."""
+        """The worker's state for routing. Raises InvariantViolation if it has no load report."""
         load = self.load
         if load is None:
             raise InvariantViolation(f"{self.key} has no load report")
@@ -93,7 +93,7 @@ class Worker:
         )
 
     def yields_memory_to(self, tracked: Tracked, at_s: float) -> bool:
-        """True if the worker is expected to preempt, for this request, one of a caller that has many there."""
+        """True if the worker is expected to preempt, for this request, a request of a caller that has many there."""
         load, caller = self.load, tracked.request.caller
         if not caller or load is None or not self.usable or self.hold_until_s > at_s:
             return False
@@ -148,7 +148,7 @@ class Worker:
         return lost
 
     def update_waiting(self, step: StepReceived) -> int:
-        """Update the preempted requests from a step; a request that got a token runs again. Returns the number of
+        """Update the preempted requests from a step. A request that got a token runs again. Returns the number of
         unknown handles.
         """
         preempted, stale_count = self.preempted, 0
@@ -187,11 +187,11 @@ class Worker:
         if self.long_handles != {handle for handle, tracked in self.placed.items() if tracked.long}:
             raise InvariantViolation(f"{self.key}: long requests are not {sorted(self.long_handles)}")
         if not self.preempted.keys() <= self.placed.keys():
-            raise InvariantViolation(f"{self.key}: {sorted(self.preempted)} wait, {sorted(self.placed)} are there")
+            raise InvariantViolation(f"{self.key}: {sorted(self.preempted)} wait, but {sorted(self.placed)} are placed")
         if list(self.unseen) != sorted(self.unseen) or self.unseen.keys() != self.unseen_tokens.keys():
             raise InvariantViolation(f"{self.key}: unseen handles are out of order")
         if self.placed and not self.connected:
-            raise InvariantViolation(f"{self.key}: is not connected and holds {sorted(self.placed)}")
+            raise InvariantViolation(f"{self.key}: is not connected but holds {sorted(self.placed)}")
         for handle, tracked in self.placed.items():
             if tracked.worker != self.key or tracked.handle != handle:
                 raise InvariantViolation(f"{self.key}: {tracked.request.request_id} records another worker")
@@ -202,13 +202,13 @@ def _key_of(worker: Worker) -> WorkerKey:
 
 
 class Fleet:
-    """The group leaders of the layout, and former ones that still have requests of this dispatcher."""
+    """The group leaders of the layout, and former leaders that still have requests of this dispatcher."""
 
     def __init__(self) -> None:
         self.layout: Layout | None = None
         self.model: ModelInfo | None = None  # model of the last worker that connected; all serve the same
         self.lives: dict[WorkerId, Incarnation] = {}  # incarnations of all members of the layout
-        self.changed: dict[WorkerKey, None] = {}  # see Worker.changed; may contain removed workers
+        self.changed: dict[WorkerKey, None] = {}  # see `Worker.changed`; may contain removed workers
         self.most_tokens = 0  # largest capacity of any worker so far, in tokens
         self._workers: dict[WorkerKey, Worker] = {}
         self._former: set[WorkerKey] = set()  # workers that are no longer leaders
@@ -221,12 +221,14 @@ class Fleet:
         return self._workers.get(key)
 
     def member(self, worker_id: WorkerId) -> Worker | None:
-        """The current incarnation of a worker, if it leads a group or is a former leader; else None."""
+        """Return the current incarnation of a worker if it leads a group or is a former leader, else None."""
         incarnation = self.lives.get(worker_id)
         return None if incarnation is None else self._workers.get(WorkerKey(worker_id, incarnation))
 
     def request_count_at(self, worker_id: WorkerId) -> int:
-        """Running and waiting requests of the worker's group, from its leader's last load report; 0 if unknown."""
+        """Return the number of running and waiting requests of the worker's group, from its leader's last load report;
+        0 if unknown.
+        """
         groups = self.layout.groups if self.layout is not None else ()
         for group in groups:
             if any(member.worker_id == worker_id for member in group.members):
@@ -246,7 +248,7 @@ class Fleet:
 
     def fits_nobody(self, token_count: int) -> bool:
         """True if no usable worker can hold a request of this many tokens. A worker that has not reported its blocks
-        yet, such as one just taken out of parking, counts as large enough.
+        yet, such as one that was just woken from parking, counts as large enough.
         """
         for worker in self._workers.values():
             load = worker.load
@@ -257,7 +259,7 @@ class Fleet:
         return True
 
     def remember(self, load: LoadReport) -> None:
-        """Record the largest capacity seen on any worker; requests up to it were rightly accepted."""
+        """Record the largest capacity seen on any worker. Requests up to this size were rightly accepted."""
         self.most_tokens = max(self.most_tokens, load.block_count * load.block_tokens)
 
     @property

@@ -1,9 +1,9 @@
-"""Expected remaining tokens of an answer, learnt from past answers.
+"""Estimates the remaining tokens of an answer from past answers.
 
-The estimate is the tokens of all answers divided by the number of ended ones: tokens of running answers are included,
-as otherwise short answers would dominate at first. For memoryless lengths this is the expected remainder at any time,
-so it is used for new and running answers alike. Kept per class; a dispatcher serves a single model. Both sums start
-with a few pseudo-answers of the configured length, and decay.
+The estimate is the tokens of all answers divided by the number of ended ones. Tokens of running answers are included,
+because otherwise short answers would dominate at first. For memoryless lengths this is the expected remainder at any
+time, so it is used for both new and running answers. There is one estimate per class, since a dispatcher serves a
+single model. Both sums start with a few pseudo-answers of the configured length, and decay.
 """
 
 from collections.abc import Iterable
@@ -48,7 +48,7 @@ class Growth:
         return at_s >= self._evaluated_at_s + _INTERVAL_S
 
     def look(self, live: Iterable[Tracked], at_s: float) -> None:
-        """Update the sums from all answers. `live`: all requests not removed."""
+        """Update the sums from all answers. `live`: all requests that have not been removed."""
         self._evaluated_at_s = at_s
         totals = self._totals(live)
         for priority, one in self._classes.items():
@@ -58,7 +58,7 @@ class Growth:
             one.known_tokens, one.new_count = totals[priority], 0
 
     def _totals(self, live: Iterable[Tracked]) -> dict[PriorityClass, int]:
-        """Total tokens of all answers by class, those of removed requests included."""
+        """Return the total tokens of all answers by class, including those of removed requests."""
         totals = {priority: one.gone_tokens for priority, one in self._classes.items()}
         for tracked in live:
             totals[tracked.request.priority] += len(tracked.output_token_ids)
@@ -69,4 +69,4 @@ class Growth:
         totals = self._totals(live)
         for priority, one in self._classes.items():
             if one.known_tokens > totals[priority] or one.tokens < 0.0 or one.ended_count <= 0.0:
-                raise InvariantViolation(f"{priority}: {one.known_tokens} tokens are known of {totals[priority]}")
+                raise InvariantViolation(f"{priority}: {one.known_tokens} tokens counted of {totals[priority]}")

@@ -17,16 +17,16 @@ class Limits:
     max_queued_token_count: int = 1_000_000
     max_offline_queued_count: int = 256  # maximum number of waiting offline requests
     replay_limit: int = 3
-    no_worker_timeout_s: float = 30.0  # maximum wait while there is no worker at all
+    no_worker_timeout_s: float = 30.0  # maximum wait while there is no worker
     long_wait_s: float = 60.0  # maximum wait of a request that no group can hold
     move_wait_s: float = 5.0  # maximum wait of a handed-over request for the stream to its new worker
 
 
 def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limits: Limits) -> Overloaded | None:
-    """The refusal of a long request, or None. The backlog's limits apply to both queues together."""
+    """Return the refusal of a long request, or None. The backlog's limits apply to both queues together."""
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     if len(backlog) + len(long) > limits.max_queued_request_count * factor:
-        why = f"{len(backlog) + len(long) - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
+        why = f"{len(backlog) + len(long) - 1} requests are waiting, which is the limit (--max-num-queued-reqs)"
     elif backlog.token_count + long.token_count > limits.max_queued_token_count * factor:
         why = (
             f"{backlog.token_count + long.token_count} tokens would be waiting, more than"
@@ -40,8 +40,8 @@ def long_too_full(newcomer: Tracked, long: LongRequests, backlog: Backlog, limit
 def too_full(
     newcomer: Tracked, backlog: Backlog, limits: Limits, drain_rate: DrainRate, at_s: float
 ) -> Overloaded | None:
-    """The refusal of a request that exceeds the backlog's limits, or None. If there are several callers, each may fill
-    its fair share regardless of the others, so that the backlog holds at most twice the limit.
+    """Return the refusal of a request that exceeds the backlog's limits, or None. If there are several callers, each
+    may fill its fair share regardless of the others, so the backlog may reach twice the limit.
     """
     factor = _TAKEN_OVER_FACTOR if newcomer.request.taken_over else 1
     request_count, token_count = len(backlog), backlog.token_count
@@ -56,7 +56,7 @@ def too_full(
             f" for {most_count} places (--max-num-queued-reqs)"
         )
     elif request_count > most_count * factor:
-        why = f"{request_count - 1} requests are waiting, the most allowed (--max-num-queued-reqs)"
+        why = f"{request_count - 1} requests are waiting, which is the limit (--max-num-queued-reqs)"
     elif token_count > most_tokens * factor:
         why = (
             f"{token_count - newcomer.token_count} tokens are waiting, with this request's {newcomer.token_count} more"

@@ -1,8 +1,8 @@
-"""Online requests that do not fit on any one instance: they wait, in order, for a group that can hold them.
+"""Online requests that do not fit on a single instance, and wait in order for a group that can hold them.
 
 The planner publishes the longest context that a group could hold (`Reach`), and forms such a group when requests wait
-for it. They have a queue of their own, so that they do not count as ordinary demand, and placement does not search in
-vain for a worker.
+for it. These requests have a separate queue, so that they do not count as ordinary demand and placement does not search
+in vain for a worker.
 """
 
 import math
@@ -17,7 +17,7 @@ from services.dispatcher.core.growth import Growth
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.policy.freeness import blocks_for
 
-_SHARE = 0.5  # several long requests share a group if they need at most this fraction of its blocks
+_SHARE = 0.5  # several long requests share a group if together they need at most this fraction of its blocks
 _SHRUNK_S = 5.0  # how long requests wait for lost capacity to return
 _RETRY_S = 1.0  # retry delay when the cluster has become too small
 
@@ -30,12 +30,12 @@ class LongRequests(ArrivalOrder):
         self._wait_s = wait_s
 
     def takes(self, tracked: Tracked) -> bool:
-        """True if an online request does not fit on any one instance, or was found not to fit earlier."""
+        """True if an online request does not fit on a single instance, or was found not to fit earlier."""
         too_long = self.reach is not None and tracked.token_count + 1 > self.reach.alone_tokens
         return not tracked.offline and (tracked.long or too_long)
 
     def refusal(self, token_count: int) -> InvalidRequest | None:
-        """The refusal of a prompt of that many tokens; None if some group could hold it."""
+        """Return the refusal of a prompt of this many tokens; None if a group could hold it."""
         if self.reach is None or token_count < self.reach.group_tokens:
             return None
         size = self.reach.group_size
@@ -45,13 +45,13 @@ class LongRequests(ArrivalOrder):
         return InvalidRequest("prompt", why)
 
     def overdue(self, at_s: float) -> Iterator[tuple[Tracked, BallastError]]:
-        """Requests that have waited too long, and the reasons."""
+        """Yield requests that have waited too long, with the reasons."""
         for tracked in self._entries:
             since_s, tokens = tracked.groupless_since_s, tracked.token_count
             if since_s is None or at_s < since_s + self._patience_s(tokens):
                 continue
             if self.reach is not None and self.refusal(tokens) is not None:
-                why = f"{tokens} tokens need a larger group than is left: it holds {self.reach.group_tokens}"
+                why = f"{tokens} tokens need a larger group than can be formed: it holds {self.reach.group_tokens}"
                 yield tracked, Overloaded(why, _RETRY_S)
             else:
                 why = f"no group for {tokens} tokens was formed within {self._wait_s:g} s"
@@ -65,7 +65,9 @@ class LongRequests(ArrivalOrder):
         return self._wait_s if self.refusal(token_count) is None else min(_SHRUNK_S, self._wait_s)
 
     def demand(self, growth: Growth, at_s: float) -> LongDemand:
-        """Number of waiting requests, how long the first has waited, and the tokens that the largest needs."""
+        """Return the number of waiting requests, how long the first has waited, and the tokens that the largest
+        needs.
+        """
         if not self._entries:
             return LongDemand()
         largest = max(self._entries, key=lambda tracked: tracked.token_count)
@@ -81,7 +83,7 @@ class LongRequests(ArrivalOrder):
 
 
 def has_room(worker: Worker, tracked: Tracked) -> bool:
-    """True if the group can hold this long request in addition to those it has."""
+    """True if the group can hold this long request in addition to the requests that it has."""
     load = worker.load
     others = [worker.placed[handle].token_count for handle in worker.long_handles]
     if load is None or not others:

@@ -1,7 +1,7 @@
 """Requests handed over to another worker whose stream is not open yet.
 
 The layout that makes the other worker a leader, and the stream to it, may arrive shortly after the handover. The wait
-is limited: afterwards the request continues from the backlog, as after the loss of a worker.
+is limited. After a timeout the request continues from the backlog, as after the loss of a worker.
 """
 
 from collections.abc import Callable
@@ -74,7 +74,7 @@ class Moves:
         for request_id, waiting in self._waiting.items():
             tracked = waiting.tracked
             if not tracked.moving or tracked.worker is not None or tracked.handle:
-                raise InvariantViolation(f"{request_id} is not on its way to {waiting.worker_id}")
+                raise InvariantViolation(f"{request_id} is not moving to {waiting.worker_id}")
             target = self._fleet.member(waiting.worker_id)
             if target is not None and (target.connected or target.key.incarnation != waiting.incarnation):
                 raise InvariantViolation(f"{request_id} waits for {target.key}, connected: {target.connected}")

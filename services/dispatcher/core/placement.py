@@ -1,5 +1,5 @@
-"""Places requests from the backlog on workers, in order, except that others may overtake a request that does not fit
-yet.
+"""Places requests from the backlog on workers, in order, except that later ones may overtake a request that does not
+fit yet.
 """
 
 import math
@@ -42,8 +42,8 @@ class PlacementRules:
     order: Order = Order.FIRST_COME
     large_patience_s: float = 2.0  # how long a large request lets others overtake it
     refused_hold_s: float = 0.05  # pause in sending to a worker after a refusal
-    scan_count: int = 64  # requests examined when the first ones do not fit
-    lift_s: float = 10.0  # requests that have waited for longer take turns with the class above
+    scan_count: int = 64  # maximum requests examined when the first ones do not fit
+    lift_s: float = 10.0  # requests that have waited longer alternate with those of the class above
     prefix_marks: int = 1 << 17  # maximum number of prefix marks kept for all workers; LRU
     recall_after_s: float = 0.1  # wait on a worker before a recall, if another worker has room; inf: never
 
@@ -68,7 +68,7 @@ class Placement:
         growth: Growth,
     ) -> None:
         self.drain_rate = DrainRate()
-        self.retry_at_s = math.inf  # next end of a worker's pause or of a request's patience
+        self.retry_at_s = math.inf  # time of the next end of a worker's pause or of a request's patience
         self.rules = rules
         self._routing = routing
         self._growth = growth
@@ -125,8 +125,8 @@ class Placement:
         return placed
 
     def _run_long(self, at_s: float) -> list[PlaceOnWorker]:
-        """Place long requests, each in the fitting group with the most room. If one has to wait for its group, later
-        long ones wait too.
+        """Place long requests, each in the fitting group with the most room. If one of them has to wait for a group,
+        later ones wait too.
         """
         placed, waited_for = list[PlaceOnWorker](), set[WorkerKey]()
         usable = [worker for worker in self._fleet.usable if worker.hold_until_s <= at_s]
@@ -148,8 +148,8 @@ class Placement:
         return placed
 
     def _may_go(self, tracked: Tracked, worker: Worker, at_s: float) -> bool:
-        """True if the request would run on the worker at once, or may queue there because it has let others overtake it
-        for long enough. Until then, schedules the next check.
+        """True if the request would run on the worker at once, or may queue there because others have overtaken it for
+        long enough. Otherwise the next check is scheduled.
         """
         view = worker.view()
         if runs_at_once(view, blocks_for(tracked.token_count + 1, view.block_tokens)):
@@ -175,12 +175,12 @@ class Placement:
     def move(self, tracked: Tracked, worker: Worker, at_s: float) -> PlaceOnWorker:
         """Submit a handed-over request to its new worker, regardless of room.
 
-        Precondition: it is neither in the backlog nor assigned to a worker.
+        Precondition: the request is neither in the backlog nor assigned to a worker.
         """
         return self._send(tracked, worker, at_s, expects_handover=True)
 
     def recall(self, worker: Worker, at_s: float) -> AbortOnWorker | None:
-        """Recall a request that waits on a worker and would run elsewhere at once; None if there is none."""
+        """Recall a request that waits on a worker and would run elsewhere at once; None if there is no such request."""
         tracked = candidate(worker, at_s, self.rules.recall_after_s)
         if tracked is None:
             return None
@@ -193,8 +193,8 @@ class Placement:
         return AbortOnWorker(worker.key, tracked.handle)
 
     def contenders(self, request: Request, at_s: float) -> list[WorkerKey]:
-        """For each worker shape the worker that would run a new request at once, and the workers that have a part of
-        its prefix cached.
+        """Return, for each worker shape, the worker that would run a new request at once, and the workers that have
+        cached a part of its prefix.
         """
         self._look_around(at_s)
         growth_tokens = min(request.sampling.max_tokens, self._growth.tokens(request.priority))
@@ -228,7 +228,7 @@ class Placement:
 
     def _choose(self, tracked: Tracked, at_s: float) -> WorkerKey | None:
         since_s = tracked.blocked_since_s
-        # Computed exactly like the timer below: otherwise rounding could make it due forever.
+        # Computed exactly like the timer below, because otherwise rounding could make it due forever.
         patience_ended = since_s is not None and at_s >= since_s + self.rules.large_patience_s
         found = self._ranking.choose(self._need(tracked), self._hits(tracked), may_queue_large=patience_ended)
         if found is None and not patience_ended:
@@ -288,8 +288,8 @@ class Placement:
             expected = view if view is not None and has_place(view, self._routing) else None
             if self._ranking.get(worker.key) != expected:
                 raise InvariantViolation(
-                    f"{worker.key} has changed, and routing was not told: {self._ranking.get(worker.key)}"
+                    f"{worker.key} has changed, but its ranking is old: {self._ranking.get(worker.key)}"
                 )
         gone = [key for key in self._ranking if key not in unseen and self._fleet.get(key) is None]
         if gone:
-            raise InvariantViolation(f"requests may be placed on {gone}, which are gone")
+            raise InvariantViolation(f"requests may be placed on {gone}, which do not exist")

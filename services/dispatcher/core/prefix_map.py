@@ -1,7 +1,7 @@
 """Map of the prompt prefixes whose KV workers have cached, according to their reports and the requests sent to them.
 
-Evictions are not reported: a worker evicts by LRU, and reports a time such that everything used since then is still
-cached (`LoadReport.prefixes_kept_s`). Prefixes last used before that time are ignored.
+Evictions are not reported individually. A worker evicts by LRU, and reports a time since which all used prefixes are
+still cached (`LoadReport.prefixes_kept_s`). Prefixes last used before that time are ignored.
 """
 
 from collections import OrderedDict
@@ -26,7 +26,7 @@ class PrefixMap:
         return len(self._used)
 
     def report(self, worker: WorkerKey, kept_since_s: float) -> None:
-        """Record that everything used on the worker since that time is still cached there."""
+        """Record that all prefixes used on the worker since `kept_since_s` are still cached there."""
         self._kept_since_s[worker] = kept_since_s
 
     def forget(self, worker: WorkerKey) -> None:
@@ -46,8 +46,8 @@ class PrefixMap:
             used[worker] = at_s
 
     def hits(self, marks: Sequence[Mark]) -> Hits:
-        """Cached tokens of a prompt, on up to `_MOST_FOUND` workers that have the most. A worker that has the end of a
-        prefix has all of it, as ends are evicted first.
+        """Return the cached tokens of a prompt on the up to `_MOST_FOUND` workers that have most of them. A worker that
+        has the end of a prefix has all of it, because ends are evicted first.
         """
         found: dict[WorkerKey, int] = {}
         kept_since_s = self._kept_since_s
@@ -65,4 +65,4 @@ class PrefixMap:
 
     def check(self) -> None:
         if len(self._used) > self._most_marks or not all(self._used.values()):
-            raise InvariantViolation(f"{len(self._used)} marks are known, at most {self._most_marks} may be")
+            raise InvariantViolation(f"{len(self._used)} marks are known, but at most {self._most_marks} are allowed")

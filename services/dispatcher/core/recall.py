@@ -1,8 +1,8 @@
 """Chooses the request to recall from a full worker's queue while another worker has room.
 
-A placement may turn out wrong: a drop gives a group several times the memory, while requests wait on another worker. So
-with each report of a worker one of its waiting requests may be recalled. Until that worker has returned it, the request
-remains assigned to it, and its messages about the request are handled as usual.
+A placement may turn out wrong: after a drop a group has several times the memory, while requests wait on another
+worker. Therefore one of a worker's waiting requests may be recalled with each of its reports. Until the worker has
+returned the request, it remains assigned to that worker, whose messages about it are handled as usual.
 """
 
 from itertools import islice
@@ -14,10 +14,11 @@ _MOST_PATIENCE = 8.0  # factor on the patience of the first recall
 
 
 def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """The request to recall: the newest that has waited on the worker for `after_s`; if there is none, the one
-    preempted longest ago, as recomputing it elsewhere takes a second or two, whereas it might wait here for a minute.
+    """Return the request to recall: the newest that has waited on the worker for `after_s`. If there is none, it is the
+    request preempted longest ago, because recomputing it elsewhere takes a second or two, while it might wait here for
+    a minute.
 
-    Each recall doubles the patience, up to a limit, so that a request neither bounces with every report nor waits
+    Each recall doubles the patience, up to a limit, so that a request neither moves with every report nor waits
     forever.
 
     Requests with stop strings are excluded: text held back by the worker is only sent with the ending.
@@ -28,8 +29,8 @@ def candidate(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
 
 
 def _newest(worker: Worker, at_s: float, after_s: float) -> Tracked | None:
-    """The newest request without a token that has waited long enough. Workers admit in order of arrival, so only the
-    newest requests wait; their number is that of the waiting requests not known to be preempted.
+    """Return the newest request without a token that has waited long enough. Workers admit in order of arrival, so only
+    the newest requests wait; their number is that of all waiting requests minus those known to be preempted.
     """
     assert worker.load is not None
     new_count = max(0, worker.load.waiting_count - len(worker.preempted)) + len(worker.unseen)

@@ -1,4 +1,4 @@
-"""Delivers a step's tokens to clients and counts them, offline answers separately."""
+"""Delivers the tokens of a step to clients and counts them. Offline answers are counted separately."""
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
@@ -10,11 +10,11 @@ from services.dispatcher.core.story import Recent
 from services.dispatcher.core.tracked import Tracked
 from services.dispatcher.core.traffic import TrafficCounter
 
-# A named tuple's own constructor takes twice as long, and one is made for each token.
+# A named tuple's own constructor takes twice as long, and one `Deliver` is made for each token.
 _New = Callable[[type[Deliver], tuple[object, ...]], Deliver]
 _new: _New = tuple.__new__  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
-# Histogram buckets of inter-token latency: those of vLLM, for comparable dashboards.
+# Histogram buckets of inter-token latency: the same as in vLLM, for comparable dashboards.
 GAP_BOUNDS_S: Final = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
@@ -71,7 +71,7 @@ class Relay:
                     took_s += gap_s
                     later_count += len(new_ids) - is_first
                     if not is_first:
-                        if gap_s != last_gap_s:  # sequences of a batch mostly have the same gap
+                        if gap_s != last_gap_s:  # most sequences of a batch have the same gap
                             last_gap_s, bucket = gap_s, bisect_left(GAP_BOUNDS_S, gap_s)
                         self.gap_counts[bucket] += 1
                 if gap_s > tracked.longest_gap_s:
@@ -88,7 +88,7 @@ class Relay:
         self.token_count += token_count - offline_count
 
     def _deliver_one_each(self, worker: Worker, event: StepReceived, commands: list[Command]) -> None:
-        """Like `_give`, a fast path for most messages: one token for each handle and nothing else."""
+        """Fast path of `deliver` for most messages: one token for each handle and nothing else."""
         at_s, placed, add, stale_count = event.at_s, worker.placed, commands.append, self.stale_count
         took_s, later_count, offline_count, gap_counts = 0.0, 0, 0, self.gap_counts
         last_gap_s, bucket = -1.0, 0

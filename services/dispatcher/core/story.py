@@ -1,20 +1,20 @@
-"""The history of a request, for the access log and `ballast why`. Limited per request."""
+"""The history of a request, for the access log and `ballast why`. Its length is limited per request."""
 
 import enum
 from collections import deque
 from collections.abc import Sequence
 from typing import Final, NamedTuple
 
-_MAX_MOMENTS: Final = 64  # moments kept of one request; later ones are only counted
+_MAX_MOMENTS: Final = 64  # maximum moments stored per request; later ones are only counted
 _RECENT_COUNT: Final = 4096
 
 
 class What(enum.StrEnum):
     WAITING = "waiting"  # no worker had room at its arrival
     PLACED = "placed"  # placed on a worker
-    MOVED = "moved"  # handed over from worker to worker
+    MOVED = "moved"  # handed over from one worker to another
     MOVING = "moving"  # handed over to a worker whose stream is not open yet
-    STRANDED = "stranded"  # the worker it was handed over to could not be reached: back to the backlog
+    STRANDED = "stranded"  # its new worker could not be reached: back to the backlog
     FIRST_TOKEN = "first_token"
     RESUMED = "resumed"  # first token after a change of worker
     LOST = "lost"  # its worker was lost, or failed: back to the backlog
@@ -52,7 +52,7 @@ class Recent:
     """The most recent times to first token."""
 
     def __init__(self) -> None:
-        self._ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (instant, TTFT)
+        self._ttfts: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (time, TTFT)
 
     def add(self, at_s: float, ttft_s: float) -> None:
         self._ttfts.append((at_s, ttft_s))

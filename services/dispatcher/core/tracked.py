@@ -1,4 +1,4 @@
-"""A request from its arrival to its ending."""
+"""A request's state from its arrival to its ending."""
 
 from dataclasses import dataclass, field
 
@@ -10,35 +10,35 @@ from services.dispatcher.policy.freeness import WorkerKey
 
 @dataclass(slots=True, kw_only=True)
 class Tracked:
-    """One accepted request: in the backlog, on a worker, or `moving` between two."""
+    """One accepted request. It is in the backlog, on a worker, or `moving` between two workers."""
 
     request: Request
-    serial: int  # order of arrival; kept through replays, so the request keeps its position in the backlog
+    serial: int  # order of arrival; does not change with replays, so the request keeps its position in the backlog
     arrived_at_s: float
     queued_at_s: float  # time at which it last began to wait in a queue
     worker: WorkerKey | None = None
     handle: int = 0
     placed_at_s: float = 0.0  # time of its last placement
-    recalled: bool = False  # its worker was asked to return it, as another one has room
+    recalled: bool = False  # True: its worker was asked to return it, because another one has room
     recall_count: int = 0
-    moving: bool = False  # True: handed over, and the stream to its new worker is not open yet
+    moving: bool = False  # True: handed over, but the stream to its new worker is not open yet
     attempt: int = 0
     replay_count: int = 0
     idle_move_count: int = 0  # number of moves since its last token
     output_token_ids: list[int] = field(default_factory=list[int])
     text_chars: int = 0
-    queue_s: float = 0.0  # total time in queues here
+    queue_s: float = 0.0  # total time in queues of this dispatcher
     first_token_at_s: float | None = None
     last_token_at_s: float = 0.0
     longest_gap_s: float = 0.0  # longest time between two tokens
-    longest_gap_token: int = 0  # index of the token after that gap
+    longest_gap_token: int = 0  # index of the token after the longest gap
     awaits_token: bool = True  # True: no token since the last placement
     move_count: int = 0
     cached_token_count: int = 0
     prompt_marks: tuple[Mark, ...] | None = None  # None: not computed yet
     story: Story = field(default_factory=Story)
     blocked_since_s: float | None = None  # time since which no worker could run it at once
-    long: bool = False  # does not fit on any one instance: see `LongRequests`
+    long: bool = False  # True: does not fit on a single instance; see `LongRequests`
     groupless_since_s: float | None = None  # time since which no group can hold this long request
     offline: bool = field(init=False)  # True for the batch class
 
@@ -53,7 +53,7 @@ class Tracked:
 
     @property
     def token_count(self) -> int:
-        """Prompt tokens and output tokens so far, with which an attempt starts."""
+        """Number of prompt tokens and output tokens so far, with which an attempt starts."""
         return len(self.request.prompt_token_ids) + len(self.output_token_ids)
 
     def facts(self, at_s: float) -> Facts:
@@ -84,7 +84,7 @@ class Tracked:
         self.story.add(Moment(at_s, what, len(self.output_token_ids), worker_id, detail))
 
     def take_first_token(self, at_s: float, recent: Recent, layout: str) -> None:
-        """Handle the first token after a placement. `layout`: description of the layout in force."""
+        """Handle the first token after a placement. `layout`: description of the current layout."""
         self.awaits_token = False
         self.idle_move_count = 0
         worker_id = self.worker.worker_id if self.worker is not None else ""
@@ -99,7 +99,7 @@ class Tracked:
 
 
 def tracked_of(request: Request, serial: int, at_s: float) -> Tracked:
-    """A new request, possibly with a partial answer from another dispatcher."""
+    """Create the state of a new request, possibly with a partial answer from another dispatcher."""
     tracked = Tracked(
         request=request,
         serial=serial,

@@ -24,7 +24,7 @@ from ballast.common.traffic import (
 _BIN_S = 2.0
 _BINS_PER_SPAN = int(RECENT_S / _BIN_S)
 _SPAN_COUNT = int(WINDOW_S / RECENT_S)
-# A burst begins with a bin of more than _BURST times the calm count plus _CHANCE standard deviations, and counts if it
+# A burst begins with a bin of more than _BURST times the calm count plus _CHANCE standard deviations. It counts if it
 # exceeds the calm count by _SURE standard deviations. Its end is unknown once it is _LONGER times as long as the
 # longest earlier burst.
 _BURST, _CHANCE, _SURE, _LONGER = 2.0, 2.0, 4.0, 1.5
@@ -61,7 +61,7 @@ class _TrafficSums:
 
     newest: int
     last: int  # index of the last bin, which is summed separately
-    spans: list[int]  # arrived requests in each RECENT_S, the newest first
+    spans: list[int]  # arrived requests in each RECENT_S, newest first
     minute_count: int = 0
     minute_tokens: int = 0
     ended_count: int = 0
@@ -86,7 +86,7 @@ class _TrafficSums:
 
 class TrafficCounter:
     """Counts arrivals and ended answers in bins of two seconds over WINDOW_S, skipping empty bins; delivered tokens are
-    kept as running totals.
+    counted as running totals.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class TrafficCounter:
         self._later_count = 0
         self._later_s = 0.0
         self._open_tokens = 0
-        self._change_count = 0  # arrivals, first tokens, endings, and requests that became long
+        self._change_count = 0  # number of arrivals, first tokens, endings, and requests that became long
         self._read = (0, 0)  # (change count, queued requests) at the last `read`
         self._read_at_s = -math.inf
         self._bins = deque[_TimeBin]()
@@ -103,7 +103,9 @@ class TrafficCounter:
         self._waiting: dict[RequestId, float] = {}  # requests without a token -> arrival, in order
 
     def arrived(self, request_id: RequestId, at_s: float, token_count: int, made_count: int = 0) -> None:
-        """Count an arrived request. `made_count`: tokens that its answer already has; with 0 it awaits its first."""
+        """Count an arrived request. `made_count`: number of tokens that its answer already has; with 0 it awaits its
+        first token.
+        """
         self._change_count += 1
         if not made_count:
             self._waiting[request_id] = at_s
@@ -116,7 +118,7 @@ class TrafficCounter:
         here.arrived_lengths[length_index(token_count)] += 1
 
     def long_arrived(self, made_count: int) -> None:
-        """Count only the answer's tokens of a long request, which is not ordinary traffic."""
+        """Count only the tokens in the answer of a long request, which is not ordinary traffic."""
         self._open_tokens += made_count
 
     def mark_long(self, request_id: RequestId) -> None:
@@ -164,8 +166,8 @@ class TrafficCounter:
         return self._read != (self._change_count, queued_count) or at_s - self._read_at_s >= _INTERVAL_S
 
     def read(self, at_s: float, queued_count: int, queued_tokens: int, long: LongDemand = _NONE) -> Traffic:
-        """The traffic counted so far, together with the waiting demand: number of requests, their tokens, and long
-        requests.
+        """Return the traffic counted so far, together with the waiting demand: number of requests, their tokens, and
+        long requests.
         """
         self._read, self._read_at_s = (self._change_count, queued_count), at_s
         known_s = 0.0 if self._since_s is None else min(WINDOW_S, at_s - self._since_s)
@@ -193,7 +195,7 @@ class TrafficCounter:
         )
 
     def _sums(self, newest: int, span_count: int) -> _TrafficSums:
-        """Sums over all bins. `span_count`: number of spans of RECENT_S to count arrivals in."""
+        """Return the sums over all bins. `span_count`: number of spans of RECENT_S for which arrivals are counted."""
         last = self._bins[-1].index if self._bins else -1
         closed = self._closed
         if (closed.newest, closed.last, len(closed.spans)) != (newest, last, span_count):
@@ -218,20 +220,20 @@ class TrafficCounter:
         return sums
 
     def check(self, waiting: Set[RequestId], open_tokens: int) -> None:
-        """Raise InvariantViolation unless the bins are ordered and few, `waiting` are the requests counted as without a
+        """Raise InvariantViolation unless the bins are ordered and few, `waiting` are the requests counted as having no
         token, and the running answers have `open_tokens` tokens.
         """
         if self._open_tokens != open_tokens:
-            raise InvariantViolation(f"open answers have {open_tokens} tokens, {self._open_tokens} were counted")
+            raise InvariantViolation(f"open answers have {open_tokens} tokens, but {self._open_tokens} were counted")
         if self._waiting.keys() != waiting:
-            raise InvariantViolation(f"{sorted(self._waiting.keys() ^ waiting)} wait, or are taken to wait")
+            raise InvariantViolation(f"waiting requests are counted wrongly: {sorted(self._waiting.keys() ^ waiting)}")
         indices = [one.index for one in self._bins]
         if indices != sorted(set(indices)) or len(indices) > WINDOW_S / _BIN_S:
             raise InvariantViolation(f"bins of traffic are out of order, or too many: {indices}")
 
 
 def _told(counts: list[int]) -> tuple[int, ...]:
-    """The counts without trailing zeros."""
+    """Return the counts without trailing zeros."""
     end = len(counts)
     while end and not counts[end - 1]:
         end -= 1
@@ -239,13 +241,13 @@ def _told(counts: list[int]) -> tuple[int, ...]:
 
 
 def _bursts(counts: Mapping[int, int], newest: int, calm_count: float) -> _Bursts:
-    """The latest burst, if it is recent and others preceded it; otherwise unknown. One that is still on is expected to
-    be as long as the mean of the earlier ones, and to last at least to the end of the present bin; it is also unknown
-    if it is already much longer than they were.
+    """Return the latest burst, if it is recent and others preceded it; otherwise it is unknown. A burst that has not
+    ended is expected to be as long as the mean of the earlier ones, and to last at least to the end of the current bin.
+    It is also unknown if it is already much longer than earlier ones.
 
     Args:
         counts: Requests by complete bin.
-        newest: The present bin.
+        newest: The current bin.
         calm_count: Requests in a calm bin.
     """
     deviation = math.sqrt(calm_count + 1.0)
@@ -273,8 +275,8 @@ def _bursts(counts: Mapping[int, int], newest: int, calm_count: float) -> _Burst
 
 
 def _calm(counts: Sequence[int]) -> int:
-    """The median of the spans' counts in WINDOW_S. Spans before the first request are assumed to be as calm as the
-    calmest tenth: otherwise a burst that lasts for half of the known time would count as calm.
+    """Return the median of the spans' counts in WINDOW_S. Spans before the first request are assumed to be as calm as
+    the calmest tenth, because otherwise a burst that lasts for half of the known time would count as calm.
     """
     ordered = sorted(counts)
     unknown = [ordered[len(ordered) // 10]] * (_SPAN_COUNT - len(ordered))

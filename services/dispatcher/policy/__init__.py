@@ -1,1 +1,1 @@
-"""Decisions as functions over snapshots of plain numbers."""
+"""Decisions of a dispatcher as functions over snapshots of plain numbers."""

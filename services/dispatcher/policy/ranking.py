@@ -1,9 +1,9 @@
-"""Chooses a worker by the rules of `freeness`, incrementally over changing workers.
+"""Chooses a worker according to the rules of `freeness`, incrementally as workers change.
 
-Workers of one shape (`WorkerShape`) differ for a request only in free blocks and freeness. So each shape keeps
-its workers sorted by freeness, with the maximum of free blocks: the worker that runs a request at once, or its absence,
-is found without scanning. A change costs a search in sorted lists, a choice one step per shape and per freer worker
-with too few blocks.
+For a request, workers of one shape (`WorkerShape`) differ only in free blocks and freeness. Each shape therefore has a
+list of its workers sorted by freeness, and the maximum of their free blocks, so that a worker that runs a request at
+once is found without scanning all. A change costs a search in sorted lists; a choice costs one step per shape and per
+freer worker with too few blocks.
 """
 
 import bisect
@@ -28,7 +28,7 @@ from services.dispatcher.policy.freeness import (
 
 
 class _RankedWorker(NamedTuple):
-    """Sort key: freest first, then the smallest id."""
+    """Sort key of a worker: the freest first, then the smallest id."""
 
     minus_freeness: float
     worker: WorkerKey
@@ -61,7 +61,7 @@ class Ranking:
         self._rules = rules
         self._entries: dict[WorkerKey, _RankingEntry] = {}
         self._shapes: dict[WorkerShape, _ShapeRanking] = {}
-        self._computing: dict[WorkerKey, WorkerView] = {}  # workers with room, but busy with prompts
+        self._computing: dict[WorkerKey, WorkerView] = {}  # workers with room, but still computing earlier prompts
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -108,7 +108,9 @@ class Ranking:
             del self._shapes[view.shape]
 
     def choose(self, need: Need, hits: Hits = NO_HITS, *, may_queue_large: bool) -> WorkerKey | None:
-        """The worker for the request; None: it stays in the backlog. Ties go to the smallest id."""
+        """Return the worker for the request; None: the request stays in the backlog. Of equal workers the smallest id
+        is chosen.
+        """
         if (at_once := self.at_once(need, hits)) is not None:
             return at_once
         best: _RankedWorker | None = None
@@ -122,8 +124,8 @@ class Ranking:
         return None if best is None else best.worker
 
     def at_once(self, need: Need, hits: Hits = NO_HITS) -> WorkerKey | None:
-        """The worker on which a request runs without waiting, or one with so much of its prefix cached that the first
-        token is earlier there, even behind other prompts; None: neither exists.
+        """Return the worker on which a request runs without waiting, or one with so much of its prefix cached that its
+        first token is earlier there, even after other prompts; None: neither exists.
         """
         room = need
         if not (found := self._contenders(room)):
@@ -143,7 +145,7 @@ class Ranking:
         return has_room(view, min(view.block_count, blocks_for(need.tokens + need.growth_tokens, view.block_tokens)))
 
     def contenders(self, need: Need) -> list[WorkerKey]:
-        """For each shape the freest worker that would run a request at once; `at_once` chooses among these."""
+        """Return, for each shape, the freest worker that would run a request at once. `at_once` chooses among these."""
         return self._contenders(need) or self._contenders(need.now)
 
     def _contenders(self, need: Need) -> list[WorkerKey]:

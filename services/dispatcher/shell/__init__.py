@@ -1,1 +1,1 @@
-"""Executes commands as I/O; results become events."""
+"""Executes the core's commands as I/O and returns the results as events."""

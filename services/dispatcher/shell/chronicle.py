@@ -3,7 +3,7 @@
 A line takes 0.1 ms, and a thousand requests may end at once when their client disconnects, so only a few lines are
 written in each iteration of the event loop.
 
-Contains no prompts or answers, only counts, times, names of workers, and this system's errors.
+Log and histories contain no prompts or answers, only counts, times, names of workers, and this system's errors.
 """
 
 import asyncio
@@ -28,17 +28,17 @@ _RECENT_COUNT = 4096
 _MAX_ID_CHARS = 128
 _LINES_OF_A_TURN = 16
 _PAST_COUNT = 8192  # requests available to `ballast record`, which polls every second
-_MAX_UNWRITTEN = 8192  # lines; beyond that a line is written synchronously at the end of its request
+_MAX_UNWRITTEN = 8192  # maximum queued lines; further lines are written synchronously at the end of their request
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Account:
-    """Statistics of one request, running or ended. `was_accepted`: False if it was refused or invalid."""
+    """Statistics of one request, running or ended. `was_accepted`: False if the request was refused or invalid."""
 
     request_id: RequestId
     state: str
     error: str
-    at_s: float  # time of its end; while it runs, of its arrival
+    at_s: float  # time of its end, or of its arrival while it runs
     was_accepted: bool
     facts: Facts
 
@@ -65,7 +65,9 @@ class Times:
 
 
 class Chronicle:
-    """Access log and history. `keep_count`: number of ended requests to keep. `log_each`: log a line for each."""
+    """Access log and history. `keep_count`: number of ended requests to store. `log_each`: log a line for each
+    request.
+    """
 
     def __init__(self, core: DispatcherCore, *, keep_count: int, log_each: bool) -> None:
         self._core = core
@@ -75,12 +77,12 @@ class Chronicle:
         self._ended: OrderedDict[RequestId, Account] = OrderedDict()
         self._tpots: deque[tuple[float, float]] = deque(maxlen=_RECENT_COUNT)  # (end of a request, its TPOT)
         self._past: deque[Past] = deque(maxlen=_PAST_COUNT)
-        self.past_count = 0  # requests that ended with at least one token, kept or not
+        self.past_count = 0  # number of requests that ended with at least one token, stored or not
         self._unwritten: deque[Account] = deque()
         self._to_write = asyncio.Event()
 
     def opened(self, request_id: RequestId, at_s: float) -> None:
-        """If an accepted request has to wait, add the reason to its history."""
+        """Add the reason to the history of an accepted request that has to wait."""
         tracked = self._core.requests.get(request_id)
         if tracked is not None and tracked.worker is None and not tracked.moving:
             tracked.note(at_s, What.WAITING, detail=_why_waiting(self._core, tracked))
@@ -142,7 +144,7 @@ class Chronicle:
                 _log(self._unwritten.popleft())
 
     def past_after(self, number: int) -> list[Past]:
-        """The requests that ended after the first `number` of them, as far as they are still kept."""
+        """Return the requests that ended after the first `number` ones and are still stored."""
         count = min(len(self._past), max(0, self.past_count - number))
         return list(islice(self._past, len(self._past) - count, None))
 
@@ -202,7 +204,7 @@ class Chronicle:
 
 
 def quantile(ascending: Sequence[float], fraction: float) -> float:
-    """Smallest value that at least this fraction of the values does not exceed; 0 if there are none."""
+    """Return the smallest value that at least this fraction of the values does not exceed; 0 without values."""
     return ascending[max(0, math.ceil(fraction * len(ascending)) - 1)] if ascending else 0.0
 
 
@@ -212,7 +214,7 @@ def _why_waiting(core: DispatcherCore, tracked: Tracked) -> str:
         return "there is no worker"
     emptiest = min(load.kv_usage_fraction for load in loads)
     if tracked.long:
-        return f"behind {core.long.count_before(tracked)} others that no single instance holds, until a group is formed"
+        return f"behind {core.long.count_before(tracked)} others too long for one instance, until a group is formed"
     line = core.feed if tracked.offline else core.backlog
     ahead_count = line.count_before(tracked)
     workers = "the only worker has" if len(loads) == 1 else f"the emptiest of {len(loads)} leading workers has"
@@ -249,7 +251,9 @@ def _rounded(value_s: float | None) -> float | None:
 
 
 def _showable(error: BallastError) -> str:
-    """Text of an error; leaves out a reason that may quote the client, such as that of a chat template or grammar."""
+    """Return the text of an error, without a reason that may quote the client, such as that of a chat template or
+    grammar.
+    """
     if isinstance(error, InvalidRequest) and error.field.startswith(("conversation", "sampling.grammar")):
-        return f"{error.field}: refused, for the reason that the client was told"
+        return f"{error.field}: refused for the reason sent to the client"
     return str(error)

@@ -1,4 +1,4 @@
-"""Per-client output buffers; chunks are coalesced for slow readers, so memory is bounded by the tokens of a request."""
+"""Output buffers of clients. Chunks are coalesced for slow readers, so memory is bounded by the tokens of a request."""
 
 import asyncio
 from collections.abc import Sequence
@@ -10,7 +10,8 @@ from services.dispatcher.core.events import Fail, Finish, Refuse
 ClientEnding = Finish | Fail | Refuse
 
 _MAX_WAVE_S = 0.02
-# Serialising a position with 20 alternatives takes 0.2 ms and blocks the loop, so slow readers get logprobs in parts.
+# Serialising the logprobs of a position with 20 alternatives takes 0.2 ms and blocks the loop, so slow readers get them
+# in parts.
 _MAX_LOGPROBS = 64
 
 
@@ -24,18 +25,18 @@ class Delivery(NamedTuple):
 
 
 class ClientStream:
-    """Output buffer between the core and the call of one client. Fed synchronously, read by one task."""
+    """Output buffer between the core and the call of one client. It is filled synchronously and read by one task."""
 
     def __init__(self, request_id: RequestId, pacer: "Pacer") -> None:
         self.request_id = request_id
         self.ending: ClientEnding | None = None
         self.waiting_since_s: float | None = None  # time of the oldest unread output
-        self.given_up = ""  # reason if the client does not read
+        self.given_up = ""  # reason for ending the call because the client does not read
         self._task = asyncio.current_task()  # the reading call
         self._loop = asyncio.get_running_loop()
         self._pacer = pacer
         self._has_begun = False
-        self._wants_all = False  # wake the reader only at the end
+        self._wants_all = False  # True: wake the reader only at the end
         self._token_ids: list[int] = []
         self._texts: list[str] = []
         self._logprobs: list[object] = []
@@ -74,7 +75,7 @@ class ClientStream:
             self._task.cancel()
 
     async def take(self) -> Delivery:
-        """Wait for output and return it, or its first part. Not to be called after the ending."""
+        """Wait for output and return it, or its first part. Must not be called after the ending."""
         self._pacer.rest(self)
         if self._has_begun and self.waiting_since_s is not None and self.ending is None:
             self._pacer.add(self)
@@ -110,7 +111,7 @@ class ClientStream:
         return self._everything()
 
     def close(self) -> None:
-        """Leave the pacer's wave, as the reading call has ended."""
+        """Leave the pacer's wave, because the reading call has ended."""
         self._pacer.rest(self)
 
     async def _wait(self) -> None:
@@ -122,11 +123,11 @@ class ClientStream:
 
 
 class Pacer:
-    """Wakes readers in waves: the next wave starts when the responses of the last one have been sent.
+    """Wakes readers in waves. The next wave starts when the responses of the last one have been sent.
 
-    A response costs the same for one token as for ten. With little load a wave ends at once; under load (many streams,
-    fast workers, a shared CPU) tokens coalesce instead of queueing. A client that does not read delays the others once,
-    by at most `_MAX_WAVE_S`.
+    A response costs the same for one token as for ten. With little load a wave ends at once. Under load (many streams,
+    fast workers, a shared CPU) tokens are coalesced instead of queued. A client that does not read delays the others
+    once, by at most `_MAX_WAVE_S`.
     """
 
     def __init__(self) -> None:

@@ -27,7 +27,7 @@ _STORY_EVENTS: Final = 64
 
 
 class DispatcherShell:
-    """Executes the core's commands, in one event loop. Links to workers are open only while `run` runs."""
+    """Executes the core's commands on one event loop. Links to workers are open only while `run` runs."""
 
     def __init__(
         self,
@@ -87,7 +87,7 @@ class DispatcherShell:
         return not self.core.draining and any(worker.connected for worker in self.core.fleet)
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Run until cancelled."""
         async with self._tasks:
             writing = self._tasks.keep(self.chronicle.write_lines, "log of requests")
             try:
@@ -100,14 +100,14 @@ class DispatcherShell:
                     self._timer.cancel()
 
     def feed(self, event: d.Event) -> None:
-        """Handle an event. Synchronous, so that nothing runs between a decision and its commands."""
+        """Handle an event. Synchronous, so that no other code runs between a decision and its commands."""
         self._story.append(event)
         try:
             commands = self.core.handle(event)
         except InvariantViolation as bug:
             self._report(bug)
             return
-        except Exception as error:  # noqa: BLE001 any error: the core's state cannot be trusted
+        except Exception as error:  # noqa: BLE001 after any error the core's state cannot be trusted
             self._report(broken_core(error))
             return
         for command in commands:
@@ -142,7 +142,7 @@ class DispatcherShell:
         return stream
 
     def close(self, stream: ClientStream, why: str) -> None:
-        """Close the stream of a client's call that has ended; cancels its request if that still runs."""
+        """Close the stream of a client's call that has ended, and cancel its request if that still runs."""
         stream.close()
         if self._clients.get(stream.request_id) is stream:
             del self._clients[stream.request_id]
@@ -156,7 +156,7 @@ class DispatcherShell:
         return found
 
     def record_refused(self, request_id: RequestId, error: BallastError, request: d.Request | None) -> None:
-        """Record a request that is not accepted; without `request` it was invalid."""
+        """Record a request that is not accepted. `request`: None if it was invalid."""
         if request is None:
             self._metrics.invalid_count += 1
         self.chronicle.record_refused(request_id, error, request, self._clock.now_s())
@@ -173,7 +173,7 @@ class DispatcherShell:
         return not self.core.draining
 
     async def drained(self, timeout_s: float) -> None:
-        """Wait until no request is left; those still running after `timeout_s` are aborted."""
+        """Wait until no request is left. Requests that still run after `timeout_s` are aborted."""
         try:
             async with asyncio.timeout(timeout_s):
                 while self.core.requests:

@@ -58,7 +58,7 @@ class WorkerLink:
         self._identity = identity
         self._clock = clock
         self._feed = feed
-        self._outgoing: deque[pb.AttachRequest] = deque()  # messages to send; bounded by what the core places there
+        self._outgoing: deque[pb.AttachRequest] = deque()  # messages to send; bounded by the requests placed there
         self._wake = asyncio.Event()
         self._log = get_logger().bind(worker_id=worker.worker_id, worker_incarnation=worker.incarnation)
 
@@ -100,7 +100,7 @@ class WorkerLink:
             raise
         except BallastError as error:
             return str(error)
-        except Exception as error:  # noqa: BLE001 any error: its requests are replayed elsewhere
+        except Exception as error:  # noqa: BLE001 after any error its requests are replayed elsewhere
             note_failure("link to a worker", error)
             return f"unexpected {type(error).__name__}"
         return "the worker closed the stream"
@@ -120,7 +120,7 @@ class WorkerLink:
             why = f"no welcome within {_CONNECT_TIMEOUT_S:g} s"
             raise Unavailable(self._worker.worker_id, why) from error
         if not isinstance(first, pb.AttachResponse) or not first.HasField("welcome"):
-            raise PeerViolation(self._worker.worker_id, "answered Hello with something else than Welcome")
+            raise PeerViolation(self._worker.worker_id, "answered Hello with a message other than Welcome")
         welcome = first.welcome
         if self._worker != (welcome.worker_id, welcome.incarnation):
             raise PeerViolation(self._worker.worker_id, f"is {welcome.worker_id}, life {welcome.incarnation}")
@@ -151,7 +151,7 @@ class WorkerLink:
             await asyncio.gather(writer, return_exceptions=True)
 
     async def _write(self, call: AttachCall) -> None:
-        """Send queued messages until the stream ends; the reader gets the reason."""
+        """Send queued messages until the stream ends. The reader gets the reason."""
         while True:
             while self._outgoing:
                 await call.write(self._outgoing.popleft())
@@ -210,6 +210,6 @@ def _or_zero(seconds: float) -> float:
 
 
 def _span_of(request_id: RequestId, traceparent: str) -> str:
-    """Traceparent of the worker's parent span; empty if this request is not traced."""
+    """Return the traceparent of the worker's parent span; empty if this request is not traced."""
     caller = Context.read(traceparent) if traceparent else None
     return caller.request(request_id).traceparent if caller is not None and caller.sampled else ""

@@ -1,4 +1,4 @@
-"""Interfaces of the dispatcher besides workers and clients."""
+"""Interfaces of the dispatcher to services other than workers and clients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class Claim:
 
     Attributes:
         serial: Unique among this dispatcher's requests.
-        attempt: How often its client has sent it.
-        secret_hash: Hash of the client's secret; empty: it cannot be resumed at another dispatcher.
+        attempt: How many times its client has sent it.
+        secret_hash: Hash of the client's secret; empty: it cannot be resumed on another dispatcher.
     """
 
     request_id: RequestId
@@ -23,12 +23,12 @@ class Claim:
     secret_hash: str = ""
 
     def follows(self, other: "Claim") -> bool:
-        """True if it is a later attempt of the same client."""
+        """True if this claim is a later attempt of the same client."""
         return bool(self.secret_hash) and self.secret_hash == other.secret_hash and self.attempt > other.attempt
 
 
 class RequestClaims(Protocol):
-    """Prevents two dispatchers from serving the same request id. As reliable as the state server."""
+    """Prevents two dispatchers from serving the same request id, as reliably as the state server works."""
 
     @property
     def reachable(self) -> bool:
@@ -53,12 +53,12 @@ class RequestClaims(Protocol):
         ...
 
     def release(self, claim: Claim) -> None:
-        """Release the claim; a newer claim on the same id is kept."""
+        """Release the claim. A newer claim on the same id is not released."""
         ...
 
 
 class PlannerPort(Protocol):
-    """Calls to the planner on behalf of operators, who need not reach the internal network."""
+    """Calls to the planner on behalf of operators, who cannot reach the internal network."""
 
     @property
     def address(self) -> str:
@@ -66,7 +66,7 @@ class PlannerPort(Protocol):
         ...
 
     async def kept_out(self) -> Mapping[str, str]:
-        """Workers currently kept out of groups, and why; empty without an answer."""
+        """Return the workers currently kept out of groups, with the reasons; empty without an answer."""
         ...
 
     async def drain_worker(self, worker_id: WorkerId, request_id: str, timeout_s: float) -> Epoch:

@@ -1,8 +1,8 @@
 """Traces of requests, built from their histories when they end.
 
-A span for the whole request, child spans for each stay on a worker and each wait in between, and an event for each
-first token after a change. Workers add spans to the same trace. Drops and restores during a request are linked to the
-planner's spans. Costs nothing while tokens are generated.
+A request has a span, with child spans for each stay on a worker and each wait in between, and an event for each first
+token after a change. Workers add spans to the same trace. Drops and restores during a request are linked to the
+planner's spans. Tracing costs no time while tokens are generated.
 """
 
 from collections import deque
@@ -70,7 +70,7 @@ class Tracer:
 
 
 def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) -> list[Span]:
-    """Spans of one request. `offset_s`: from the dispatcher's clock to wall-clock time."""
+    """Spans of one request. `offset_s`: wall-clock time minus the dispatcher's clock."""
     facts = account.facts
     caller = Context.read(facts.traceparent) or Context.new()
     own = caller.request(account.request_id)
@@ -109,7 +109,7 @@ def spans_of(account: Account, offset_s: float, changes: Sequence[Change] = ()) 
 
 
 def stays_of(moments: Sequence[Moment], begin_s: float, end_s: float) -> list[Stay]:
-    """Contiguous intervals of a request on workers and in between, from its arrival to its end."""
+    """Return the contiguous intervals of a request on workers and in between, from its arrival to its end."""
     stays: list[Stay] = []
     name, worker_id, since_s = "backlog", "", begin_s
     for moment in moments:

@@ -22,7 +22,7 @@ TOOL_CALLS = "tool_calls"  # finish reason of an answer with tool calls
 
 
 def call_id(request_id: str, choice: int, number: int) -> str:
-    """The id of a tool call, derived from its request, choice and number."""
+    """Return the id of a tool call, derived from its request, choice and number."""
     return f"call_{request_id.partition('-')[2]}_{choice}_{number}"
 
 
@@ -52,9 +52,9 @@ class Wishes:
     """What the client wants in an answer besides its text, and how to parse the text.
 
     Attributes:
-        logprobs: Logprobs of generated tokens.
+        logprobs: Whether to return logprobs of generated tokens.
         usage: Where a stream contains usage; complete answers always contain it.
-        token_ids: Ids of generated tokens.
+        token_ids: Whether to return ids of generated tokens.
         format: The format of thoughts and tool calls in the text.
         prompt_logprobs: Logprobs of prompt tokens.
         reasoning: Thoughts.
@@ -89,8 +89,7 @@ class ChatWriter:
         self._called: set[int] = set()  # choices with a complete tool call
         prefix = dumps({**head.begin("chat.completion.chunk"), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
-        # Most chunks contain only text, and there is one for each token, so they are formatted without the JSON
-        # encoder.
+        # Most chunks contain only text, and each token has one, so they are formatted without the JSON encoder.
         self._stream_usage = StreamUsage(wishes.usage)
         no_usage = ',"usage":null' if wishes.usage is UsageWish.AT_THE_END else ""
         self._after_text = f'}},"logprobs":null,"finish_reason":null}}]{no_usage}}}\n\n'
@@ -107,7 +106,7 @@ class ChatWriter:
         }
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """Write a chunk of choice `index`. Returns its events; may be empty."""
+        """Write a chunk of choice `index`. Returns its events, which may be empty."""
         if index in self._passing and chunk.finish_reason is None:
             return self._text(index, chunk.text) if chunk.text else b""
         parts: list[bytes] = []
@@ -136,7 +135,7 @@ class ChatWriter:
         return b"".join(parts)
 
     def end(self) -> bytes:
-        """The events after the last chunk of the last choice: usage if asked for, and the end of the stream."""
+        """Return the events after the last chunk of the last choice: usage if requested, and the end of the stream."""
         if self._wishes.usage is UsageWish.NONE:
             return DONE
         usages = [usage for _, usage in sorted(self._usages.items())]
@@ -151,7 +150,7 @@ class ChatWriter:
         return sum(parser.reasoning_token_count for parser in self._parsers.values())
 
     def _deltas(self, index: int, events: Sequence[Event], chunk: GenerationChunk) -> list[bytes]:
-        """The deltas for a chunk. Its logprobs and token ids are in the first delta, or in an empty one."""
+        """Return the deltas for a chunk. Its logprobs and token ids are in the first delta, or in an empty one."""
         parts: list[bytes] = []
         for each in events:
             if self._is_plain and isinstance(each, Text):
@@ -245,7 +244,7 @@ def read_answer(parser: AnswerParser, generation: Generation) -> Answer:
 
 
 def _reasoning(text: str) -> dict[str, object]:
-    """A thought under both names that clients read: DeepSeek's and the shorter one."""
+    """Return a thought under both names that clients read, DeepSeek's and the shorter one."""
     return {"reasoning_content": text, "reasoning": text}
 
 

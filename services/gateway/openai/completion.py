@@ -23,7 +23,9 @@ Part = TypeVar("Part", Generation, GenerationChunk)
 
 
 def _nothing_of(part: Part) -> Part:
-    """The part without its generated text and tokens. Its logprobs are kept, as those of the prompt are among them."""
+    """Return the part without its generated text and tokens. Its logprobs stay, because they include those of the
+    prompt.
+    """
     usage = None if part.usage is None else replace(part.usage, completion_token_count=0)
     ended = None if part.finish_reason is None else FinishReason.LENGTH
     return replace(part, text="", token_ids=(), usage=usage, finish_reason=ended)
@@ -34,10 +36,10 @@ class CompletionWriter:
 
     Args:
         head: Fields that the response starts with.
-        wishes: Optional fields that the client asked for.
+        wishes: Optional fields that the client has requested.
         echoes: Text before each choice's own: its prompt if `echo` is set, otherwise empty.
         choices_per_prompt: Number of consecutive choices that share a prompt.
-        drops: `max_tokens` is 0: leave out the generated token (an engine generates at least one).
+        drops: `max_tokens` is 0, so the generated token is left out (an engine generates at least one).
     """
 
     def __init__(
@@ -48,7 +50,7 @@ class CompletionWriter:
         self._wishes = wishes
         self._echoes = list(echoes)
         self._choices_per_prompt = choices_per_prompt
-        self._offsets = [len(echo) for echo in echoes]  # per choice: characters written so far, its echo included
+        self._offsets = [len(echo) for echo in echoes]  # number of characters written so far, including the echo, by choice
         self._usages: dict[int, Usage] = {}
         prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'
@@ -78,7 +80,7 @@ class CompletionWriter:
         return {**self._head.begin(_KIND), "choices": choices, "usage": self._usage([g.usage for g in generations])}
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """Write a chunk of choice `index`. Returns its events; may be empty."""
+        """Write a chunk of choice `index`. Returns its events, which may be empty."""
         if self._drops:
             chunk = _nothing_of(chunk)
         if chunk.prompt_token_count:  # set only in the first chunk
@@ -107,14 +109,16 @@ class CompletionWriter:
         return event({**self._head.begin(_KIND), "choices": [choice], **self._stream_usage.field(index)})
 
     def end(self) -> bytes:
-        """The events after the last chunk of the last choice: usage if asked for, and the end of the stream."""
+        """Return the events after the last chunk of the last choice: usage if requested, and the end of the stream."""
         if self._wishes.usage is UsageWish.NONE:
             return DONE
         usage = self._usage([usage for _, usage in sorted(self._usages.items())])
         return event({**self._head.begin(_KIND), "choices": [], "usage": usage}) + DONE
 
     def _logprobs(self, index: int, part: Generation | GenerationChunk) -> dict[str, object]:
-        """Logprobs of a part, preceded by those of the prompt if its text is echoed in this part."""
+        """Return the logprobs of a part, preceded by those of the prompt if the prompt's text is echoed in this
+        part.
+        """
         prompt = part.logprobs[0].prompt if part.logprobs and self._echoes[index] else ()
         made = () if self._drops else part.logprobs
         return completion_logprobs(made, 0 if prompt else self._offsets[index], prompt)

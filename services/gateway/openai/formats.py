@@ -1,4 +1,4 @@
-"""Parsers of the formats in which models write thoughts and tool calls, built on `scanner`.
+"""Parsers for the formats in which models write thoughts and tool calls, built on `scanner`.
 
 Sources: the chat templates and model cards of Qwen 2.5/3 and Hermes (`hermes`), Qwen3-Coder, Llama 3, Mistral
 (tokenizers v3 to v11), DeepSeek V3 and V3.1, GPT-OSS (harmony), GLM-4.5, Llama 4 (`pythonic`).
@@ -45,7 +45,7 @@ class ToolFormat(StrEnum):
     LLAMA3_JSON = "llama3_json"
     MISTRAL = "mistral"
     DEEPSEEK_V3 = "deepseek_v3"
-    OPENAI = "openai"  # GPT-OSS: thoughts, calls and text are channels
+    OPENAI = "openai"  # GPT-OSS, whose thoughts, calls and text are channels
     GLM45 = "glm45"
     PYTHONIC = "pythonic"
 
@@ -63,7 +63,7 @@ class ReasoningParser(StrEnum):
 @dataclass(frozen=True, slots=True)
 class Thoughts:
     """The tags around a thought. `open`: the prompt already contains the first tag. `likely`: the model may begin a
-    thought: its template has the tags, and the request does not turn thoughts off.
+    thought, because its template has the tags and the request does not disable thoughts.
     """
 
     begin: str = "<think>"
@@ -72,7 +72,9 @@ class Thoughts:
     likely: bool = False
 
     def before(self, grammar: Grammar) -> Grammar:
-        """The grammar, after an unconstrained thought if the model may begin one or the prompt has begun one."""
+        """Return the grammar, preceded by an unconstrained thought if the model may begin one or the prompt has begun
+        one.
+        """
         if not (self.open or self.likely):
             return grammar
         return replace(grammar, thought_end=self.end, thought_begin="" if self.open else self.begin)
@@ -80,12 +82,12 @@ class Thoughts:
 
 @functools.lru_cache(maxsize=8)
 def format_by_template(template: str) -> ToolFormat:
-    """The format of tool calls in a chat template; HERMES if none is recognised."""
+    """Return the format of tool calls in a chat template; HERMES if none is recognised."""
     return next((kind for mark, kind in _MARKS if mark in template), ToolFormat.HERMES)
 
 
 def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, object]) -> Thoughts | None:
-    """The tags of a model's thoughts; None: thoughts are not parsed.
+    """Return the tags of a model's thoughts; None: thoughts are not parsed.
 
     Args:
         parser: The configured parser. AUTO: `[THINK]` if the template contains it, otherwise `<think>`.
@@ -110,7 +112,7 @@ def thoughts_of(parser: ReasoningParser, template: str, variables: Mapping[str, 
 
 @functools.lru_cache(maxsize=8)
 def _thinking(template: str) -> tuple[bool, bool]:
-    """(whether a template contains the tag of thoughts, whether its generation prompt begins a thought)."""
+    """Return (whether a template contains the tag of thoughts, whether its generation prompt begins a thought)."""
     _, _, prompt = template.rpartition("add_generation_prompt")
     return "<think>" in template, "<think>" in prompt and "</think>" not in prompt
 
@@ -129,7 +131,7 @@ _MARKS = (
 
 
 def answer(thoughts: Thoughts | None, calls: Format) -> Format:
-    """The parser of answers that begin with thoughts, if any; `calls` parses the rest."""
+    """Return the parser of answers that may begin with thoughts. `calls` parses the rest."""
 
     def parse(scanner: Scanner) -> Events:
         if thoughts is not None:
@@ -140,13 +142,13 @@ def answer(thoughts: Thoughts | None, calls: Format) -> Format:
 
 
 def plain(scanner: Scanner) -> Events:
-    """Parser of an answer that is only text."""
+    """Parse an answer that is only text."""
     scanner.passes_text = True
     yield from until(scanner, (), Text)
 
 
 def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Thoughts | None) -> Format:
-    """The parser of a model's answers.
+    """Return the parser of a model's answers.
 
     Args:
         kind: The format of tool calls.
@@ -175,14 +177,14 @@ def format_of(kind: ToolFormat, tools: Sequence[Mapping[str, Any]], thoughts: Th
 
 
 def array_of_calls(scanner: Scanner) -> Events:
-    """Parser of an answer that a grammar constrains to a JSON array of calls."""
+    """Parse an answer that a grammar constrains to a JSON array of calls."""
     yield from space(scanner)
     if (yield from literal(scanner, "[")):
         yield from _objects(scanner, "]")
 
 
 def arguments_of(name: str) -> Format:
-    """The parser of an answer that a grammar constrains to the arguments of one function."""
+    """Return the parser of an answer that a grammar constrains to the arguments of one function."""
 
     def parse(scanner: Scanner) -> Events:
         yield from space(scanner)
@@ -215,8 +217,8 @@ def _thoughts(scanner: Scanner, tags: Thoughts) -> Events:
 
 
 def _tagged(begin: str, body: Body, thoughts: Thoughts | None) -> Format:
-    """The parser of text in which calls follow the tag `begin`; `body` parses a call. A tag without a call is text.
-    `thoughts`: tags of thoughts after a call.
+    """Return the parser of text in which calls follow the tag `begin`. `body` parses a call. A tag without a call is
+    text. `thoughts`: tags of thoughts after a call.
     """
 
     def parse(scanner: Scanner) -> Events:
@@ -306,7 +308,9 @@ def _broken(begun: bool) -> Test:
 
 
 def _as_object(text: str) -> str | None:
-    """The arguments of a call as JSON text, from JSON of an object, of a string with such text, or null; else None."""
+    """Return the arguments of a call as JSON text, from JSON of an object, of a string with such text, or null; else
+    None.
+    """
     if text.startswith("{"):
         return text
     try:
@@ -320,7 +324,7 @@ def _as_object(text: str) -> str | None:
 
 def _objects(scanner: Scanner, end: str, *, bare: bool = True) -> Test:
     """Parse calls that are objects, separated by commas or semicolons, up to `end` (empty: the end of the answer).
-    False: there is none.
+    False: there is no call.
     """
     found = False
     while True:
@@ -335,7 +339,7 @@ def _objects(scanner: Scanner, end: str, *, bare: bool = True) -> Test:
 
 
 def _llama3_json(scanner: Scanner) -> Events:
-    """Parser of an answer that is only calls if it begins with a brace or `<|python_tag|>`, and only text otherwise."""
+    """Parse an answer that is only calls if it begins with a brace or `<|python_tag|>`, and only text otherwise."""
     start = scanner.at
     yield from space(scanner)
     tagged = yield from literal(scanner, "<|python_tag|>")
@@ -350,7 +354,7 @@ def _llama3_json(scanner: Scanner) -> Events:
 
 
 def _is_head(text: str) -> bool:
-    """Whether the text so far may be the beginning of a call."""
+    """True if the text so far may be the beginning of a call."""
     return text.startswith(('{"name"', '{ "name"', '{"type"'))
 
 
@@ -453,8 +457,8 @@ def _glm(scanner: Scanner, types: Mapping[str, Mapping[str, Any]]) -> Test:
 
 
 def _harmony(scanner: Scanner) -> Events:
-    """Parser of GPT-OSS's answers: messages in channels. The channel `analysis` is a thought, a message to a function a
-    call, all others text.
+    """Parse an answer of GPT-OSS, which is messages in channels: the channel `analysis` is a thought, a message to a
+    function is a call, and all others are text.
     """
     tags = ("<|channel|>", "<|start|>", "<|end|>", "<|return|>", "<|call|>", "<|message|>")
     while (tag := (yield from until(scanner, tags, Text))) is not None:
@@ -482,8 +486,8 @@ def _harmony(scanner: Scanner) -> Events:
 
 
 def _pythonic(scanner: Scanner) -> Events:
-    """Parser of an answer that is a Python list of calls with keyword arguments, `[f(a=1), g()]`, or else text. Calls
-    are emitted at the end of the answer.
+    """Parse an answer that is a Python list of calls with keyword arguments, `[f(a=1), g()]`, or else text. Calls are
+    emitted at the end of the answer.
     """
     start = scanner.at
     yield from space(scanner)
@@ -505,7 +509,7 @@ def _pythonic(scanner: Scanner) -> Events:
 
 
 def _python_calls(text: str) -> list[tuple[str, str]]:
-    """(name, JSON text of the arguments) of each call in a Python list; empty if the text is something else."""
+    """Return (name, JSON text of the arguments) of each call in a Python list; empty if the text is no such list."""
     try:
         tree = ast.parse(text.strip(), mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -537,8 +541,8 @@ def _quoted(text: str) -> str:
 
 
 def _bare_value(scanner: Scanner, end: str, schema: object, *, most: int) -> Test:
-    """Emit the text up to the end tag, less up to `most` trailing line breaks, as a JSON value. False: the end tag is
-    missing.
+    """Emit the text up to the end tag, without up to `most` trailing line breaks, as a JSON value. False: the end tag
+    is missing.
 
     The value is a string if its schema says so, and is then streamed; otherwise it is JSON, or a string if it is not
     valid JSON.

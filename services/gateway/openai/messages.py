@@ -41,7 +41,7 @@ def _message(index: int, message: Message) -> Message:
         thoughts, content = _apart(cast(list[object], content))
         thought = thought or thoughts
     result["content"] = "" if content is None else text_of(f"{field}.content", content)
-    if role == "assistant" and isinstance(thought, str):  # templates use different names
+    if role == "assistant" and isinstance(thought, str):  # templates use different names for it
         result |= {"reasoning_content": thought, "reasoning": thought, "thinking": thought}
     if calls:
         result["tool_calls"] = [_call(f"{field}.tool_calls[{i}]", call) for i, call in enumerate(_list(field, calls))]
@@ -49,7 +49,9 @@ def _message(index: int, message: Message) -> Message:
 
 
 def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
-    """(thoughts, other parts) of an assistant's content. Clients of Mistral and Anthropic keep thoughts as parts."""
+    """Return (thoughts, other parts) of an assistant's content. Clients of Mistral and Anthropic send thoughts as
+    parts.
+    """
     found = [cast(Mapping[str, Any], part) for part in parts if isinstance(part, Mapping)]
     thoughts = [part for part in found if part.get("type") in _THOUGHT_PARTS]
     texts = [part.get("thinking") or part.get("text") or "" for part in thoughts]
@@ -58,7 +60,9 @@ def _apart(parts: Sequence[object]) -> tuple[str | None, list[object]]:
 
 
 def text_of(field: str, content: object) -> str:
-    """The text of a message's content, a string or a list of parts. Raises Failure for a part that is not text."""
+    """Return the text of a message's content, which is a string or a list of parts. Raises Failure for a part that is
+    not text.
+    """
     if isinstance(content, str):
         return content
     return "\n".join(_part(f"{field}[{index}]", part) for index, part in enumerate(_list(field, content)))
@@ -79,7 +83,7 @@ def _part(field: str, part: object) -> str:
 
 
 def _call(field: str, call: object) -> Message:
-    """Convert a tool call: its arguments become an object, as templates serialise them themselves."""
+    """Convert a tool call. Its arguments become an object, because templates serialise them themselves."""
     if not isinstance(call, Mapping):
         raise invalid(field, "must be an object")
     given = cast(Mapping[str, Any], call)
@@ -89,7 +93,7 @@ def _call(field: str, call: object) -> Message:
         raise invalid(f"{field}.function", "needs a name and arguments")
     arguments: object = named.get("arguments") or "{}"
     if isinstance(arguments, str):
-        with contextlib.suppress(ValueError, RecursionError):  # arguments that are not valid JSON stay text
+        with contextlib.suppress(ValueError, RecursionError):  # arguments that are not valid JSON remain text
             arguments = json.loads(arguments)
     return {**given, "type": "function", "function": {"name": named["name"], "arguments": arguments}}
 

@@ -74,7 +74,7 @@ class GenerationRequest(_FieldShape):
     bad_words: list[str] | None = None
     allowed_token_ids: list[int] | None = Field(default=None, min_length=1)
 
-    # Any: these fields are refused, whatever their value.
+    # these fields are refused with any value
     truncate_prompt_tokens: Any = None
     use_beam_search: Any = None
     logits_processors: Any = None
@@ -120,14 +120,14 @@ UNSUPPORTED = {
     "guided_whitespace_pattern": "write the white space into a grammar",
     "structural_tag": "use structured_outputs, or tools",
     "thinking_token_budget": "use max_tokens, or chat_template_kwargs with enable_thinking: false",
-    "add_special_tokens": "send the token ids that you want; /tokenize makes them",
+    "add_special_tokens": "send the desired token ids; see /tokenize",
     "return_tokens_as_token_ids": "use return_token_ids",
     "repetition_detection": "use repetition_penalty, or stop",
     "kv_transfer_params": "the cluster itself decides about transfers of KV",
     "vllm_xargs": "is for extensions of vLLM",
     "verbosity": "state the desired length in the conversation",
     "moderation": "use a separate moderation service",
-    "chat_template": "conversations are written with the model's own template; /v1/completions takes any text",
+    "chat_template": "conversations use the model's own template; /v1/completions accepts any text",
     "echo": "is for /v1/completions",
     "functions": "are OpenAI's older form; use tools",
     "function_call": "is OpenAI's older form; use tool_choice",
@@ -135,7 +135,7 @@ UNSUPPORTED = {
     "web_search_options": "use tools",
     "suffix": "is not supported",
 }
-# Values that mean the same as leaving the field out (for function_call: if there are no functions).
+# Values that have the same meaning as omitting the field (for function_call: if there are no functions).
 _DEFAULTS = {"verbosity": ("medium",), "function_call": ("none", "auto")}
 # Fields of these APIs that do not affect the answer: accepted and ignored.
 IGNORED = frozenset(
@@ -228,8 +228,8 @@ def parse(shape: type[R], body: bytes) -> R:
 
 
 def _parse_slowly(shape: type[R], body: bytes) -> R:
-    """Parse a body that pydantic's own JSON parser refuses. It accepts a little more (encodings, depth, unpaired
-    surrogates); otherwise its errors name the field.
+    """Parse a body that pydantic's own JSON parser refuses. This parser accepts a little more (encodings, depth,
+    unpaired surrogates), or else its errors name the field.
     """
     try:
         value: object = json.loads(body)

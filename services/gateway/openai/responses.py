@@ -1,5 +1,5 @@
-"""/v1/responses, as far as /v1/chat/completions supports its features. Nothing is stored, so requests cannot refer to
-earlier answers.
+"""/v1/responses, with the features that /v1/chat/completions supports. Answers are not stored, so requests cannot refer
+to earlier ones.
 """
 
 from collections.abc import Mapping, Sequence
@@ -65,7 +65,7 @@ class ResponsesRequest(BaseModel):
     conversation: str | Item | None = None
     background: bool | None = None
     prompt: Item | None = None
-    # Any: these fields are refused, whatever their value.
+    # these fields are refused with any value
     context_management: Any = None
     image: Any = None
     moderation: Any = None
@@ -76,11 +76,11 @@ class ResponsesRequest(BaseModel):
         """The equivalent chat request.
 
         Raises:
-            Failure: the request is invalid, or uses something that is not supported.
+            Failure: the request is invalid, or uses an unsupported feature.
         """
         for name in _NEEDS_STORE:
             if getattr(self, name):
-                raise invalid(name, "is not supported: nothing is stored here", code="unsupported_value")
+                raise invalid(name, "is not supported, because answers are not stored", code="unsupported_value")
         for name, instead in _UNSUPPORTED.items():
             if getattr(self, name) not in (None, 0, "disabled"):
                 raise invalid(name, f"is not supported: {instead}", code="unsupported_value")
@@ -111,7 +111,7 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
     messages: list[Message] = [{"role": "system", "content": instructions}] if instructions else []
     if isinstance(given, str):
         return [*messages, {"role": "user", "content": given}]
-    thought = ""  # the assistant's thought before its next message
+    thought = ""  # the assistant's thought that precedes its next message
     for index, item in enumerate(given):
         match item.get("type", "message"):
             case "message":
@@ -140,7 +140,7 @@ def _messages(instructions: str | None, given: str | list[Item]) -> list[Message
 
 def _tool(index: int, tool: Mapping[str, Any]) -> Item:
     if tool.get("type") != "function":
-        why = f"tools of type {tool.get('type')!r} are not supported, only functions are"
+        why = f"tools of type {tool.get('type')!r} are not supported, only functions"
         raise invalid(f"tools[{index}]", why, code="unsupported_value")
     function = {name: tool[name] for name in ("name", "description", "parameters", "strict") if name in tool}
     return {"type": "function", "function": function}
@@ -167,7 +167,7 @@ class ResponsesWriter:
         return self._response()
 
     def chunk(self, index: int, chunk: GenerationChunk) -> bytes:
-        """Write a chunk. Returns its events; may be empty."""
+        """Write a chunk. Returns its events, which may be empty."""
         events: list[bytes] = []
         if self._sequence_number == 0:
             events = [self._event(f"response.{kind}", response=self._response()) for kind in ("created", "in_progress")]
@@ -179,7 +179,7 @@ class ResponsesWriter:
         return b"".join(events)
 
     def end(self) -> bytes:
-        """Nothing, as the last chunk's events end the stream."""
+        """Return no bytes, because the last chunk's events end the stream."""
         return b""
 
     def _write(self, text: str, finish_reason: FinishReason | None, token_ids: Sequence[int]) -> list[bytes]:

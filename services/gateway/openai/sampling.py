@@ -35,8 +35,8 @@ def sampling_of(
     prompt_logprobs: int | None = None,
     adapter: str = "",
 ) -> SamplingParams:
-    """The sampling parameters of a request. `defaults`: values for parameters that it omits. Raises InvalidRequest or
-    Failure for an invalid value.
+    """Return the sampling parameters of a request. `defaults`: values for parameters that it omits. Raises
+    InvalidRequest or Failure for an invalid value.
     """
     values = vars(request)
     given: dict[str, Any] = dict(defaults)  # Any: all types
@@ -62,8 +62,8 @@ def sampling_of(
 
 
 def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams]:
-    """The parameters of each choice. A given seed is increased by one for each further choice, so that choices differ
-    but are reproducible.
+    """Return the parameters of each choice. A given seed is increased by one for each further choice, so that choices
+    differ but are reproducible.
     """
     seed = sampling.seed
     if seed is None:
@@ -72,7 +72,7 @@ def for_each_choice(sampling: SamplingParams, count: int) -> list[SamplingParams
 
 
 def priority_of(request: GenerationRequest) -> PriorityClass:
-    if isinstance(request.priority, int):  # vLLM's priority: lower is more urgent
+    if isinstance(request.priority, int):  # vLLM's priority, where lower is more urgent
         by_sign = (PriorityClass.INTERACTIVE, PriorityClass.DEFAULT, PriorityClass.BATCH)
         return by_sign[1 + (request.priority > 0) - (request.priority < 0)]
     if request.priority is not None:

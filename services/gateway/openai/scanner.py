@@ -1,7 +1,7 @@
 """Incremental parsing of an answer's text into events.
 
-A format is a generator over a `Scanner`: it yields events, and `None` if it needs more text. Its events do not depend
-on how the text was split into pieces, except for where deltas are split.
+A format is a generator over a `Scanner`, which yields events, and `None` if it needs more text. Its events do not
+depend on how the text was split into pieces, except for the splits of deltas.
 """
 
 import json
@@ -56,9 +56,9 @@ class Scanner:
         self.text = ""
         self.at = 0
         self.ended = False
-        self.cut = False  # the answer ended at its token limit
-        self.passes_text = False  # whether all that follows is text
-        self.starved = False  # more text was needed after the end of the answer
+        self.cut = False  # True: the answer ended at its token limit
+        self.passes_text = False  # True: all text that follows is content
+        self.starved = False  # True: more text was needed after the end of the answer
 
     @property
     def rest(self) -> str:
@@ -80,7 +80,7 @@ Format = Callable[[Scanner], Events]
 
 
 class AnswerParser:
-    """Parses the text of one choice: `feed` takes its pieces, `finish` ends it.
+    """Parses the text of one choice. `feed` takes its pieces, and `finish` ends it.
 
     Args:
         parse: The format of the text.
@@ -103,17 +103,19 @@ class AnswerParser:
 
     @property
     def reasoning_token_count(self) -> int:
-        """Tokens of thoughts so far. If no single token ends a thought, estimated from the thoughts' share of text."""
+        """Number of tokens of thoughts so far. If no single token ends a thought, it is estimated from the thoughts'
+        share of text.
+        """
         if not self._thought_chars:
             return 0
-        if self._thought_end_id is not None:  # not the last such token, as it may also occur in text
+        if self._thought_end_id is not None:  # not the last such token, because it may also occur in text
             ended = len(self._thought_ends) >= self._thought_count
             return self._thought_ends[self._thought_count - 1] if ended else self._token_count
         return round(self._token_count * min(1.0, self._thought_chars / len(self._scanner.text)))
 
     @property
     def passes_text(self) -> bool:
-        """True if all that follows is text, so that it need not be parsed."""
+        """True if all text that follows is content, so that it need not be parsed."""
         return self._scanner.passes_text
 
     def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:
@@ -158,7 +160,9 @@ class AnswerParser:
 
 
 def _add(events: list[Event], event: Event) -> None:
-    """Append an event, or merge it with the last one if both are text of the same kind, as a chunk has one delta."""
+    """Append an event, or merge it with the last one if both are text of the same kind, because a chunk has one
+    delta.
+    """
     last = events[-1] if events else None
     if isinstance(event, (Text, Reasoning, Arguments)) and type(last) is type(event):
         assert isinstance(last, (Text, Reasoning, Arguments)), "of the same type"
@@ -179,7 +183,7 @@ def more(scanner: Scanner) -> Test:
 
 
 def until(scanner: Scanner, tags: Sequence[str], make: Callable[[str], Event]) -> Found:
-    """Emit text up to the first of the tags, which is consumed and returned; None if the answer ended before."""
+    """Emit text up to the first of the tags, which is consumed and returned; None if the answer ends before a tag."""
     while True:
         rest = scanner.rest
         places = [(rest.find(tag), -len(tag), tag) for tag in tags if tag in rest]
@@ -218,8 +222,8 @@ def until_trimmed(scanner: Scanner, tag: str, make: Callable[[str], Event], most
 
 
 def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, None, tuple[str, str | None]]:
-    """Consume text up to and including the first of the tags; return (text, tag), where tag is None if the answer ended
-    before one.
+    """Consume text up to and including the first of the tags; return (text, tag), where tag is None if the answer ends
+    before a tag.
     """
     parts: list[str] = []
     reading = until(scanner, tags, Text)
@@ -235,7 +239,7 @@ def collect(scanner: Scanner, tags: Sequence[str]) -> Generator[Event | None, No
 
 
 def _begun(text: str, tag: str) -> int:
-    """Number of characters at the end of `text` that may be the beginning of `tag`."""
+    """Return the number of characters at the end of `text` that may be the beginning of `tag`."""
     return next((n for n in range(min(len(tag) - 1, len(text)), 0, -1) if tag.startswith(text[-n:])), 0)
 
 
@@ -269,9 +273,9 @@ def string(scanner: Scanner) -> Found:
 
 
 def value(scanner: Scanner, make: Callable[[str], Event] | None) -> Test:
-    """Consume a JSON value, which ends at its last bracket or quote; True if it is complete. With `make` it is emitted
-    as it arrives, unchanged except that raw line breaks and tabs within strings, which JSON forbids, are escaped.
-    Without `make` it is consumed only when complete.
+    """Consume a JSON value, which ends at its last bracket or quote; True if it is complete. With `make`, the value is
+    emitted as it arrives, unchanged except that raw line breaks and tabs within strings, which JSON forbids, are
+    escaped. Without `make`, it is consumed only when complete.
     """
     depth, inside, escaped, begun = 0, False, False, False
     while True:
@@ -305,7 +309,7 @@ def value(scanner: Scanner, make: Callable[[str], Event] | None) -> Test:
             if not (inside or depth):
                 end = place + 1
                 break
-        if make is None:  # nothing is consumed before the end, so rescan from the beginning
+        if make is None:  # no text is consumed before the end, so rescan from the beginning
             if end is None and (yield from more(scanner)):
                 depth, inside, escaped, begun = 0, False, False, False
                 continue

@@ -37,8 +37,8 @@ class Form:
 
 
 def form_of(response_format: Mapping[str, Any] | None, structured: Mapping[str, Any] | None) -> Form:
-    """The constraint of a request. `response_format`: OpenAI's field. `structured`: vLLM's `structured_outputs` (json,
-    regex, choice, grammar or json_object). Raises Failure if both are given, or one is invalid.
+    """Return the constraint of a request. `response_format`: OpenAI's field. `structured`: vLLM's `structured_outputs`
+    (json, regex, choice, grammar or json_object). Raises Failure if both are given, or one is invalid.
     """
     if structured:
         if response_format and response_format.get("type") != "text":
@@ -71,7 +71,7 @@ def json_schema(schema: Schema | bool) -> Grammar:
 
 
 def loosened(schema: Schema | bool) -> tuple[Schema | bool, set[str]]:
-    """The schema without keys that llguidance does not support, and these keys."""
+    """Return the schema without the keys that llguidance does not support, and these keys."""
     left_out: set[str] = set()
 
     def drop(given: Schema) -> Schema:
@@ -82,7 +82,9 @@ def loosened(schema: Schema | bool) -> tuple[Schema | bool, set[str]]:
 
 
 def rooted(schema: Schema, root: str) -> Schema:
-    """The schema with references adapted to its place `root` in another schema: `#/$defs/A` -> `ROOT/$defs/A`."""
+    """Return the schema with references adapted to its place `root` in another schema: `#/$defs/A` ->
+    `ROOT/$defs/A`.
+    """
 
     def move(given: Schema) -> Schema:
         reference = given.get("$ref")
@@ -94,7 +96,7 @@ def rooted(schema: Schema, root: str) -> Schema:
 
 
 def _without_remarks(schema: object) -> object:
-    """Drop keys whose value is null, and unknown formats, which are mere annotations (JSON Schema 2020-12, 7.2.1) and
+    """Drop keys whose value is null, and unknown formats. These are only annotations (JSON Schema 2020-12, 7.2.1),
     which pydantic writes for Path, SecretStr and bytes.
     """
 
@@ -146,5 +148,7 @@ _SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
 
 
 def _literal(text: str) -> str:
-    """A literal as a regular expression. All choices form one expression, as a grammar must not have thousands."""
+    """Return a literal as a regular expression. All choices form one expression, because a grammar must not have
+    thousands of them.
+    """
     return _SPECIAL.sub(r"\\\g<0>", text)

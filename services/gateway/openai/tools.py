@@ -18,7 +18,7 @@ from services.gateway.openai.formats import (
 from services.gateway.openai.scanner import Format
 from services.gateway.openai.structure import json_schema, rooted
 
-_MAX_CALLS = 16  # limit in an answer that a grammar constrains to calls
+_MAX_CALLS = 16  # maximum calls in an answer that a grammar constrains to calls
 
 _KINDS = {"type", "$ref", "anyOf", "oneOf", "allOf"}  # keys by which a schema may require an object
 
@@ -45,7 +45,7 @@ class ToolUse:
     most_calls: int | None = None
 
     def format(self, thoughts: Thoughts | None) -> Format:
-        """The parser of the answer."""
+        """Return the parser of the answer."""
         if self.named is not None:
             return answer(thoughts, arguments_of(self.named))
         if self.grammar is not None:
@@ -56,7 +56,7 @@ class ToolUse:
 def tool_use_of(
     tools: Sequence[Tool] | None, choice: object, *, parallel: bool, template: str, kind: ToolFormat | None
 ) -> ToolUse | None:
-    """How a request uses tools; None if it has none, or must not use them.
+    """Determine how a request uses tools; None if it has no tools, or must not use them.
 
     Args:
         tools: The request's tools.
@@ -103,7 +103,9 @@ def _name(index: int, tool: Tool) -> str:
 
 
 def _parameters(index: int, tool: Tool) -> Mapping[str, Any]:
-    """The schema of a function's arguments, which are an object even if its schema does not require one."""
+    """Return the schema of a function's arguments, which are an object even if the given schema does not require
+    one.
+    """
     given: object = tool["function"].get("parameters") or {"properties": {}, "additionalProperties": False}
     if not isinstance(given, Mapping):
         raise invalid(f"tools[{index}].function.parameters", "must be a JSON schema, which is an object")
@@ -121,7 +123,7 @@ def _chosen(choice: object) -> str:
 
 
 def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set[str], object]:
-    """(names of the tools that may be used, mode) of an `allowed_tools` choice."""
+    """Return (names of the tools that may be used, mode) of an `allowed_tools` choice."""
     given: object = choice.get("allowed_tools") or choice
     told = cast(Mapping[str, Any], given if isinstance(given, Mapping) else {})
     named: object = told.get("tools")
@@ -135,7 +137,9 @@ def _allowed(choice: Mapping[str, Any], functions: Collection[str]) -> tuple[set
 
 
 def _calls(functions: Mapping[str, Mapping[str, Any]], most: int) -> Grammar:
-    """The grammar of an array of 1 to `most` calls. Schemas of arguments are in `$defs`, with adapted references."""
+    """Return the grammar of an array of 1 to `most` calls. Schemas of arguments are in `$defs`, with adapted
+    references.
+    """
     places = {name: f"#/$defs/{index}" for index, name in enumerate(functions)}
     calls = [
         {

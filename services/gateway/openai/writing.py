@@ -1,4 +1,4 @@
-"""Parts that answers of several kinds have in common: usage, logprobs, server-sent events."""
+"""Common parts of several kinds of answers: usage, logprobs, server-sent events."""
 
 import json
 import math
@@ -9,7 +9,7 @@ from ballast.client import GenerationChunk, Logprobs, TokenLogprob, Usage
 from services.gateway.openai.requests import UsageWish
 
 DONE = b"data: [DONE]\n\n"
-_LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity, which JSON lacks: an impossible token
+_LEAST_LOGPROB = -9999.0  # OpenAI's value for minus infinity (an impossible token), which JSON lacks
 
 __all__ = ["DONE", "chat_logprobs", "completion_logprobs", "dumps", "event", "quote", "usage_of"]
 
