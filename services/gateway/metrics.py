@@ -98,6 +98,6 @@ class ClusterGauges(Collector):
             family.add_metric([model.name, "cluster"], value)
             yield family
         labels = {"block_size": str(loads[0].block_tokens) if loads else "0", "num_gpu_blocks": str(blocks)}
-        family = GaugeMetricFamily("vllm:cache_config_info", "Always 1. The labels contain the number of KV blocks of all groups")
+        family = GaugeMetricFamily("vllm:cache_config_info", "Always 1; the KV blocks of all groups")
         family.add_sample(family.name, {"model_name": model.name, "engine": "cluster", **labels}, 1)
         yield family

@@ -36,13 +36,13 @@ async def main(life: Lifecycle) -> None:
     headers: dict[str, str] = {}
     if book is not None:
         if security.secret is None:
-            why = "is needed with --tokens-file: lines are sent with the cluster's own token"
+            why = "is needed with --tokens-file, because lines are sent with the cluster's own token"
             raise ConfigError("jobs.cluster_secret_file", why)
         headers["authorization"] = f"Bearer {cluster_token(security.secret)}"
     try:
         await asyncio.to_thread(settings.folder.mkdir, parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise ConfigError("jobs.folder", f"{settings.folder} cannot be made: {error.strerror}") from error
+        raise ConfigError("jobs.folder", f"{settings.folder} cannot be created: {error.strerror}") from error
     scheme = "http" if settings.tls_dir is None else "https"
     urls = [url.strip().rstrip("/").removesuffix("/v1") for url in settings.gateways.split(",") if url.strip()]
     urls = [url if "://" in url else f"{scheme}://{url}" for url in urls]

@@ -131,7 +131,7 @@ class Desk:
             raise invalid("input_file_id", "must be the id of a file with purpose batch")
         unknown = sorted(set(given) - {"endpoint", "input_file_id", "completion_window", "metadata"})
         if unknown:
-            raise invalid(unknown[0], "is not known here", code="unknown_parameter")
+            raise invalid(unknown[0], "does not exist", code="unknown_parameter")
         window, window_s = self._window(given.get("completion_window"))
         metadata = _metadata(given.get("metadata"))
         try:
@@ -142,7 +142,7 @@ class Desk:
         if own.open_batches >= self._quotas.max_key_batches:
             raise _too_much(f"{own.open_batches} of your batches are open, which is the limit; wait for one to end")
         if own.open_lines >= self._quotas.max_key_lines:
-            raise _too_much(f"{own.open_lines} lines of your batches have no result, which is too many; wait for some")
+            raise _too_much(f"{own.open_lines} lines of your batches have no result, over the limit; wait for some")
         now_s = runner.now_s()
         batch = JobBatch(
             id=f"batch_{secrets.token_hex(12)}",
@@ -235,7 +235,9 @@ def build_app(desk: Desk) -> Starlette:
 
 
 class _JobsEndpoint:
-    """The endpoint of a route: this replica handles its requests, or the leader. Every failure becomes a response."""
+    """The endpoint of a route. This replica handles its requests if it is the leader, or else forwards them to the
+    leader. Every failure becomes a response.
+    """
 
     def __init__(self, desk: Desk, act: Handler) -> None:
         self._desk = desk
@@ -251,7 +253,7 @@ class _JobsEndpoint:
             answer = await self._act(request, runner, self._desk.owner_of(request))
         except (ClientGone, ClientDisconnect):
             return None
-        except Exception as error:  # noqa: BLE001 - the one place where every failure becomes a response
+        except Exception as error:  # noqa: BLE001 - every failure becomes a response here
             answer = _refusal(_failure_of(error))
         return await answer(scope, receive, send)
 
@@ -278,7 +280,7 @@ def _failure_of(error: Exception) -> Failure:
             return Failure(500, "server_error", "internal_error", str(error))
         case _:
             get_logger().error("request failed", exc_info=error)
-            return Failure(500, "server_error", "internal_error", "the jobs service failed; its log says how")
+            return Failure(500, "server_error", "internal_error", "the jobs service failed; see its log")
 
 
 def _refusal(failure: Failure) -> Response:
@@ -334,7 +336,7 @@ def _check_upload(fields: Mapping[str, str]) -> None:
         raise invalid("purpose", f"must be batch, got {purpose!r}")
     unknown = sorted(set(fields) - {"purpose"})
     if unknown:
-        why = "is not known here (files are deleted by DELETE, or after the time that --keep-s says)"
+        why = "does not exist (files are deleted by DELETE, or after --keep-s)"
         raise invalid(unknown[0], why, code="unknown_parameter")
 
 

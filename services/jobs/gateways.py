@@ -13,7 +13,7 @@ _MAX_ANSWER_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class GatewayAnswer:
-    """A gateway's response. `retry_after_s`: the delay before a retry that it asks for, if any."""
+    """A gateway's response. `retry_after_s`: the delay before a retry that it requests, if any."""
 
     status: int
     request_id: str
@@ -52,7 +52,7 @@ class Gateways:
                 said: object = json.loads(raw)
             except ValueError as error:
                 if 200 <= response.status < 300:
-                    raise BrokenCall(f"{client.url} answered with something that is not JSON") from error
+                    raise BrokenCall(f"the answer of {client.url} is not valid JSON") from error
                 said = {"error": {"message": raw[:1000].decode(errors="replace"), "type": "server_error"}}
             retry_after_s = _seconds(response.header("retry-after"))
             return GatewayAnswer(response.status, response.header("x-request-id") or "", retry_after_s, said)

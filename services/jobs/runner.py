@@ -1,6 +1,6 @@
 """Runs batches: validates input files, sends lines, stores results, writes output files.
 
-After a crash, the next process repeats what was in progress: it restarts validations, sends lines without a result
+After a crash, the next process repeats the unfinished work: it restarts validations, sends lines without a result
 again, and writes output files again.
 """
 
@@ -48,7 +48,7 @@ class Rules:
 
 class Runner:
     """Runs the batches of a store until `run` is cancelled. `now_s`: returns wall-clock time that never goes back.
-    `is_full`: whether the disk is full.
+    `is_full`: True while the disk is full.
     """
 
     def __init__(self, store: Store, gateways: Gateways, rules: Rules, now_s: Callable[[], float]) -> None:
@@ -160,7 +160,8 @@ class Runner:
     async def _change(
         self, batch_id: str, make: Callable[[JobBatch], JobBatch], lines: list[JobLine] | None = None
     ) -> JobBatch:
-        """Store the next state of a batch, `make(batch)`, then apply it. `lines`: its lines, once they are validated.
+        """Store the next state of a batch, `make(batch)`, then apply it. `lines`: its lines, if they have just been
+        validated.
 
         Raises:
             KeyError: the batch has ended.
@@ -301,7 +302,7 @@ class Runner:
         try:
             await asyncio.to_thread(self._read_all, batch.input_file_id, checker)
         except FileNotFoundError:
-            checker.problems.append(Problem("missing_file", f"file {batch.input_file_id} is gone"))
+            checker.problems.append(Problem("missing_file", f"file {batch.input_file_id} does not exist"))
 
         def decide(one: JobBatch) -> JobBatch:
             if one.state is not BatchState.VALIDATING:  # cancelled meanwhile
@@ -371,7 +372,7 @@ class Runner:
     # ------------------------------------------------------------------------------------------ all else
 
     async def _delete_outdated(self) -> None:
-        """Every five minutes, delete files and ended batches older than `keep_s`; runs until cancelled."""
+        """Delete files and ended batches older than `keep_s` every five minutes, until cancelled."""
         while True:
             before_s = self.now_s() - self._rules.keep_s
             for file_id in await self.stored(self.store.outdated_files, before_s):

@@ -22,8 +22,8 @@ Dial = Callable[[str], HttpClient]
 
 
 class WallClock:
-    """Wall-clock time that never goes back: the time at construction (or `stored_s`, the time of the last stored
-    change, if it is later), advanced by the monotonic clock.
+    """Wall-clock time that never goes back. It starts with the time at construction (or `stored_s`, the time of the
+    last stored change, if that is later) and is advanced by the monotonic clock.
     """
 
     def __init__(self, stored_s: float) -> None:
@@ -75,7 +75,7 @@ class JobsShell:
         try:
             store = await asyncio.to_thread(Store, self._folder, token)
         except Fenced:
-            # The state server has lost its data and issued a lower token; `floor` makes the next one higher.
+            # The state server has lost its data and issued a lower token. `floor` makes the next one higher.
             self._floor.fenced(await asyncio.to_thread(Store.last_epoch, self._folder))
             raise
         try:
@@ -97,7 +97,9 @@ class Leader:
         self._client: tuple[str, HttpClient] | None = None
 
     def __call__(self) -> HttpClient | None:
-        """The client; None if there is no leader, or it is this replica, which has not been notified yet."""
+        """Return the client; None if there is no leader, or if the leader is this replica, which has not been notified
+        yet.
+        """
         current = self._address.current
         if current is None or current == self._own:
             return None

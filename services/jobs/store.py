@@ -1,12 +1,11 @@
 """Storage in one folder: jobs.sqlite, and clients' files in files/.
 
-A file is written as ID.part, synced and renamed, and then gets a row. Files without a row are left over from
-interrupted writes, and are removed when the folder is opened. A line's result is a column of its row, written once, in
-one transaction with the counts of its batch. Every transaction first checks that the folder still belongs to this
-process (`epoch`, the fencing token of the lease), so that a process that was presumed dead cannot write when it
-resumes.
+A file is written as ID.part, synced and renamed, and then gets a row. Files without a row remain from interrupted
+writes and are removed when the folder is opened. A line's result is a column of its row, written once, in one
+transaction with the counts of its batch. Every transaction first checks that the folder still belongs to this process
+(`epoch`, the fencing token of the lease), so that a process that was presumed dead cannot write when it resumes.
 
-All calls block; the runner makes them from a thread.
+All calls block, so the runner makes them in a thread.
 """
 
 import contextlib
@@ -71,7 +70,9 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class CallerUsage:
-    """Bytes of files, number of open batches, and number of their lines without a result, of one owner or of all."""
+    """Usage of one owner or of all: bytes of files, number of open batches, and number of their lines without a
+    result.
+    """
 
     file_bytes: int
     open_batches: int
@@ -86,7 +87,7 @@ class Store:
         folder: The folder, which is created if necessary.
         epoch: Fencing token of this process.
         before_write: Called with a description of each write before it is made; tests make it fail.
-        busy_timeout_s: How long to wait for another process's lock.
+        busy_timeout_s: Maximum wait for another process's lock.
 
     Raises:
         Fenced: a process with a higher token has opened the folder.
@@ -124,7 +125,7 @@ class Store:
 
     @staticmethod
     def last_epoch(folder: Path) -> int:
-        """The highest fencing token with which the folder was opened; 0 if it never was."""
+        """Return the highest fencing token with which the folder was opened; 0 if it never was."""
         path = folder / "jobs.sqlite"
         if not path.exists():
             return 0
@@ -136,7 +137,7 @@ class Store:
 
     @property
     def last_s(self) -> float:
-        """The time of the last stored change. A clock that was set back since then must not start before it."""
+        """Return the time of the last stored change. A clock that has been set back since must not start before it."""
         return _meta(self._db, "now_s")
 
     def _take_over(self) -> None:
@@ -176,7 +177,7 @@ class Store:
         return Upload(self._files, StoredFile(file_id, owner, purpose, name, 0, created_s), self._before_write)
 
     def add_file(self, file: StoredFile) -> None:
-        """Add the row of a file whose contents are in place; if that fails, remove its contents."""
+        """Add the row of a file whose contents are in place. If that fails, remove the contents."""
         try:
             with self._transaction("add a file", now_s=file.created_s):
                 self._insert_file(file)
@@ -189,7 +190,7 @@ class Store:
         self._db.execute("INSERT INTO files VALUES (NULL, ?, ?, ?, ?, ?, ?)", values)
 
     def file(self, file_id: str, owner: str) -> StoredFile:
-        """The file with this id, if it is the owner's.
+        """Return the file with this id, if it is the owner's.
 
         Raises:
             NotFound: the owner has no such file.
@@ -213,8 +214,8 @@ class Store:
         return self._files / file_id
 
     def delete_file(self, file_id: str) -> None:
-        """Delete a file: first its contents, which needs no disk space, then its row. On a full disk the row is deleted
-        when the folder is opened next.
+        """Delete a file: first its contents, which needs no disk space, then its row. If the disk is full, the row is
+        deleted when the folder is next opened.
         """
         self._before_write("delete a file")
         self.path(file_id).unlink(missing_ok=True)
@@ -231,7 +232,7 @@ class Store:
         return [str(row[0]) for row in self._db.execute(query, (before_s,))]
 
     def usage(self, owner: str | None = None) -> CallerUsage:
-        """The usage of one owner; None: of all owners together."""
+        """Return the usage of one owner; None: of all owners together."""
         mine, values = ("owner = ?", (owner,)) if owner is not None else ("1", ())
         stored = self._db.execute(f"SELECT coalesce(sum(bytes), 0) FROM files WHERE {mine}", values).fetchone()[0]
         query = f"""SELECT count(*), coalesce(sum(total - completed - failed), 0) FROM batches
@@ -270,7 +271,7 @@ class Store:
         )
 
     def batch(self, batch_id: str, owner: str) -> JobBatch:
-        """The batch with this id, if it is the owner's.
+        """Return the batch with this id, if it is the owner's.
 
         Raises:
             NotFound: the owner has no such batch.
@@ -282,7 +283,7 @@ class Store:
         return _batch_of(row)
 
     def batches(self, owner: str, *, after: str | None, limit: int) -> list[JobBatch]:
-        """Up to `limit` batches of an owner, newest first, that follow the batch `after`."""
+        """Return up to `limit` batches of an owner, newest first, that follow the batch `after`."""
         where, values = _page("batches", owner, after, newest_first=True)
         query = f"SELECT {_BATCH} FROM batches WHERE {where} ORDER BY serial DESC LIMIT ?"
         return [_batch_of(row) for row in self._db.execute(query, (*values, limit))]
@@ -301,13 +302,15 @@ class Store:
     # ------------------------------------------------------------------------------------------ lines
 
     def open_lines(self, batch_id: str, after: int, limit: int) -> list[JobLine]:
-        """The next `limit` lines of a batch without a result after line number `after`, in order."""
+        """Return the next `limit` lines of a batch without a result after line number `after`, in order."""
         query = """SELECT number, custom_id, offset, length FROM lines
                    WHERE batch_id = ? AND number > ? AND result IS NULL ORDER BY number LIMIT ?"""
         return [JobLine(*row) for row in self._db.execute(query, (batch_id, after, limit))]
 
     def save_results(self, results: Sequence[Result], now_s: float) -> dict[str, tuple[int, int]]:
-        """Store the results of lines that have none yet. Returns the numbers stored: batch -> (successes, failures)."""
+        """Store the results of lines that have none yet. Returns the numbers of stored results: batch -> (successes,
+        failures).
+        """
         stored: dict[str, tuple[int, int]] = {}
         with self._transaction("save results", now_s=now_s):
             for one in results:
@@ -325,8 +328,8 @@ class Store:
         return stored
 
     def results(self, batch_id: str, after: int, limit: int) -> list[tuple[int, str, bool, str | None]]:
-        """The next `limit` lines of a batch after number `after`, in order, as (number, custom id, success, result
-        or None).
+        """Return the next `limit` lines of a batch after number `after`, in order, as (number, custom id, success,
+        result or None).
         """
         query = """SELECT number, custom_id, coalesce(is_success, 0), result FROM lines
                    WHERE batch_id = ? AND number > ? ORDER BY number LIMIT ?"""
@@ -335,7 +338,7 @@ class Store:
 
 
 class Upload:
-    """A file that is being written, until `commit` puts it in place or `abort` removes it."""
+    """A file that is being written, until `commit` renames it or `abort` removes it."""
 
     def __init__(self, folder: Path, file: StoredFile, before_write: Callable[[str], None]) -> None:
         self._folder = folder
@@ -386,7 +389,7 @@ _BATCH: Final = "rest, total, completed, failed"
 
 
 def _page(table: str, owner: str, after: str | None, newest_first: bool) -> tuple[str, list[object]]:
-    """SQL condition, with its values, for an owner's rows that follow the one with the id `after`."""
+    """Return the SQL condition, with its values, for an owner's rows that follow the row with the id `after`."""
     if after is None:
         return "owner = ?", [owner]
     compare = "<" if newest_first else ">"

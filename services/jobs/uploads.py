@@ -60,7 +60,7 @@ class FileForm:
         """Parse a piece of the body.
 
         Raises:
-            Failure: the form is malformed, or something in it is too large.
+            Failure: the form is malformed, or a part of it is too large.
             Full: the disk is full.
         """
         try:
@@ -69,7 +69,7 @@ class FileForm:
             raise invalid(None, f"the form cannot be read: {error}") from error
 
     def end(self) -> Upload:
-        """The complete upload, not committed yet.
+        """End the form and return the complete upload, which is not committed yet.
 
         Raises:
             Failure: the form is incomplete, or has no file.

@@ -1,1 +1,1 @@
-"""Collects load reports and leases; publishes which instances are alive, and memory pressure."""
+"""Collects load reports and leases, and publishes which instances are alive and whether memory is short."""

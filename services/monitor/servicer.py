@@ -65,7 +65,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             if stream.error is not None:
                 raise stream.error
             yield self._answer()
-        # A broken connection first looks like a closed stream; the call is cancelled a little later.
+        # A broken connection first looks like a closed stream, but the call is cancelled a little later.
         await asyncio.sleep(_GOODBYE_PROOF_S)
         announced_exit = instance is not None
 
@@ -78,7 +78,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         )
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, instance: Instance | None) -> Instance:
-        """Handle a message; returns the instance announced. Raises InvalidRequest."""
+        """Handle a message and return the announced instance. Raises InvalidRequest."""
         at_s, cause_id = time.monotonic(), self._shell.next_cause("report")
         place = codec.place_from_proto(request.place)
         match request.WhichOneof("message"):
@@ -122,7 +122,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
     ) -> AsyncIterator[pb.WatchEventsResponse]:
         watcher = self._shell.watch()
         when_done(context, lambda: self._shell.unwatch(watcher))
-        # Acknowledges the call, also if the snapshot is empty.
+        # Acknowledges the call, even if the snapshot is empty.
         await context.send_initial_metadata(())
         while True:
             yield _change_to_proto(*await watcher.next())
@@ -154,7 +154,7 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         return self._groups[1]
 
     def _status_of(self, row: InstanceRow, slowness: float) -> pb.InstanceStatus:
-        """Status of an instance; reuses the protobuf messages of its stream if they are current."""
+        """Return the status of an instance, reusing the protobuf messages of its stream if they are current."""
         entry = self._shell.core.entries.get(row.instance.worker_id)
         heard = None if entry is None or entry.stream_id is None else self._heard.get(entry.stream_id)
         if heard is None or heard.load is not row.load:
@@ -180,7 +180,7 @@ async def _next_unless_closed(
     requests: AsyncIterator[pb.ReportRequest], stream: ReportStream
 ) -> pb.ReportRequest | None:
     """Wait for the next message; None once the worker has closed its side. Raises when the core closes the stream,
-    which interrupts the wait: a task for each message would take longer than the message.
+    which interrupts the wait, because a task for each message would take longer than the message itself.
     """
     if stream.error is not None:
         raise stream.error
@@ -198,7 +198,9 @@ async def _next_unless_closed(
 
 
 def _host_of(context: _Context) -> str:
-    """Host of a caller without a name: "ipv4:10.0.0.7:41234" without the port, which changes with each connection."""
+    """Return the host of a caller without a name: "ipv4:10.0.0.7:41234" without the port, which changes with each
+    connection.
+    """
     return context.peer().rpartition(":")[0]
 
 
@@ -230,7 +232,9 @@ def _group_to_proto(group: GroupDemand) -> pb.GroupDemand:
 
 
 def _within_int64(record: _Sums) -> _Sums:
-    """The record with its integers limited to int64: sums over instances may exceed it even if single values do not."""
+    """Return the record with its integers limited to int64, because sums over instances may exceed that even if single
+    values do not.
+    """
     values = {field.name: getattr(record, field.name) for field in fields(record)}
     beyond = {name: _int64(value) for name, value in values.items() if type(value) is int and value != _int64(value)}
     return replace(record, **beyond) if beyond else record

@@ -60,7 +60,7 @@ _KV_USAGE = Gauge(
     registry=REGISTRY,
 )
 _REPORT_AGE = Gauge(
-    "ballast_instance_report_age_seconds", "Time since the instance was last heard of", ["worker"], registry=REGISTRY
+    "ballast_instance_report_age_seconds", "Time since the instance's last message", ["worker"], registry=REGISTRY
 )
 _LOST = Counter(
     "ballast_instances_lost_total",
@@ -74,44 +74,44 @@ _STALE = Counter(
 )
 _SENT_AWAY = Counter(
     "ballast_monitor_watchers_sent_away_total",
-    "Watchers of events that were too slow and had to start over",
+    "Watchers of events that were too slow and dismissed",
     registry=REGISTRY,
 )
 _KV_DEMAND = Gauge(
     "ballast_kv_demand_bytes",
-    "KV memory that the requests of a group want, queued ones included",
+    "KV memory wanted by the requests of a group, including queued ones",
     ["leader"],
     registry=REGISTRY,
 )
 _KV_CAPACITY = Gauge("ballast_kv_capacity_bytes", "KV memory of a group", ["leader"], registry=REGISTRY)
 _CLUSTER_DEMAND = Gauge(
     "ballast_cluster_kv_demand_bytes",
-    "KV memory that all requests want, those in backlogs included",
+    "KV memory wanted by all requests, including those in backlogs",
     registry=REGISTRY,
 )
 _CLUSTER_CAPACITY = Gauge("ballast_cluster_kv_capacity_bytes", "KV memory of all groups", registry=REGISTRY)
 _CLUSTER_UNDROPPED = Gauge(
-    "ballast_cluster_kv_undropped_bytes", "KV memory of all instances if no parameters were dropped", registry=REGISTRY
+    "ballast_cluster_kv_undropped_bytes", "KV memory of all instances without dropped parameters", registry=REGISTRY
 )
 _OVERLOADS = Counter(
     "ballast_overloads_total",
-    "Times KV memory ran short or was about to: the planner was asked to drop",
+    "Times that KV memory was or would soon be short, so the planner was asked for a drop",
     registry=REGISTRY,
 )
 _RELIEFS = Counter(
-    "ballast_reliefs_total", "Times demand had fallen so far that dropped parameters could return", registry=REGISTRY
+    "ballast_reliefs_total", "Times that demand was low enough to restore dropped parameters", registry=REGISTRY
 )
 _LONG = Counter(
     "ballast_long_request_signals_total",
-    "Seconds in which a request waited for a group that holds it, or was about to outgrow its instance",
+    "Seconds in which a request waited for a group that can hold it, or was about to outgrow its instance",
     registry=REGISTRY,
 )
 
-_MAX_WATCHERS = 64  # concurrent streams of events
+_MAX_WATCHERS = 64  # maximum concurrent streams of events
 _WATCHER_QUEUE_LENGTH = 4096  # pending events after which a watcher is dismissed
 _GROUP_GAUGES_INTERVAL_S, _GROUPS_INTERVAL_S_EACH = 1.0, 1e-3
 
-# An exiting process closes its sockets one by one: probe again before trusting a listener.
+# An exiting process closes its sockets one by one, so probe again before trusting a listener.
 _PROBE_DELAYS_S = (0.0, 0.1, 0.3)
 
 
@@ -127,7 +127,7 @@ class InstanceRow:
 
 
 class RegistryStore(Protocol):
-    """The registry in the state server. Every call ends within seconds; raises Unavailable without an answer."""
+    """The registry in the state server. Every call ends within seconds, and raises Unavailable without an answer."""
 
     async def write(self, rows: list[InstanceRow], forget: set[WorkerId]) -> None: ...
 
@@ -135,7 +135,7 @@ class RegistryStore(Protocol):
 
 
 class MonitorEnvironment(Protocol):
-    """Other services' entries in the state server. Every call ends within seconds; raises Unavailable without an
+    """Entries of other services in the state server. Every call ends within seconds, and raises Unavailable without an
     answer.
     """
 
@@ -150,7 +150,7 @@ class MonitorEnvironment(Protocol):
 
 
 class ReportStream:
-    """One Report stream. When the core closes it, the reason is in `error`, and the task that reads is cancelled."""
+    """One Report stream. When the core closes it, the reason is in `error` and the reading task is cancelled."""
 
     def __init__(self, stream_id: StreamId) -> None:
         self.stream_id = stream_id
@@ -173,7 +173,7 @@ class Watcher:
         self._error: BallastError | None = None
 
     def push(self, change: Change, cause_id: str) -> bool:
-        """Append an event. Returns False if the watcher is too far behind; it is dismissed then."""
+        """Append an event. Returns False if the watcher is too far behind and therefore dismissed."""
         if len(self._pending) >= self._limit:
             self.dismiss(Overloaded(f"{self._limit} events behind; watch again for a new snapshot", 0.1))
             return False
@@ -187,7 +187,9 @@ class Watcher:
         self._wake.set()
 
     async def next(self) -> tuple[Change, str]:
-        """Wait for the next event; returns it with its cause. Raises the error with which the watcher was dismissed."""
+        """Wait for the next event and return it with its cause. Raises the error with which the watcher was
+        dismissed.
+        """
         while not self._pending:
             if self._error is not None:
                 raise self._error
@@ -197,8 +199,8 @@ class Watcher:
 
 
 class MonitorShell:
-    """Executes the core's commands. `feed` is synchronous, so nothing interleaves with a decision; slow operations run
-    in the shell's own tasks.
+    """Executes the core's commands. `feed` is synchronous, so no other code interleaves with a decision. Slow
+    operations run in the shell's own tasks.
     """
 
     def __init__(
@@ -234,7 +236,7 @@ class MonitorShell:
         self._groups_at_s = -math.inf
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Run until cancelled."""
         async with self._tasks:
             self._tasks.keep(self._write_registry, "registry")
             self._tasks.keep(self._look_around, "environment")
@@ -264,13 +266,13 @@ class MonitorShell:
 
     @property
     def layout_epoch(self) -> int:
-        """Epoch of the layout in force, as known here."""
+        """Epoch of the current layout, as known here."""
         layout = self.core.groups.layout
         return layout.epoch if layout is not None else 0
 
     @property
     def monitor_addresses(self) -> tuple[str, ...]:
-        """Addresses of all running monitors, this one included."""
+        """Addresses of all running monitors, including this one."""
         return self._surroundings.monitor_addresses
 
     def open_stream(self) -> ReportStream:
@@ -289,7 +291,7 @@ class MonitorShell:
         if not self.core.active:
             raise NotActive(self.monitor_id)
         if len(self._watchers) >= self._max_watchers:
-            raise Overloaded(f"{self._max_watchers} watchers are connected already", 1.0)
+            raise Overloaded(f"{self._max_watchers} watchers are already connected", 1.0)
         cause_id = self.next_cause("snapshot")
         watcher = Watcher([(change, cause_id) for change in self.core.snapshot()], self._watcher_queue_length)
         self._watchers.add(watcher)
@@ -299,11 +301,13 @@ class MonitorShell:
         self._watchers.discard(watcher)
 
     async def rows(self) -> list[InstanceRow]:
-        """Live instances: from memory when active, from the registry as a standby."""
+        """Return the live instances, from memory on the active monitor or from the registry on a standby."""
         return self._current_rows() if self.core.active else await self._store.read()
 
     def group_demands(self) -> tuple[GroupDemand, ...]:
-        """Demand of each group, cached for a millisecond per group: the trends of a thousand groups take 30 ms."""
+        """Return the demand of each group. It is cached for a millisecond per group, because the trends of a thousand
+        groups take 30 ms.
+        """
         now_s = time.monotonic()
         if now_s >= self._groups_at_s + _GROUPS_INTERVAL_S_EACH * len(self._groups):
             self._groups, self._groups_at_s = self.core.group_demands(now_s), now_s
@@ -386,7 +390,7 @@ class MonitorShell:
                 return NotActive(self.monitor_id)
             case CloseReason.STALE:
                 _STALE.inc()
-                get_logger().warning("announcement of an old life refused", incarnation=have, newest=want)
+                get_logger().warning("announcement of an old incarnation refused", incarnation=have, newest=want)
                 return StaleEpoch("incarnation", have, want)
             case CloseReason.SUPERSEDED:
                 return Unavailable(self.monitor_id, "the worker has opened a newer stream")

@@ -33,8 +33,8 @@ class Head:
     Attributes:
         id: The request's id.
         created: Time of the request, in seconds since 1970.
-        model: The model's name as the client has given it.
-        service_tier: The service tier that the client has asked for; None if it has asked for none.
+        model: The model's name as given by the client.
+        service_tier: The service tier that the client has requested; None if it has requested none.
     """
 
     id: str
@@ -56,8 +56,8 @@ class Wishes:
         usage: Where a stream contains usage; complete answers always contain it.
         token_ids: Whether to return ids of generated tokens.
         format: The format of thoughts and tool calls in the text.
-        prompt_logprobs: Logprobs of prompt tokens.
-        reasoning: Thoughts.
+        prompt_logprobs: Whether to return logprobs of prompt tokens.
+        reasoning: Whether to return thoughts.
         most_calls: Maximum number of tool calls; None: unlimited.
         thought_end_id: The token that ends a thought; None: it is not a single token.
     """

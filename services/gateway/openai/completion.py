@@ -50,7 +50,7 @@ class CompletionWriter:
         self._wishes = wishes
         self._echoes = list(echoes)
         self._choices_per_prompt = choices_per_prompt
-        self._offsets = [len(echo) for echo in echoes]  # number of characters written so far, including the echo, by choice
+        self._offsets = [len(echo) for echo in echoes]  # by choice: characters written so far, including the echo
         self._usages: dict[int, Usage] = {}
         prefix = dumps({**head.begin(_KIND), "choices": []}).removesuffix("]}")
         self._prefix = f'data: {prefix}{{"index":'

@@ -19,15 +19,15 @@ def dumps(value: object) -> str:
 
 
 def event(value: object) -> bytes:
-    """A server-sent event whose data is `value` as JSON."""
+    """Return a server-sent event whose data is `value` as JSON."""
     return b"data: " + dumps(value).encode() + b"\n\n"
 
 
 def usage_of(
     prompts: Sequence[Usage], usages: Iterable[Usage], reasoning_token_count: int | None = None
 ) -> dict[str, object]:
-    """The usage of an answer. `prompts`: one Usage for each prompt, which several choices may share; `usages`: one for
-    each choice.
+    """Return the usage of an answer. `prompts`: one Usage for each prompt, which several choices may share; `usages`:
+    one for each choice.
     """
     prompt = sum(usage.prompt_token_count for usage in prompts)
     completion = sum(usage.completion_token_count for usage in usages)
@@ -51,7 +51,7 @@ class StreamUsage:
         self._completions: dict[int, int] = {}
 
     def begin(self, index: int, first: GenerationChunk) -> None:
-        """Note the first chunk of a choice."""
+        """Record the first chunk of a choice."""
         self._prompts[index] = first.prompt_token_count
 
     def add(self, index: int, chunk: GenerationChunk) -> None:
@@ -60,7 +60,7 @@ class StreamUsage:
             self._completions[index] = self._completions.get(index, 0) + len(chunk.token_ids)
 
     def field(self, index: int) -> dict[str, object]:
-        """`usage` entry to merge into a choice's next chunk: empty, null, or the counts so far."""
+        """Return the `usage` entry to merge into a choice's next chunk: empty, null, or the counts so far."""
         if self.wish is UsageWish.NONE:
             return {}
         if self.wish is UsageWish.AT_THE_END:
@@ -83,8 +83,8 @@ def chat_logprobs(logprobs: Sequence[Logprobs]) -> dict[str, object]:
 def completion_logprobs(
     logprobs: Sequence[Logprobs], first_offset: int, prompt: Sequence[Logprobs] = ()
 ) -> dict[str, object]:
-    """Logprobs in the format of /v1/completions. `first_offset`: number of characters before the first of these tokens.
-    `prompt`: logprobs of the prompt's tokens, which come first; those of the very first are null.
+    """Return logprobs in the format of /v1/completions. `first_offset`: number of characters before the first of these
+    tokens. `prompt`: logprobs of the prompt's tokens, which precede them; those of the very first token are null.
     """
     positions = [*prompt, *logprobs]
     offsets: list[int] = []
@@ -103,7 +103,7 @@ def completion_logprobs(
 
 
 def prompt_logprobs(logprobs: Sequence[Logprobs]) -> list[dict[str, object] | None]:
-    """Logprobs of a prompt's tokens in vLLM's format: by token id, with ranks where they are known."""
+    """Return the logprobs of a prompt's tokens in vLLM's format: by token id, with ranks if they are known."""
     prompt = logprobs[0].prompt if logprobs else ()
     found: list[dict[str, object] | None] = []
     for position in prompt[1:]:

@@ -81,14 +81,14 @@ class JobBatch:
         return self.state is BatchState.IN_PROGRESS
 
     def checked(self, total: int, now_s: float) -> "JobBatch":
-        """The batch IN_PROGRESS, after its `total` lines were validated."""
+        """Return the batch as IN_PROGRESS, after its `total` lines were validated."""
         return replace(self._change_state(BatchState.IN_PROGRESS, now_s), total=total)
 
     def refused(self, problems: tuple[Problem, ...], now_s: float) -> "JobBatch":
         return replace(self._change_state(BatchState.FAILED, now_s), problems=problems)
 
     def cancel(self, now_s: float) -> "JobBatch":
-        """The batch CANCELLING; unchanged if it is being cancelled already.
+        """Return the batch as CANCELLING, or unchanged if it is already being cancelled.
 
         Raises:
             NotPossible: the batch has ended, or is FINALIZING.
@@ -103,8 +103,8 @@ class JobBatch:
         return replace(self, completed=self.completed + completed, failed=self.failed + failed)
 
     def due(self, now_s: float, *, calls: int) -> "JobBatch":
-        """The batch FINALIZING if all lines have results, its completion window is over, or it is cancelled and has no
-        open calls; otherwise unchanged. `calls`: number of its open calls.
+        """Return the batch as FINALIZING if all lines have results, its completion window is over, or it is cancelled
+        and has no open calls; otherwise unchanged. `calls`: number of its open calls.
         """
         if self.state is BatchState.CANCELLING:
             return self if calls else self._finalize(BatchState.CANCELLED, now_s)
@@ -115,7 +115,7 @@ class JobBatch:
         return self._finalize(BatchState.EXPIRED, now_s) if now_s >= self.expires_s else self
 
     def finished(self, output_file_id: str | None, error_file_id: str | None, now_s: float) -> "JobBatch":
-        """The batch in its final state `outcome`, after its output files were stored."""
+        """Return the batch in its final state `outcome`, after its output files were stored."""
         ended = self._change_state(self.outcome, now_s)
         return replace(ended, output_file_id=output_file_id, error_file_id=error_file_id)
 

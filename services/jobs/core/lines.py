@@ -1,4 +1,4 @@
-"""Lines of input files: validation, the request made from a line, and the format of its result."""
+"""Lines of input files: validation, the request for a line, and the format of its result."""
 
 import json
 from collections.abc import Mapping
@@ -11,14 +11,16 @@ URLS: Final = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 _MAX_PROBLEMS: Final = 20  # limit per file
 _MAX_CUSTOM_ID: Final = 512
 _UNRUN: Final = {
-    BatchState.EXPIRED: ("batch_expired", "the batch's window was over before this line had an answer"),
+    BatchState.EXPIRED: ("batch_expired", "the batch expired before this line had an answer"),
     BatchState.CANCELLED: ("batch_cancelled", "the batch was cancelled before this line had an answer"),
 }
 
 
 @dataclass(frozen=True, slots=True)
 class JobLine:
-    """A line of an input file. `number`: from 1, empty lines included; `offset` and `length`: its place in bytes."""
+    """A line of an input file. `number`: counted from 1, including empty lines; `offset` and `length`: its position in
+    bytes.
+    """
 
     number: int
     custom_id: str
@@ -27,7 +29,7 @@ class JobLine:
 
 
 class Checker:
-    """Validates the lines of a file one by one. `lines`: the valid ones so far; `problems`: the first errors."""
+    """Validates the lines of a file one by one. `lines`: the valid lines so far; `problems`: the first errors."""
 
     def __init__(self, url: str, *, max_lines: int, max_line_bytes: int) -> None:
         self.lines: list[JobLine] = []
@@ -69,7 +71,7 @@ class Checker:
             raise _Wrong("invalid_custom_id", why, "custom_id")
         first = self._seen.setdefault(custom_id, self._number)
         if first != self._number:
-            why = f"{custom_id!r} is that of line {first} already; each must be unique"
+            why = f"{custom_id!r} is also that of line {first}; each must be unique"
             raise _Wrong("duplicate_custom_id", why, "custom_id")
         if given.get("method") != "POST":
             raise _Wrong("invalid_method", f"must be POST, got {_shown(given.get('method'))}", "method")
@@ -80,7 +82,7 @@ class Checker:
         if not isinstance(body, dict):
             raise _Wrong("invalid_body", "must be an object", "body")
         if cast(dict[str, object], body).get("stream"):
-            raise _Wrong("invalid_body", "a batch has no streams; leave it out", "body.stream")
+            raise _Wrong("invalid_body", "batches are not streamed; leave it out", "body.stream")
         return custom_id
 
 
@@ -92,7 +94,7 @@ class _Wrong(Exception):
 
 
 def parse(raw: bytes) -> dict[str, object]:
-    """Parse a line as a JSON object. Raises _Wrong if it is not one."""
+    """Parse a line as a JSON object. Raises _Wrong if it is no such object."""
     try:
         given: object = json.loads(raw.decode(), parse_constant=_no_constant)
     except UnicodeDecodeError as error:
@@ -107,14 +109,14 @@ def parse(raw: bytes) -> dict[str, object]:
 
 
 def request_of(raw: bytes) -> bytes:
-    """The body of the request for a line: the line's `body`, with the priority class batch."""
+    """Return the body of the request for a line: the line's `body`, with the priority class batch."""
     body = dict(cast(Mapping[str, object], parse(raw)["body"]))
     body.pop("service_tier", None)
     return json.dumps({**body, "priority": "batch"}).encode()
 
 
 def answered(line_id: str, custom_id: str, status: int, request_id: str, body: object) -> str:
-    """The result of a line for which a gateway has answered, with any status, as a line of JSON."""
+    """Return the result of a line that a gateway has answered, with any status, as a line of JSON."""
     response = {"status_code": status, "request_id": request_id, "body": body}
     return _dumps({"id": line_id, "custom_id": custom_id, "response": response, "error": None})
 
@@ -125,7 +127,7 @@ def unanswered(line_id: str, custom_id: str, code: str, message: str) -> str:
 
 
 def unrun(line_id: str, custom_id: str, outcome: BatchState) -> str:
-    """The result of a line that had no answer when its batch ended."""
+    """Return the result of a line that had no answer when its batch ended."""
     return unanswered(line_id, custom_id, *_UNRUN[outcome])
 
 
@@ -144,4 +146,4 @@ def _is_text(text: str) -> bool:
 
 
 def _no_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON")
+    raise ValueError(f"{name} is not valid JSON")

@@ -1,4 +1,4 @@
-"""Selects the next line to send: owners share the concurrency evenly, batches of an owner alternate, and lines of a
+"""Selects the next line to send. Owners share the concurrency evenly, batches of an owner alternate, and lines of a
 batch are sent in order.
 """
 
@@ -24,7 +24,7 @@ class _Open:
 
     Attributes:
         ready: Lines that may be sent now.
-        later: Heap of (time, line number, line): lines that may be sent again from that time on.
+        later: Heap of (time, line number, line) for lines that may be sent again from that time on.
         last_number: Number of the last line read from the store.
         is_read: All lines were read from the store.
         in_flight: Number of lines being answered.
@@ -41,12 +41,12 @@ class _Open:
 
 
 class Queue:
-    """The lines of all batches that may be sent, read from the store in portions: `wants` names the batches that need
-    more.
+    """The lines of all batches that may be sent. They are read from the store in portions; `wants` lists the batches
+    that need more.
     """
 
     def __init__(self, low: int) -> None:
-        """`low`: `wants` names a batch with fewer ready lines than this."""
+        """`low`: a batch with fewer ready lines than this is listed by `wants`."""
         self._low = low
         self._open: dict[str, _Open] = {}
         self._in_flight: dict[str, int] = {}  # number of lines being answered, by owner
@@ -63,7 +63,7 @@ class Queue:
             self._give_back(closed.owner, closed.in_flight)
 
     def wants(self) -> list[tuple[str, int]]:
-        """(batch, number of its last line read) of each batch whose next lines should be read."""
+        """Return (batch, number of its last line read) of each batch whose next lines should be read."""
         return [
             (batch_id, one.last_number)
             for batch_id, one in self._open.items()
@@ -71,7 +71,7 @@ class Queue:
         ]
 
     def add(self, batch_id: str, lines: list[JobLine]) -> None:
-        """Add a batch's next lines without a result; an empty list means that there are no more."""
+        """Add a batch's next lines without a result. An empty list means that there are no more."""
         one = self._open.get(batch_id)
         if one is None:
             return
@@ -116,7 +116,7 @@ class Queue:
             heapq.heappush(one.later, (at_s, pick.line.number, pick))
 
     def next_s(self) -> float | None:
-        """The earliest time from which a delayed line may be picked; None if there is none."""
+        """Return the earliest time from which a delayed line may be picked; None if there is none."""
         return min((one.later[0][0] for one in self._open.values() if one.later), default=None)
 
     def in_flight(self, batch_id: str) -> int:

@@ -19,7 +19,7 @@ class KeepResult:
 
 @dataclass(frozen=True, slots=True)
 class Again:
-    """The line is sent again after `after_s`. `counts`: the failed try counts towards the limit on tries."""
+    """The line is sent again after `after_s`. `counts`: whether the failed try counts towards the limit on tries."""
 
     after_s: float
     counts: bool
@@ -30,14 +30,14 @@ Verdict = KeepResult | Again
 
 
 def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Verdict:
-    """The verdict on a gateway's answer with this HTTP status. `failed_count`: earlier failed tries that count."""
+    """Decide about a gateway's answer with this HTTP status. `failed_count`: earlier failed tries that count."""
     if 200 <= status < 300:
         return KeepResult(is_success=True)
     if status in _BUSY:
         return Again(min(retry_after_s or _FIRST_PAUSE_S, _LONGEST_PAUSE_S), counts=False, why="busy")
     if status in (401, 403):  # the cluster's token, with which lines are sent, was refused
         return Again(_NO_RIGHTS_PAUSE_S, counts=False, why="no_rights")
-    if status == 504:  # a deadline set by the operator, as batches set none
+    if status == 504:  # a deadline set by the operator, because batches set none
         return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
     if status >= 500 or status in _IN_VAIN:
         return _once_more(failed_count, "error") or KeepResult(is_success=False)
@@ -45,17 +45,17 @@ def of_answer(status: int, retry_after_s: float | None, failed_count: int) -> Ve
 
 
 def of_no_connection() -> Again:
-    """The verdict if no gateway could be reached."""
+    """Decide about a line for which no gateway could be reached."""
     return Again(_FIRST_PAUSE_S, counts=False, why="no_gateway")
 
 
 def of_timeout() -> Again:
-    """The verdict if this service ended the call after its time limit for lines."""
+    """Decide about a line whose call this service ended after its time limit for lines."""
     return Again(_FIRST_PAUSE_S, counts=False, why="deadline")
 
 
 def of_broken_call(failed_count: int) -> Again | None:
-    """The verdict if the connection was lost during the call. None: this was the last try."""
+    """Decide about a line whose connection was lost during the call. None: this was the last try."""
     return _once_more(failed_count, "broken")
 
 

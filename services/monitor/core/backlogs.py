@@ -15,15 +15,15 @@ _NOTHING = Traffic()
 
 @dataclass(slots=True)
 class Backlogs:
-    lease_s: float  # a dispatcher without a new entry for longer counts as lost: its requests are no demand
-    forget_s: float  # how long the last entry of a silent dispatcher counts as its traffic
+    lease_s: float  # a dispatcher without a new entry for longer counts as lost, so its requests are no demand
+    forget_s: float  # time for which the last entry of a silent dispatcher counts as its traffic
     _words: dict[DispatcherId, tuple[BacklogWord, float]] = field(  # dispatcher -> (entry, time of its last change)
         default_factory=dict[DispatcherId, tuple[BacklogWord, float]]
     )
     _read_at_s: float | None = None
 
     def read(self, at_s: float, words: tuple[BacklogWord, ...]) -> bool:
-        """Adopt the entries that were read. Returns True if more tokens wait than before."""
+        """Adopt the entries that have been read. Returns True if more tokens wait than before."""
         known, self._read_at_s = self._words, at_s
         news = [w for w in words if w.dispatcher_id not in known or known[w.dispatcher_id][0].serial != w.serial]
         if not news and len(words) == len(known):
@@ -33,13 +33,15 @@ class Backlogs:
         return self.total(at_s).token_count > before
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
-        """Traffic of all dispatchers by their last entries, and of the live ones alone; None if all are live."""
+        """Return the traffic of all dispatchers according to their last entries, and that of the live ones alone; None
+        if all are live.
+        """
         known = [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.forget_s]
         fresh = self._fresh(at_s)
         return _sum(known), None if len(fresh) == len(known) else _sum(fresh)
 
     def total(self, at_s: float) -> BacklogDemand:
-        """Requests and tokens that wait in live dispatchers."""
+        """Number of requests and tokens that wait in live dispatchers."""
         fresh = self._fresh(at_s)
         return BacklogDemand(sum([one.queued_count for one in fresh]), sum([one.queued_tokens for one in fresh]))
 
@@ -52,7 +54,7 @@ class Backlogs:
         return [word.traffic for word, since_s in self._words.values() if at_s - since_s <= self.lease_s]
 
     def known(self, at_s: float) -> bool:
-        """True if the state server was read recently: otherwise an empty backlog means nothing."""
+        """True if the state server was read recently. Otherwise an empty backlog means nothing."""
         return self._read_at_s is not None and at_s - self._read_at_s <= self.lease_s
 
     def silent(self, at_s: float) -> tuple[DispatcherId, ...]:

@@ -26,7 +26,7 @@ class WorkerEntry:
     history: deque[LoadSample]
     load: LoadReport | None = None
     draining: bool = False
-    stuck: bool = False  # its engine's step does not end: reported to watchers as lost
+    stuck: bool = False  # True: its engine's step does not end, and watchers were notified that it is lost
     place: Place | None = None  # last reported place
     whole: WholeMemory | None = None
     pace: Pace | None = None
@@ -34,7 +34,7 @@ class WorkerEntry:
 
     @property
     def up(self) -> InstanceUp:
-        """The event that announces the instance to watchers."""
+        """The event that announces this instance to watchers."""
         return InstanceUp(self.instance, self.draining, self.place, self.load is not None and self.load.parked)
 
     def take(self, at_s: float, load: LoadReport, place: Place | None, pace: Pace | None) -> None:
@@ -44,6 +44,6 @@ class WorkerEntry:
         self.learn(WholeMemory(load.memory.parameter_bytes, kv_bytes))
 
     def learn(self, seen: WholeMemory) -> None:
-        """Record memory sizes as those with all layers, if the parameters are the largest seen so far."""
+        """Record these memory sizes as those with all layers, if the parameters are the largest seen so far."""
         if self.whole is None or seen.parameter_bytes >= self.whole.parameter_bytes:
             self.whole, self.as_group = seen, None

@@ -20,16 +20,18 @@ Entries = Mapping[WorkerId, WorkerEntry]
 
 @dataclass(slots=True)
 class Groups:
-    """The serving groups of the layout; none without a layout, as dispatchers know no group then."""
+    """The serving groups of the layout. Without a layout there are none, because dispatchers then know no group."""
 
     layout: Layout | None = None
-    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> (members, since when they serve)
+    _formed: dict[WorkerId, tuple[tuple[Member, ...], float]] = field(  # leader -> (members, when they began to serve)
         default_factory=dict[WorkerId, tuple[tuple[Member, ...], float]]
     )
     _serving: list[Group] = field(default_factory=list[Group])  # groups that take new requests, sorted by leader
 
     def adopt(self, at_s: float, layout: Layout | None) -> None:
-        """Adopt a layout. None: the state server has lost it; the previous one stays in force, as for dispatchers."""
+        """Adopt a layout. None: the state server has lost it, and the previous layout remains current, as for
+        dispatchers.
+        """
         if layout is None or layout is self.layout or layout == self.layout:
             return
         before, self.layout = self._formed, layout
@@ -47,10 +49,10 @@ class Groups:
         self._serving.clear()
 
     def loads(self, entries: Entries) -> tuple[tuple[GroupLoad, ...], bool]:
-        """The serving groups, and whether all their reports are known.
+        """Return the serving groups, and whether all their reports are known.
 
-        Draining, leaving and parked groups are left out: they get no new requests, and their memory is released as
-        their present ones end.
+        Draining, leaving and parked groups are left out, because they get no new requests, and their memory is released
+        as their current requests end.
         """
         if self.layout is None:
             return (), False
@@ -66,7 +68,7 @@ class Groups:
             if leader is None or leader.load is None:
                 complete = False
                 continue
-            if len(members) == 1:  # cached until the instance's next report, as there may be thousands
+            if len(members) == 1:  # cached until the instance's next report: there may be thousands
                 if (known := leader.as_group) is None:
                     known = leader.as_group = _group_load(group, leader, entries)
                 found.append(known)
@@ -76,7 +78,7 @@ class Groups:
         return tuple(found), complete
 
     def led(self, entries: Entries, among: Set[WorkerId]) -> list[tuple[WorkerId, LoadReport]]:
-        """(id, last report) of each worker in `among` that leads a serving group, sorted by id."""
+        """Return (id, last report) of each worker in `among` that leads a serving group, sorted by id."""
         leaders = [
             (group.members[0].worker_id, _living(group.members[0], entries))
             for group in self._serving

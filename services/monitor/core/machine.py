@@ -5,14 +5,14 @@ An instance counts as lost:
 - after `lease_s` without a message. The planner is notified that there is no other evidence, and probes the instance
   itself.
 - at once when its worker closes the stream on purpose.
-- when its stream is broken and its address refuses connections, which shows that the process is gone. A broken stream
-  alone proves nothing, as the network may be at fault.
-- while a step of its engine does not end: the process reports, but serves nothing. It is up again with the first
+- when its stream is broken and its address refuses connections, which shows that the process has ended. A broken stream
+  alone proves nothing, because the network may be at fault.
+- while a step of its engine does not end, because the process reports but does not serve. It is up again with the first
   report after the step.
 - when a newer incarnation of the same worker is known. Older incarnations are refused (I5).
 
-A monitor that has just become active knows no instance. For `warmup_s` it sends no SnapshotEnd, so that no instance
-counts as lost only because it has not found the new monitor yet, and it raises no pressure signals.
+A monitor that has just become active knows no instance. For `warmup_s` it sends no SnapshotEnd, so that instances that
+have not found the new monitor yet do not count as lost, and it raises no pressure signals.
 """
 
 import math
@@ -32,18 +32,18 @@ from services.monitor.core.groups import Groups
 from services.monitor.policy.demand import ClusterDemand, GroupDemand, backlog_bytes, sum_demand
 from services.monitor.policy.pressure import TREND_WINDOW_S, LongRequest, Pressure, PressureRules
 
-TICK_S = 0.1  # interval of evaluations: a tenth of the horizon
-_TYPICAL = Chunk(1000, 128)  # batch by which machines are compared
-# Slowdown factors. From the first one up, an instance counts as another kind of machine: instances of one kind differ
-# by less. Above the second one, the factor is implausible and ignored.
+TICK_S = 0.1  # interval of evaluations, a tenth of the horizon
+_TYPICAL = Chunk(1000, 128)  # batch with which the speeds of machines are compared
+# Slowdown factors. From the first factor on, an instance counts as another kind of machine, because instances of one
+# kind differ by less. Above the second one, the factor is implausible and ignored.
 _UNLIKE, _MISTAKEN = 1.25, 30.0
-_REPORTS_PER_S = 150.0  # of all instances together, if the lease permits: each costs a millisecond on both sides
+_REPORTS_PER_S = 150.0  # of all instances together, if the lease permits; each report costs a millisecond on both sides
 _REPORTS_PER_LEASE = 4
 LONG_S = 1.0  # minimum interval of `LongRequest` signals
-# A request that fills the first fraction of its instance, and may grow further, needs a group with room for the second
+# A request that fills the first fraction of its instance and may grow further needs a group with room for the second
 # factor times its tokens.
 _OUTGROWN, _GROWS = 0.9, 1.5
-LEAST_LOOK_S = 0.02  # minimum between two evaluations of total demand
+LEAST_LOOK_S = 0.02  # minimum interval between two evaluations of total demand
 
 
 def sample_count(trend_window_s: float) -> int:
@@ -54,7 +54,7 @@ def sample_count(trend_window_s: float) -> int:
 def pressure_rules(
     *, overload_threshold_fraction: float, relief_threshold_fraction: float, dwell_s: float
 ) -> PressureRules:
-    """The pressure rules for these settings."""
+    """Return the pressure rules for these settings."""
     return PressureRules(
         overload_threshold_fraction=overload_threshold_fraction,
         relief_threshold_fraction=relief_threshold_fraction,
@@ -65,14 +65,14 @@ def pressure_rules(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MonitorRules:
-    lease_s: float  # silence for longer means lost
+    lease_s: float  # an instance that is silent for longer counts as lost
     pressure: PressureRules
-    registry_interval_s: float = 1.0  # interval of writes of the registry, which standbys show
-    max_instances: int = 1 << 16  # bounds the memory used, in case peers report made-up names
-    history_length: int = 50  # load samples per instance: the trend's window at twice the report rate
+    registry_interval_s: float = 1.0  # interval of writes of the registry, which standbys display
+    max_instances: int = 1 << 16  # bounds memory usage in case peers report invented names
+    history_length: int = 50  # load samples per instance, enough for the trend's window at twice the report rate
     backlog_lease_s: float = 1.0  # a dispatcher without a new entry for longer counts as lost
     backlog_forget_s: float = 60.0
-    warmup_s: float = 4.0  # time after becoming active for workers to find this monitor
+    warmup_s: float = 4.0  # time after becoming active in which workers find this monitor
     step_timeout_s: float = 60.0  # an engine whose step lasts longer counts as lost
     max_remembered: int = 10_000  # number of workers whose newest incarnation is remembered
 
@@ -92,7 +92,7 @@ class MonitorCore:
         )
     )
     _streams: dict[m.StreamId, WorkerId] = field(default_factory=dict[m.StreamId, WorkerId])
-    # Newest known incarnation of each worker, those that reported most recently last.
+    # Newest known incarnation of each worker; the most recent reporters are last.
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
     _active_since_s: float = 0.0
     _ticked_at_s: float | None = None
@@ -109,7 +109,7 @@ class MonitorCore:
 
     @property
     def least_report_interval_s(self) -> float:
-        """Minimum interval in seconds between two reports of a worker, which all workers are sent."""
+        """Minimum interval in seconds between two reports of a worker. It is sent to all workers."""
         return min(len(self.entries) / _REPORTS_PER_S, self.rules.lease_s / _REPORTS_PER_LEASE)
 
     @property
@@ -117,7 +117,7 @@ class MonitorCore:
         return self.token is not None
 
     def snapshot(self) -> list[m.Change]:
-        """Initial events for a new watcher."""
+        """Return the initial events for a new watcher."""
         ups: list[m.Change] = [entry.up for _, entry in sorted(self.entries.items()) if not entry.stuck]
         return [*ups, m.SnapshotEnd()] if self.warm else ups
 
@@ -182,7 +182,7 @@ class MonitorCore:
         (self._outgrown.add if _is_outgrown(event.load) else self._outgrown.discard)(worker_id)
         commands = self._check_step_age(event, entry) + self._check_jump(event, before)
         parks = event.load.parked != (before is not None and before.parked)
-        if event.place != place or parks:  # the planner depends on instances' reports
+        if event.place != place or parks:  # the planner depends on these reports
             commands.append(m.Publish(entry.up, event.cause_id))
         # Draining is irreversible for an incarnation.
         if event.load.draining and not entry.draining:
@@ -202,7 +202,7 @@ class MonitorCore:
         return [m.Publish(m.InstanceLost(instance.worker_id, instance.incarnation, why), event.cause_id)]
 
     def _check_jump(self, event: m.LoadReported, before: LoadReport | None) -> list[m.Command]:
-        """Evaluate demand at once if the load has jumped: a burst fills the memory within a few ticks."""
+        """Evaluate demand at once if the load has jumped, because a burst fills the memory within a few ticks."""
         jumped = before is not None and event.load.has_jumped(before)
         return self._evaluate_soon(event.at_s, event.cause_id) if jumped else []
 
@@ -298,7 +298,7 @@ class MonitorCore:
         return [m.Publish(m.Raised(signal, groups), cause_id) for signal in signals]
 
     def _long_request(self, at_s: float) -> LongRequest | None:
-        """A request that needs a larger group, or None. Waiting requests precede those that still have room."""
+        """Return a request that needs a larger group, or None. Waiting requests precede those that still have room."""
         if (long := self._backlogs.long(at_s)).count:
             return LongRequest(long.need_tokens, long.prompt_tokens)
         for leader_id, load in self.groups.led(self.entries, self._outgrown) if self._outgrown else ():
@@ -311,12 +311,14 @@ class MonitorCore:
         return sum_demand(at_s, loads, self._backlog_bytes(at_s), complete=complete and self._backlogs.known(at_s))
 
     def traffic(self, at_s: float) -> tuple[Traffic, Traffic | None]:
-        """Traffic of all dispatchers by their last entries, and of live ones only: see `Backlogs`."""
+        """Return the traffic of all dispatchers according to their last entries, and of live ones only; see
+        `Backlogs`.
+        """
         return self._backlogs.traffic(at_s)
 
     def pace(self) -> Pace | None:
-        """Batch costs of the median instance among those with the most layers, as machines may differ, and one may be
-        wrong.
+        """Return the batch costs of the median instance among those with the most layers, because machines may differ
+        and one may be wrong.
         """
         known = self._paces()
         most = max((pace.layer_count for _, pace in known), default=0)
@@ -324,7 +326,7 @@ class MonitorCore:
         return sorted(whole, key=itemgetter(0, 1))[len(whole) // 2][2] if whole else None
 
     def slowness(self) -> dict[WorkerId, float]:
-        """Time per layer relative to that of `pace`, of each instance that is clearly slower or faster."""
+        """Return the time per layer relative to that of `pace`, for each instance that is clearly slower or faster."""
         middling = self.pace()
         if middling is None:
             return {}
@@ -350,7 +352,7 @@ class MonitorCore:
         return backlog_bytes(backlog, load.block_tokens, entry.instance.model.kv_bytes_per_token)
 
     def _discount_own_pause(self, at_s: float) -> None:
-        """Do not count the instances' silence while this process itself was stopped."""
+        """Exclude the time for which this process itself was stopped from the silence of instances."""
         last_s, self._ticked_at_s = self._ticked_at_s, at_s
         if last_s is None or at_s - last_s <= self.rules.lease_s / 2:
             return
@@ -393,7 +395,7 @@ class MonitorCore:
         if not self._outgrown <= self.entries.keys():
             raise InvariantViolation(f"{sorted(self._outgrown - self.entries.keys())} are outgrown, but not registered")
         if len(self.entries) > self.rules.max_instances:
-            raise InvariantViolation(f"{len(self.entries)} instances, more than {self.rules.max_instances}")
+            raise InvariantViolation(f"{len(self.entries)} instances, at most {self.rules.max_instances} are allowed")
         self.pressure.check()
         if not self.active and (self.entries or self._streams or self.warm):
             raise InvariantViolation("a standby monitor has instances")

@@ -40,7 +40,7 @@ class Announced:
     cause_id: str
     stream_id: StreamId
     instance: Instance
-    place: Place | None = None  # None: alone, with all layers
+    place: Place | None = None  # None: serves alone, with all layers
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +58,12 @@ class StreamEnded:
     at_s: float
     cause_id: str
     stream_id: StreamId
-    announced_exit: bool  # True: the worker has closed the stream as it exits
+    announced_exit: bool  # True: True: the worker has closed the stream because it exits
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionRefused:
-    """Nothing listens at the instance's address."""
+    """No process listens at the instance's address."""
 
     at_s: float
     cause_id: str
@@ -123,8 +123,8 @@ Event = (
 class InstanceUp:
     instance: Instance
     draining: bool
-    place: Place | None = None  # last reported place; None: alone, with all layers
-    parked: bool = False  # True if it reports that it is parked
+    place: Place | None = None  # last reported place; None: serves alone, with all layers
+    parked: bool = False  # True: it reports that it is parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +132,7 @@ class InstanceLost:
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
-    silent: bool = False  # no reports, and no other evidence of its end
+    silent: bool = False  # True: no reports, and no other evidence that it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +143,12 @@ class InstanceDraining:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotEnd:
-    """End of the snapshot: instances not named so far are not alive."""
+    """End of the snapshot. Instances that it did not contain are not alive."""
 
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """A signal about memory, with the demand of each group. Sent once, to current watchers."""
+    """A signal about memory, with the demand of each group. It is sent once, to current watchers."""
 
     signal: Signal
     groups: tuple[GroupDemand, ...]
@@ -164,7 +164,7 @@ class CloseReason(Enum):
     STANDBY = auto()  # not the active monitor
     STALE = auto()  # a newer incarnation of the worker is known
     SUPERSEDED = auto()  # a newer stream of the same worker
-    SILENT = auto()  # declared lost; a live worker announces itself again
+    SILENT = auto()  # declared lost, so that a live worker announces itself again
     FULL = auto()  # maximum number of instances
 
 
@@ -184,7 +184,7 @@ class CloseStream:
 
 @dataclass(frozen=True, slots=True)
 class ProbeAddress:
-    """Check whether anything listens at the address of an instance whose stream was lost."""
+    """Check whether a process listens at the address of an instance whose stream was lost."""
 
     instance: Instance
     cause_id: str
@@ -204,12 +204,12 @@ class LoadRegistry:
 
 @dataclass(frozen=True, slots=True)
 class DismissWatchers:
-    """End all watches: this monitor is not active any more, and watchers must find the one that is."""
+    """End all watches, because this monitor is no longer active and watchers must find the active one."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForgetBacklogs:
-    """Delete the entries of dispatchers that have been silent for long."""
+    """Delete the entries of dispatchers that have been silent for a long time."""
 
     dispatcher_ids: tuple[DispatcherId, ...]
 

@@ -1,1 +1,1 @@
-"""Decides from plain numbers whether memory is short or idle: pure, no clock, no I/O."""
+"""Decides from plain numbers whether memory is short or idle. Pure: no clock, no I/O."""

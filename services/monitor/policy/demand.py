@@ -11,20 +11,20 @@ from itertools import pairwise
 from ballast.common.ids import WorkerId
 from ballast.common.load import LoadReport
 
-LIKE_MEMORY = 1.5  # instances with more than this times the KV memory of the next smaller ones are of another size
+LIKE_MEMORY = 1.5  # instances with more than this multiple of the next smaller KV memory count as another size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupLoad:
-    """One group by its leader's latest report; the counts of other members are ignored."""
+    """Load of one group according to its leader's latest report. The counts of other members are ignored."""
 
     leader_id: WorkerId
     member_ids: tuple[WorkerId, ...]
     used_bytes: int  # bytes held by running requests
-    spare_bytes: int = 0  # part of used and waiting bytes: held by the leader's draining group, and not needed
-    waiting_bytes: int  # needed by prompts in the leader's waiting queue, its head included
+    spare_bytes: int = 0  # part of used and waiting bytes that the leader's draining group holds but does not need
+    waiting_bytes: int  # needed by prompts in the leader's waiting queue, including its head
     capacity_bytes: int
-    undropped_bytes: int  # the members' KV if each held all layers
+    undropped_bytes: int  # KV bytes of the members if each held all layers
 
     @property
     def wanted_bytes(self) -> int:
@@ -36,7 +36,7 @@ class BacklogDemand:
     """Requests waiting in dispatchers."""
 
     request_count: int
-    token_count: int  # tokens of prompts, and of earlier attempts' output
+    token_count: int  # tokens of prompts and of the output of earlier attempts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +44,7 @@ class GroupDemand:
     """Demand and capacity of one group, for watchers and status tools."""
 
     leader_id: WorkerId
-    demand_bytes: int  # present demand, plus the growth of running requests until the horizon
+    demand_bytes: int  # current demand, plus the growth of running requests until the horizon
     capacity_bytes: int
     used_bytes: int
     demand_growth_bytes_per_s: float
@@ -55,14 +55,14 @@ class ClusterDemand:
     """Demand and capacity of the whole cluster at one moment."""
 
     at_s: float
-    wanted_bytes: int  # held by running requests, and needed by waiting ones everywhere
+    wanted_bytes: int  # held by running requests and needed by all waiting ones
     engaged_bytes: int  # `wanted_bytes` without the dispatchers' backlogs
     used_bytes: int
     capacity_bytes: int
     undropped_bytes: int
     groups: tuple[tuple[WorkerId, ...], ...]  # members of each group, leaders first
     complete: bool  # True: all reports are known
-    small_fill: float = 0.0  # used fraction of the small instances' memory, if others have much more
+    small_fill: float = 0.0  # used fraction of the smaller instances' memory, if others have much more
 
     @property
     def backlog_bytes(self) -> int:
@@ -92,7 +92,9 @@ def waiting_bytes(load: LoadReport, kv_bytes_per_token: int) -> int:
 
 
 def backlog_bytes(backlog: BacklogDemand, block_tokens: int, kv_bytes_per_token: int) -> int:
-    """KV bytes that waiting requests are expected to need: their tokens, the next one, and half a block each."""
+    """Return the KV bytes that waiting requests are expected to need: for their tokens, the next token, and half a
+    block each.
+    """
     tokens = backlog.token_count + backlog.request_count * (1 + block_tokens // 2)
     return tokens * kv_bytes_per_token
 

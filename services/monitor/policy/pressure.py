@@ -1,22 +1,22 @@
-"""Decides when to ask for memory and when to give it back.
+"""Decides when KV memory is short (overload), and when dropped layers can be restored (relief).
 
-Forecast: the bytes wanted now, plus their trend over the horizon if it rises. Wanted bytes include all waiting
-requests, so a burst counts in full when it arrives, before it becomes a trend.
+The forecast is the number of KV bytes wanted now, plus their trend over the horizon if it rises. Wanted bytes include
+those of all waiting requests, so a burst counts in full when it arrives, before it becomes a trend.
 
-- Overload: the forecast exceeds the threshold, and the workers' own memory is nearly used up. Before that a drop gains
-  nothing, and a pipeline is slower: requests that wait in a backlog while workers have free memory do not wait for
-  memory. In small clusters random fluctuation raises overloads again and again; the planner predicts what a drop would
-  gain, and evaluates a second time if the gain is unclear.
-- Also an overload: requests wait while instances with much less memory than the others are full. These compute no
-  prompts then, although the cluster has memory left.
-- Relief: parameters are dropped, and wanted bytes (with their trend) and usage have been below a fraction of the
-  un-dropped memory for a while. The planner may then restore layers. If a burst came soon after the last relief, the
-  next relief waits for as long as would have avoided that drop: staying dropped has a small constant cost, but a
-  restore in vain leaves the burst without memory.
-- Two signals are at least the dwell time apart, and each change of the merged groups restarts it: an oscillating load
-  causes at most one transition per dwell time. Exception: after a relief that has not changed the groups yet, an
-  overload is raised at once, as aborting a restore costs nothing. During a restore there is temporarily less memory
-  than before and after it: demand is compared with the memory after it.
+- Overload: the forecast exceeds the threshold, and the workers' own memory is nearly full. Before that a drop gains
+  nothing, because requests in a backlog do not wait for memory while workers have free memory, and a pipeline is
+  slower. In small clusters random fluctuation raises overloads repeatedly. The planner predicts the gain of a drop, and
+  evaluates a second time if the gain is unclear.
+- Also an overload: requests wait while instances with much less memory than the others are full. Full instances compute
+  no prompts, although the cluster has memory left.
+- Relief: parameters are dropped, and for a while wanted bytes (with their trend) and usage have been below a fraction
+  of the un-dropped memory. The planner may then restore layers. If a burst arrived soon after the last relief, the next
+  relief waits for as long as would have avoided that drop. Staying dropped has a small constant cost, but an
+  unnecessary restore leaves the burst without memory.
+- Two signals are at least the dwell time apart, and each change of the merged groups restarts it, so that an
+  oscillating load causes at most one transition per dwell time. Exception: after a relief that has not changed the
+  groups yet, an overload is raised at once, because aborting a restore costs nothing. During a restore there is
+  temporarily less memory than before and after it, so demand is compared with the memory after it.
 """
 
 import math
@@ -29,8 +29,8 @@ from ballast.common.ids import WorkerId
 from services.monitor.policy.demand import ClusterDemand
 from services.monitor.policy.trend import slope_per_s
 
-TREND_WINDOW_S = 2.0  # age of the oldest sample in a trend: twenty samples reduce noise
-# Quantile of the slopes in the window: growth confirmed by three out of four.
+TREND_WINDOW_S = 2.0  # age of the oldest sample in a trend; twenty samples reduce noise
+# Quantile of the slopes in the window, so that three out of four confirm the growth.
 _SURE_QUANTILE = 0.25
 # Maximum interval between bursts for which a relief waits.
 _LONGEST_WAIT_S = 60.0
@@ -40,19 +40,19 @@ _LONGEST_WAIT_S = 60.0
 class PressureRules:
     """Thresholds and times of the signals. The first three fields are settings."""
 
-    overload_threshold_fraction: float  # fraction of the capacity: forecast demand above it is an overload
-    relief_threshold_fraction: float  # fraction of the un-dropped memory: usage below it is a relief
+    overload_threshold_fraction: float  # forecast demand above this fraction of the capacity is an overload
+    relief_threshold_fraction: float  # usage below this fraction of the un-dropped memory is a relief
     dwell_s: float  # minimum time between any two transitions
     sample_count: int  # maximum number of samples in the history
-    horizon_s: float = 1.0  # about the duration of a drop, with the evaluation before
+    horizon_s: float = 1.0  # about the duration of a drop, including the evaluation before it
     trend_window_s: float = TREND_WINDOW_S
-    # Subtracted from the threshold: the fraction of the memory that must be used, or waited for on workers, before an
-    # overload. An early drop gains nothing, and a pipeline is slower.
+    # Subtracted from the threshold, this gives the fraction of the memory that must be used, or awaited on workers,
+    # before an overload. An earlier drop gains nothing, and a pipeline is slower.
     arming_below_fraction: float = 0.05
-    # Fraction of the forecast demand that is freed in addition if the planner cannot compare: if only some groups were
-    # merged, all new requests would be routed to them, and wait for computation.
+    # Fraction of the forecast demand that is freed in addition if the planner cannot compare layouts. If only a few
+    # groups were merged, all new requests would be routed to them and wait for computation.
     overload_margin_fraction: float = 0.25
-    relief_after_s: float = 2.0  # minimum duration of low usage: as long as a trend
+    relief_after_s: float = 2.0  # minimum duration of low usage, as long as a trend
 
     @property
     def overload_arming_fraction(self) -> float:
@@ -65,9 +65,9 @@ class PressureRules:
 
 @dataclass(frozen=True, slots=True)
 class Overload:
-    """Demand will exceed capacity within the horizon, or does already."""
+    """Demand exceeds capacity, or will within the horizon."""
 
-    required_bytes: int  # bytes to be freed over the whole cluster
+    required_bytes: int  # bytes to be freed in the whole cluster
     horizon_s: float
 
 
@@ -84,13 +84,13 @@ _NOWHERE = WorkerId("")
 
 @dataclass(frozen=True, slots=True)
 class LongRequest:
-    """A request waits for a group that can hold it, or is about to outgrow its instance; other requests have enough
-    memory.
+    """A request waits for a group that can hold it, or is about to outgrow its instance, while other requests have
+    enough memory.
     """
 
     need_tokens: int
     prompt_tokens: int = 0  # part of `need_tokens` that is still to be computed
-    leader_id: WorkerId = _NOWHERE  # leader of its present group; empty: none yet
+    leader_id: WorkerId = _NOWHERE  # leader of its current group; empty: none yet
 
 
 Signal = Overload | Relief | LongRequest
@@ -105,7 +105,7 @@ class Forecast:
     growth_bytes_per_s: float
 
     def missing_bytes(self, fraction: float, margin_fraction: float = 0.0) -> int:
-        """Additional capacity needed so that demand, with a margin, is `fraction` of it."""
+        """Return the additional capacity needed so that demand, with a margin, is `fraction` of the capacity."""
         return max(0, math.ceil(self.demand_bytes * (1 + margin_fraction) / fraction - self.capacity_bytes))
 
 
@@ -120,8 +120,8 @@ class Pressure:
     _changeable_from_s: float = -math.inf  # like `quiet_until_s`, but not extended by a relief
     _relieving: bool = False  # True: a relief was raised, and groups have not changed since
     _low_since_s: float | None = None
-    _given_back_s: float | None = None  # start of low demand before the last restore, unless a drop followed
-    _relief_after_s: float = 0.0  # learnt minimum duration of low demand
+    _given_back_s: float | None = None  # start of low demand before the last restore; None if a drop followed
+    _relief_after_s: float = 0.0  # learned minimum duration of low demand
     _unchecked_count: int = 0  # samples since the last check
     _level_count: int = 0  # number of newest samples that have the same capacity
 
@@ -130,7 +130,7 @@ class Pressure:
         self.history = deque(maxlen=self.rules.sample_count)
 
     def begin(self, at_s: float) -> None:
-        """Reset. The previous monitor may have raised an event just now: a dwell time begins."""
+        """Reset, and begin a dwell time, because the previous monitor may have just raised a signal."""
         self.history.clear()
         self.forecast = None
         self.quiet_until_s = self._changeable_from_s = at_s + self.rules.dwell_s
@@ -140,7 +140,7 @@ class Pressure:
 
     def observe(self, sample: ClusterDemand) -> list[Signal]:
         self._append(sample)
-        if sample.capacity_bytes <= 0:  # nothing serves: nothing to drop or restore
+        if sample.capacity_bytes <= 0:  # no group serves, so none can drop or restore
             self.forecast = None
             self._low_since_s = None
             return []
@@ -182,7 +182,7 @@ class Pressure:
         wanted = slope_per_s([(s.at_s, s.wanted_bytes) for s in self.history], at_quantile=_SURE_QUANTILE)
         level = self._level_count >= len(self.history)
         capacity = 0.0 if level else slope_per_s([(s.at_s, s.capacity_bytes) for s in self.history])
-        # During a restore KV memory shrinks as planned, down to what full replicas leave.
+        # During a restore, KV memory shrinks as planned, down to the amount that full replicas leave.
         now_bytes = self._settled_bytes(sample)
         floor = min(now_bytes, sample.undropped_bytes)
         shrunk = max(floor, now_bytes + min(0.0, capacity) * rules.horizon_s)
@@ -193,7 +193,7 @@ class Pressure:
         )
 
     def _settled_bytes(self, sample: ClusterDemand) -> int:
-        """The capacity; during a restore, the capacity after it."""
+        """Return the capacity or, during a restore, the capacity after it."""
         comes_back = self._relieving or not sample.merged
         return max(sample.capacity_bytes, sample.undropped_bytes) if comes_back else sample.capacity_bytes
 
@@ -230,8 +230,8 @@ class Pressure:
         return []
 
     def check(self) -> None:
-        """Raise InvariantViolation unless the history is ordered and of one set of groups. Samples checked before are
-        skipped, except the newest.
+        """Raise InvariantViolation unless the history is ordered and belongs to one set of groups. Samples that have
+        been checked are skipped, except the newest.
         """
         newest = list(islice(reversed(self.history), self._unchecked_count + 1))
         self._unchecked_count = 0

@@ -9,9 +9,9 @@ Point = tuple[float, float]  # (at_s, value)
 
 
 def slope_per_s(points: Sequence[Point], *, at_quantile: float = 0.5) -> float:
-    """Median (or another quantile) of the slopes between samples half the series apart, after Theil's incomplete
-    method: exact for a straight line, robust to outliers, linear in the number of samples. A low quantile is a growth
-    confirmed by nearly all samples. 0.0 with too few.
+    """Return the median (or another quantile) of the slopes between samples that are half the series apart, after
+    Theil's incomplete method. It is exact for a straight line, robust to outliers, and linear in the number of samples.
+    A low quantile is a growth confirmed by nearly all samples. 0.0 with too few samples.
     """
     if len(points) < _LEAST_SAMPLES:
         return 0.0

@@ -59,9 +59,9 @@ def test_growing_appends_ids_at_the_end() -> None:
 @pytest.mark.parametrize(
     ("free", "tables", "why"),
     [
-        ([0, 1, 2, 3], {1: (0,)}, "block 0 belongs to the free list and to sequence 1"),
+        ([0, 1, 2, 3], {1: (0,)}, "block 0 belongs to both the free list and sequence 1"),
         ([1, 2], {1: (0,)}, "1 of 4 blocks are lost"),
-        ([2, 3], {1: (0, 1), 2: (0,)}, "block 0 belongs to sequence 1 and to sequence 2"),
+        ([2, 3], {1: (0, 1), 2: (0,)}, "block 0 belongs to both sequence 1 and sequence 2"),
         ([1, 2, 3, 4], {1: (0,)}, "the free list holds block 4, outside of 0 to 3"),
     ],
 )

@@ -19,7 +19,7 @@ def test_as_many_batches_as_stages_are_in_flight_with_nobody_in_two() -> None:
     flying = [leader.batch() for _ in range(3)]
     assert leader.core.in_flight_count == 3
     assert not leader.core.has_work
-    with pytest.raises(InvariantViolation, match="a batch is wanted while step 1 runs"):
+    with pytest.raises(InvariantViolation, match="a batch is requested while step 1 runs"):
         leader.core.handle(w.BatchWanted(0.0))
     for execute in flying:
         leader.done(execute)
@@ -80,7 +80,7 @@ def test_results_come_in_the_order_of_the_batches() -> None:
     leader.submit("b")
     leader.batch()
     second = leader.batch()
-    with pytest.raises(InvariantViolation, match="step 2 is reported, step 1 was running"):
+    with pytest.raises(InvariantViolation, match="step 2 is reported, but step 1 was running"):
         leader.done(second)
 
 
@@ -393,7 +393,7 @@ def test_blocks_of_who_has_left_take_nobody_before_the_next_batch() -> None:
     leader.feed(w.Aborted(leader.at_s, gone))
     assert reserved(leader) == 1
     assert not leader.core.why_no_room(1, new=True)
-    assert "1 blocks are free before the next batch, 2 are needed" in leader.core.why_no_room(2, new=True)
+    assert "1 blocks are free before the next batch, but 2 are needed" in leader.core.why_no_room(2, new=True)
     assert leader.core.why_no_room(2, new=False)
     leader.step()
     assert not leader.core.why_no_room(2, new=True)

@@ -125,7 +125,7 @@ def test_a_group_of_more_stages_takes_more_batches_and_knows_nobody_yet() -> Non
     formed = [owner.group_scheduler.form(0.0) for _ in range(2)]
     assert [len(f.batch.added) for f in formed if isinstance(f, Execute)] == [1, 1]
     assert not owner.group_scheduler.has_work
-    with pytest.raises(InvariantViolation, match="a batch is wanted while step 2 runs"):
+    with pytest.raises(InvariantViolation, match="a batch is requested while step 2 runs"):
         owner.group_scheduler.demand_place()
 
 

@@ -368,7 +368,7 @@ def test_a_batch_wanted_during_a_step_is_a_bug() -> None:
     made = driver()
     made.submit(prompt(3))
     made.want_batch()
-    with pytest.raises(InvariantViolation, match="a batch is wanted while step 1 runs"):
+    with pytest.raises(InvariantViolation, match="a batch is requested while step 1 runs"):
         made.core.handle(w.BatchWanted(0.0))
 
 
@@ -377,7 +377,7 @@ def test_the_result_of_a_step_that_does_not_run_is_a_bug(step_id: int) -> None:
     made = driver()
     made.submit(prompt(3))
     made.want_batch()
-    with pytest.raises(InvariantViolation, match=f"step {step_id} is reported, step 1 was running"):
+    with pytest.raises(InvariantViolation, match=f"step {step_id} is reported, but step 1 was running"):
         made.core.handle(w.StepDone(0.0, StepResult(step_id, (1,), (None,), 0.0), ("",)))
 
 
@@ -465,7 +465,7 @@ def test_check_sees_a_sequence_that_is_in_no_lane_or_in_another_than_is_noted() 
         core.check()
     group_schedulers[sequence_id] = group_scheduler
     group_schedulers[7] = group_scheduler
-    with pytest.raises(InvariantViolation, match="2 sequences have a group_scheduler, 1 are in one"):
+    with pytest.raises(InvariantViolation, match="2 sequences have a group_scheduler, but 1 are in one"):
         core.check()
     del group_schedulers[7]
     del group_schedulers[sequence_id]

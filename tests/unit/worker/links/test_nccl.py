@@ -201,7 +201,7 @@ def test_two_workers_on_one_gpu_are_told_what_to_do(devices: list[str], refused:
 
 
 def test_nccl_is_refused_where_there_is_no_gpu() -> None:
-    with pytest.raises(ConfigError, match="not of cpu"):
+    with pytest.raises(ConfigError, match="not that of cpu"):
         NcclTransport(torch.device("cpu"))
 
 

@@ -90,7 +90,7 @@ def test_after_the_deadline_there_is_nothing_to_be_had(rendezvous: Rendezvous) -
         caller = PairStore(calling.result(60).connection)
         caller.set("a", b"1")
         assert host.get("a") == b"1"
-        with host.expiring(soon(-0.1)), pytest.raises(TimeoutError, match="a has come too late"):
+        with host.expiring(soon(-0.1)), pytest.raises(TimeoutError, match="a arrived too late"):
             host.get("a")
         assert host.get("a") == b"1"
         caller.close()
@@ -359,7 +359,7 @@ def test_links_that_are_carried_in_another_way_are_refused(rendezvous: Rendezvou
         calling = pool.submit(call, other, rendezvous.address, soon())
         with pytest.raises(DeadlineExceeded):
             rendezvous.meet(LOW, soon(0.5))
-        with pytest.raises(PeerViolation, match="carried by tcp, ours by nccl"):
+        with pytest.raises(PeerViolation, match="its --transport is tcp, but this worker's is nccl"):
             calling.result(60)
 
 

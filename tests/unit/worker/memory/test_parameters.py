@@ -136,7 +136,7 @@ def test_a_layer_named_twice_is_dropped_once(memory: DeviceMemory) -> None:
 def test_a_restore_without_room_is_refused_and_changes_nothing(memory: DeviceMemory) -> None:
     memory.parameters.drop([0])
     memory.kv.window.grow(1)
-    with pytest.raises(InvariantViolation, match="4 extents wanted for PARAMETERS, 1 are free"):
+    with pytest.raises(InvariantViolation, match="4 extents requested for PARAMETERS, but 1 are free"):
         memory.parameters.restore(0)
     memory.check()
     assert memory.parameters.held_layers == (1, 2, 3)

@@ -45,7 +45,7 @@ def test_holes_that_meet_become_one(pool: PhysicalPool) -> None:
 
 
 def test_more_than_is_free_is_a_bug_of_the_caller(pool: PhysicalPool) -> None:
-    with pytest.raises(InvariantViolation, match="17 extents wanted for KV, 16 are free"):
+    with pytest.raises(InvariantViolation, match="17 extents requested for KV, but 16 are free"):
         pool.take(Purpose.KV, COUNT + 1)
 
 
@@ -130,13 +130,13 @@ def test_check_finds_a_leak(pool: PhysicalPool) -> None:
 
 def test_check_finds_an_extent_that_is_mapped_but_not_owned(pool: PhysicalPool) -> None:
     pool.reserve("one", Purpose.KV, 4).map_tail([ExtentRun(3, 1)])
-    with pytest.raises(InvariantViolation, match=r"extent 3 is mapped by one who does not own it"):
+    with pytest.raises(InvariantViolation, match=r"extent 3 is mapped by a range that does not own it"):
         pool.check()
 
 
 def test_check_finds_an_extent_mapped_for_another_purpose(pool: PhysicalPool) -> None:
     pool.reserve("one", Purpose.KV, 4).map_tail(pool.take(Purpose.PARAMETERS, 1))
-    with pytest.raises(InvariantViolation, match=r"extent 0 is mapped by one who does not own it"):
+    with pytest.raises(InvariantViolation, match=r"extent 0 is mapped by a range that does not own it"):
         pool.check()
 
 

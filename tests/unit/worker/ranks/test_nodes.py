@@ -81,8 +81,8 @@ def test_a_rank_that_is_started_again_takes_its_own_place(nodes: Nodes, pool: Th
     [
         ({"secret": b"another secret"}, "secret"),
         ({"secret": None}, "secret"),
-        ({"ranks": 8}, "--tensor-parallel-size is 8 there and 4 on the first host"),
-        ({"count": 4}, "--nnodes is 4 there and 2 on the first host"),
+        ({"ranks": 8}, "--tensor-parallel-size is 8 there, but 4 on the first host"),
+        ({"count": 4}, "--nnodes is 4 there, but 2 on the first host"),
     ],
 )
 def test_a_rank_of_another_instance_is_refused(nodes: Nodes, change: dict[str, object], why: str) -> None:
