@@ -46,6 +46,6 @@ class MonitorSettings(ServiceSettings):
         if self.relief_threshold_fraction + _APART_FRACTION > self.overload_threshold_fraction:
             raise ValueError(
                 f"relief_threshold_fraction must be at least {_APART_FRACTION} below overload_threshold_fraction, else"
-                " a drop and its restore would chase each other"
+                " drops and restores would oscillate"
             )
         return self

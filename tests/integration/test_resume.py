@@ -180,7 +180,7 @@ async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
     ):
         [going] = await begun(client, [[1, 2]], 400)
         kill(arena.dispatchers[0])
-        with pytest.raises(errors.Unavailable, match=r"switched off .* \(--resume false\); send the request anew"):
+        with pytest.raises(errors.Unavailable, match=r"disabled .* \(--resume false\); send the request again"):
             await going
 
 
@@ -220,14 +220,14 @@ async def test_only_its_client_and_only_a_later_attempt_takes_a_request_over() -
         later = resumed(first_ids, attempt=2, max_tokens=4000)
         second = d1.stub.Generate(later)
         assert isinstance(await second.read(), pb.GenerateResponse)
-        rest = await rest_of(call, "goes on with it at another dispatcher")
+        rest = await rest_of(call, "continues it on another dispatcher")
         assert first_ids + rest == scripted_tokens([1, 2, 3], 7, len(first_ids) + len(rest))
         # The third attempt goes to the dispatcher of the second one.
         count = len(first_ids) + 30
         third = await d1.generate(resumed(first_ids, attempt=3, max_tokens=count))
         assert third.error is None
         assert first_ids + third.token_ids == scripted_tokens([1, 2, 3], 7, count)
-        await rest_of(second, "goes on with it over another connection")
+        await rest_of(second, "continues it over another connection")
 
         async def nothing_runs() -> bool:
             return arena.worker.request_count == 0

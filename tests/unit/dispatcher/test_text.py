@@ -81,12 +81,12 @@ def test_a_template_cannot_reach_into_python(model: Path) -> None:
 
 
 ENDLESS = {
-    "turns of its loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
-    "turns of": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
+    "iterations": "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}",
+    "loops have more": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
     "a repetition": "{{ 'x' * 100000000000 }}",
     "a text or list": "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = n.s + n.s %}{% endfor %}",
     "a text of more": "{% set n = namespace(s='xxxx') %}{% for i in range(60) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
-    "characters of it": "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
+    "its output": "{% for i in range(99999) %}{{ 'x' * 100000 }}{% endfor %}",
     "a power": "{{ 10 ** 100000000 }}",
     "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
 }
@@ -111,7 +111,7 @@ def test_a_template_with_many_turns_is_rendered_all_the_same(model: Path) -> Non
 
 def test_a_text_that_is_too_long_for_certain_is_refused_untokenized(model: Path) -> None:
     encoder = PromptEncoder(model)
-    with pytest.raises(InvalidRequest, match=r"16777216 characters, and the 100 tokens that fit \(max_model_len\)"):
+    with pytest.raises(InvalidRequest, match=r"16777216 characters, but the 100 tokens that fit \(max_model_len\)"):
         asyncio.run(encoder.encode_text("x" * (16 << 20), longest=100))
     assert asyncio.run(encoder.encode_text("x" * 100, longest=100))
 

@@ -427,10 +427,10 @@ def test_a_client_that_leaves_frees_the_worker_at_once() -> None:
     story = Story("a")
     story.submit("r")
     handle = story.handle_of("r")
-    answer = story.handle(d.Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
+    answer = story.handle(d.Withdrawn(1.0, "r", "the client disconnected"))  # pyright: ignore[reportArgumentType]
     assert answer.of(d.AbortOnWorker) == [d.AbortOnWorker(key("a"), handle)]
     assert answer.errors == {"r": "Cancelled"}
-    again = story.handle(d.Withdrawn(1.0, "r", "the client went away"))  # pyright: ignore[reportArgumentType]
+    again = story.handle(d.Withdrawn(1.0, "r", "the client disconnected"))  # pyright: ignore[reportArgumentType]
     assert again.commands == []
 
 
@@ -491,7 +491,7 @@ def test_a_worker_that_changes_without_a_word_to_routing_is_noticed() -> None:
     worker = story.core.fleet.get(key("a"))
     assert worker is not None
     worker.closed_in_layout = True
-    with pytest.raises(InvariantViolation, match="routing was not told"):
+    with pytest.raises(InvariantViolation, match="its ranking is old"):
         story.core._placement.check()
 
 

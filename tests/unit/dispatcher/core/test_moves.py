@@ -312,7 +312,7 @@ def test_no_group_gets_more_than_its_maximum_batch_however_much_room_it_has() ->
 
 
 def withdraw(story: Story, name: str) -> list[AbortOnWorker]:
-    return story.handle(Withdrawn(story.now_s, RequestId(name), "the client went away")).of(AbortOnWorker)
+    return story.handle(Withdrawn(story.now_s, RequestId(name), "the client disconnected")).of(AbortOnWorker)
 
 
 def test_a_request_that_was_handed_over_before_its_abort_came_is_not_submitted_again() -> None:

@@ -64,7 +64,7 @@ def test_a_bad_line_is_named_with_its_number(raw: bytes, code: str, says: str) -
 
 def test_ids_are_unique_and_lines_are_bounded() -> None:
     [twice] = checked(line(), line(custom_id="b"), line()).problems
-    assert (twice.line, twice.message) == (3, "custom_id: 'a' is that of line 1 already; each must be unique")
+    assert (twice.line, twice.message) == (3, "custom_id: 'a' is also that of line 1; each must be unique")
     [many] = checked(*(line(custom_id=str(i)) for i in range(5)), max_lines=3).problems
     assert (many.code, many.line) == ("too_many_requests", 4)
     [nothing] = checked(b"\n", b" ").problems
