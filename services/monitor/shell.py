@@ -486,7 +486,7 @@ class MonitorShell:
         self._labelled = there
 
     def _report_age_s(self, worker_id: WorkerId) -> float:
-        """Seconds since the last report. Called by the thread that serves metrics, like `_kv_usage`."""
+        """Seconds since the last report. Called on the thread that serves metrics, like `_kv_usage`."""
         entry = self.core.entries.get(worker_id)
         return 0.0 if entry is None else time.monotonic() - entry.heard_at_s
 

@@ -37,7 +37,7 @@ _BACKLOGS = f"{KEY_PREFIX}backlogs"
 _ROW_PREFIX = f"{KEY_PREFIX}registry:"
 _SCAN_COUNT = 500
 _MOST_MONITORS = 16
-_ROWS_AT_ONCE = 100  # rows per round trip: bounds the buffers on both sides
+_ROWS_AT_ONCE = 100  # rows per round trip, which bounds the buffers on both sides
 
 _MODEL = TypeAdapter(ModelInfo)
 _LOAD = TypeAdapter(LoadReport)
@@ -65,7 +65,7 @@ class RedisRegistry:
                     await self._state.run(self._state.redis.delete(*keys))
 
     async def read(self) -> list[InstanceRow]:
-        """All rows, by worker id; unreadable ones are left out and logged."""
+        """Read all rows by worker id. Unreadable rows are left out and logged."""
         redis = self._state.redis
         keys: list[str] = []
         cursor = 0
@@ -124,7 +124,7 @@ def _from_fields(key: str, fields: dict[str, str]) -> InstanceRow | None:
 
 
 class RedisSurroundings:
-    """The planner's and dispatchers' entries in the state server."""
+    """Entries of the planner and dispatchers in the state server."""
 
     def __init__(self, state: StateServer) -> None:
         self._state = state
@@ -138,7 +138,7 @@ class RedisSurroundings:
         pipe.hgetall(_BACKLOGS)
         cast(Any, pipe).zrange(candidates_key("monitor"), 0, -1)  # Any: redis-py types it in part only
         replies = await self._state.run(cast(Awaitable[list[Any]], pipe.execute(raise_on_error=False)))
-        if is_garbage(replies[1]):  # no hash, so dispatchers could not write their entries
+        if is_garbage(replies[1]):  # not a hash, so dispatchers could not write their entries
             await self._state.run(self._state.redis.delete(_BACKLOGS))
         body = cast(str | None, unless_garbage(replies[0], None))
         backlogs = cast(dict[str, str], unless_garbage(replies[1], {}))

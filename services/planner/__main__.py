@@ -133,7 +133,7 @@ def build_shell(
 
 
 def webhook(settings: PlannerSettings) -> Webhook | None:
-    """The webhook for scaling, if configured.
+    """Create the webhook for scaling, if configured.
 
     Raises:
         ConfigError: a secret is missing, cannot be read or is too short.

@@ -1,1 +1,1 @@
-"""Decides the layout: pure, no clock, no I/O."""
+"""Decides the cluster's layout. Pure: no clock, no I/O."""

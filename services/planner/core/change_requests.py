@@ -1,4 +1,4 @@
-"""Change requests and their results: a target layout, or the reason for a rejection (pure)."""
+"""Change requests, and decisions about them: a target layout, or the reason for a rejection (pure)."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -33,11 +33,11 @@ from services.planner.policy.restore import RESTORE_USAGE_LIMIT, RestorePlan, pl
 from services.planner.policy.snapshot import ModelShape, Snapshot, columns_of
 from services.planner.policy.split import is_unlike, kinds_of
 
-# A drop whose predicted gain is at least this factor starts at the first evaluation; a smaller gain has to be confirmed
+# A drop whose predicted gain is at least this factor starts at the first evaluation; a smaller gain must be confirmed
 # by a second one.
 _CLEAR = 1.5
-# If data for a comparison has been missing for this long, an overload drops by need, provided it needs at least this
-# fraction of the KV memory.
+# If data for a comparison has been missing for this many seconds, an overload causes a drop by need, provided that it
+# needs at least this fraction of the KV memory.
 _BLIND_S, _BLIND_NEED = 10.0, 0.25
 
 
@@ -46,7 +46,7 @@ class Planning:
     """Policy for overloads."""
 
     targets: ComparisonTargets = field(default_factory=ComparisonTargets)
-    compares: bool = True  # True: compare candidates by predicted loss; False, or without data: drop by need
+    compares: bool = True  # True: compare candidates by predicted loss; False, or if data is missing: drop by need
     # By need, groups become deeper than pairs only if pairs would leave more than this fraction of the wanted KV unmet.
     tolerable_shortfall: float = 0.65
 
@@ -59,8 +59,8 @@ class DropRequest:
     required_bytes: int | None = None
     worker_ids: tuple[WorkerId, ...] = ()
     again: bool = False  # True: a second evaluation of an overload
-    blind_s: float = 0.0  # how long data for a comparison has been missing
-    hold_s: float = 0.0  # no automatic restore for this long afterwards
+    blind_s: float = 0.0  # seconds for which data for a comparison has been missing
+    hold_s: float = 0.0  # seconds without automatic restores afterwards
     long: LongNeed | None = None  # set for a request that needs a larger group
 
 
@@ -93,7 +93,7 @@ class Approved:
     lines: tuple[str, ...]
     shortfall_bytes: int = 0
     sources: Mapping[WorkerId, Sources] = field(default_factory=dict[WorkerId, Sources])
-    gives_way: bool = False  # can be aborted in favour of other requests while it is prepared
+    gives_way: bool = False  # True: may be aborted in favour of other requests while it is prepared
     compared: Comparison | None = None  # the comparison that led to it
 
 
@@ -101,9 +101,9 @@ class Approved:
 class Rejected:
     why: str
     shortfall_bytes: int = 0
-    for_now: bool = False  # not worthwhile at present; to be evaluated again soon
+    for_now: bool = False  # True: not worthwhile at present, and will be evaluated again soon
     compared: Comparison | None = None
-    blind: bool = False  # data for a comparison is missing
+    blind: bool = False  # True: data for a comparison is missing
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def decide(
     epoch: Epoch,
     planning: Planning | None = None,
 ) -> Approved | Rejected:
-    """The target layout of a drop or restore, or why there is none. `planning`: policy for overloads; operators'
+    """Return the target layout of a drop or restore, or why there is none. `planning`: policy for overloads. Operators'
     requests are executed as requested.
     """
     planning = planning or Planning(compares=False, tolerable_shortfall=0.0)
@@ -137,8 +137,8 @@ def decide(
 
 
 def complete(base: Layout, members: tuple[Member, ...], epoch: Epoch, why: str) -> Approved:
-    """A restore plan for instances that lack layers: each loads its layers from the host copy or disk and then serves
-    alone. Survivors of a pipeline load missing layers without a plan.
+    """Return a restore plan for instances that lack layers. Each loads its layers from the host copy or disk and then
+    serves alone. Survivors of a pipeline load missing layers without a plan.
     """
     layers = range(base.layer_count)
     sources: dict[WorkerId, Sources] = {m.worker_id: tuple((layer, None) for layer in layers) for m in members}
@@ -202,7 +202,7 @@ def _drop(
         found = by_need(snapshot, needed, tolerable_shortfall=tolerable)
         lines = tuple(explain(found, snapshot.model))
     elif not compared.chosen.merges:
-        why = "; ".join(("nothing that could be dropped is better", *compared.lines()))
+        why = "; ".join(("no possible drop is better", *compared.lines()))
         return Rejected(why, needed, for_now=True, compared=compared)
     elif not change.again and compared.gain < _CLEAR:
         why = "; ".join(("a drop may be slightly better, to be evaluated again", *compared.lines()))
@@ -230,12 +230,12 @@ def _for_long(
     epoch: Epoch,
     planning: Planning,
 ) -> Approved | Rejected:
-    """Plan the smallest group with room for the request in addition to those running there, if the latencies of other
+    """Plan the smallest group with room for the request in addition to its running requests, if the latencies of other
     requests remain acceptable.
     """
     snapshot, led = surveyed
     if (holder := held_by(snapshot, need)) is not None:
-        return Rejected(f"{holder} holds {need.need_tokens} tokens already", for_now=True)
+        return Rejected(f"{holder} can already hold {need.need_tokens} tokens", for_now=True)
     for group_id, load_of_leader in zip(columns_of(snapshot.groups).group_ids, led, strict=True):
         if group_id == need.group_id:
             need = replace(need, held_tokens=load_of_leader.longest_token_count)
@@ -260,8 +260,8 @@ def _for_long(
 
 
 def _by_hand(change: DropRequest, base: Layout, model: ModelInfo | None, load: ClusterLoad, epoch: Epoch) -> Approved:
-    """One group of these members in this order, with layers split as evenly as possible, or by capacity if memories
-    differ.
+    """Form one group of these members in this order. Layers are split as evenly as possible, or according to capacity
+    if memories differ.
     """
     names, why = change.worker_ids, f"{change.by}: {'+'.join(change.worker_ids)}"
     target, lines = merged_by_hand(base, names, epoch, why), (f"merged: {' '.join(names)}",)
@@ -284,7 +284,7 @@ def _must_act_blind(change: DropRequest, snapshot: Snapshot, needed_bytes: int) 
 
 
 def _unknown(load: ClusterLoad, model: ModelInfo | None) -> str:
-    """Text that names the data missing for a comparison; empty: none."""
+    """Return text that names the data missing for a comparison; empty: no data is missing."""
     if load.pace is None or not load.pace.is_believable:
         return "how fast instances are"
     traffic, longest = load.traffic, model.max_model_len if model is not None else 0
@@ -300,7 +300,7 @@ def _compared(
     targets: ComparisonTargets,
     restored: Mapping[GroupId, Sequence[int]] | None = None,
 ) -> Comparison | None:
-    """Compare by prediction. None: data is missing, see `_unknown`. `restored`: see `compare_restore`."""
+    """Compare layouts by prediction. None: data is missing; see `_unknown`. `restored`: see `compare_restore`."""
     if load.pace is None or _unknown(load, model):
         return None
     snapshot, led = surveyed
@@ -311,8 +311,8 @@ def _compared(
     fresh = load.fresh_traffic
     if fresh is None or not compared.chosen.merges:
         return compared
-    # A silent dispatcher may be paused, or dead, with its clients now at others, so the choice must be right in both
-    # cases.
+    # A silent dispatcher may be paused, or dead with its clients on other dispatchers now, so the choice must be right
+    # in both cases.
     if not fresh.known_s:
         fresh = replace(load.traffic, queued_count=0, queued_tokens=0, oldest_wait_s=0.0)
     without = compare(snapshot, running, fresh, load.pace, targets)

@@ -1,7 +1,8 @@
-"""Runs the cluster's transitions one at a time: decides when they begin or abort, and keeps their history (pure).
+"""Runs the cluster's transitions one at a time: decides when they begin or abort, and records their history (pure).
 
-Rule 1: a transition begins only when the layout is at rest. Until it is decided, no other change of the layout is made.
-Rule 2: the last journal is authoritative. A new leader completes or aborts the transition that it describes.
+Rule 1: a transition begins only when the layout is at rest. Until it is committed or aborted, no other change of the
+layout is made. Rule 2: the last journal is authoritative. A new leader completes or aborts the transition that it
+describes.
 """
 
 import dataclasses
@@ -55,16 +56,16 @@ from services.planner.policy.long_request import LongNeed
 _STAGES = tuple(Stage)
 _KEPT_RECORDS = 32
 _KEPT_REQUESTS = 1000
-# After an overload without a worthwhile drop the planner re-evaluates until the monitor may raise the next one, less
-# often the more instances there are, as each evaluation takes longer.
+# After an overload without a worthwhile drop, the planner re-evaluates until the monitor may raise the next one. It
+# does so less often with more instances, because each evaluation takes longer.
 _LOOK_AGAIN_S, _LOOK_AGAIN_S_EACH, _LOOK_FOR_S = 0.1, 1e-4, 2.6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConductorRules:
-    policy: OverloadPolicy = OverloadPolicy.DROP  # unless `drop`, overloads are only counted
+    policy: OverloadPolicy = OverloadPolicy.DROP  # with any other policy, overloads are only counted
     pipeline_degree: int = 2  # instances of a static pipeline
-    restores: bool = True  # whether layers are restored when demand has fallen
+    restores: bool = True  # True: layers are restored when demand has fallen
     sizing: SizingRules = field(default_factory=SizingRules)
     planning: Planning = field(default_factory=Planning)
     coordinator: CoordinatorRules = field(default_factory=CoordinatorRules)
@@ -79,13 +80,13 @@ class LayoutContext:
     layout: Layout
     model: ModelInfo | None
     epoch: Epoch  # epoch of the transition
-    stranded: tuple[Member, ...]  # instances in no group that hold only some layers
+    stranded: tuple[Member, ...]  # instances that are in no group and hold only some layers
     kept_out: KeptOut
 
 
 @dataclass(slots=True)
 class _OperatorRequest:
-    """An operator's request; kept so that a repetition gets the same answer."""
+    """An operator's request, stored so that a repetition gets the same answer."""
 
     what: tuple[object, ...]
     epoch: Epoch | None = None
@@ -99,7 +100,7 @@ class Conductor:
     coordinator: Coordinator | None = None
     record: TransitionRecord | None = None  # record of the current transition
     history: deque[TransitionRecord] = field(default_factory=lambda: deque[TransitionRecord](maxlen=_KEPT_RECORDS))
-    to_write: Journal | None = None  # journal to write, not yet known to be stored
+    to_write: Journal | None = None  # journal to write that is not known to be stored yet
     newest: Journal | None = None  # newest journal known to be, or to have been, stored
     failed: tuple[WorkerId, ...] = ()  # members that failed in the last transition, to be handled by the core
     prediction_log: PredictionLog = field(default_factory=PredictionLog)  # predictions and outcomes of decisions
@@ -108,10 +109,10 @@ class Conductor:
     _requested_at_s: float = 0.0
     _load: p.ClusterLoad | None = None  # loads for the pending change
     _sources: dict[WorkerId, p.Sources] = field(default_factory=dict[WorkerId, p.Sources])
-    _began_by_planner: bool = False  # the transition may be aborted for other requests while it is prepared
+    _began_by_planner: bool = False  # True: the transition may be aborted for other requests while it is prepared
     _requests: OrderedDict[str, _OperatorRequest] = field(default_factory=OrderedDict[str, _OperatorRequest])
     _own_at_s: float = 0.0  # earliest time at which the planner may begin another transition by itself
-    _again_at_s: float = math.inf  # when an overload is evaluated again
+    _again_at_s: float = math.inf  # time at which an overload is evaluated again
     _again_bytes: int = 0  # shortfall of that overload
     _again_until_s: float = -math.inf  # time until which that overload is evaluated again
     _blind_s: tuple[float, float] | None = None  # times of the first and last rejection of an overload for missing data
@@ -132,12 +133,14 @@ class Conductor:
 
     @property
     def holds_layout(self) -> bool:
-        """True while no other change of the layout is allowed, as a transition based on it is not decided yet."""
+        """True while no other change of the layout is allowed, because a transition based on it is neither committed
+        nor aborted.
+        """
         return self.coordinator is not None and not self.coordinator.decided
 
     @property
     def due_at_s(self) -> float:
-        """Time at which `tick` is to be called."""
+        """Time at which `tick` must be called."""
         if self.coordinator is not None:
             own_s = self.coordinator.tick_at_s if self.to_write is None else math.inf
         else:
@@ -153,11 +156,11 @@ class Conductor:
         return self._own_at_s
 
     def held_s(self, at_s: float) -> float:
-        """Seconds for which automatic restores remain suspended at an operator's request."""
+        """Return the seconds for which automatic restores remain suspended at an operator's request."""
         return max(0.0, self._held_until_s - at_s)
 
     def records(self) -> list[TransitionRecord]:
-        """Records of transitions, the newest first."""
+        """Return the records of transitions, newest first."""
         return ([self.record] if self.record is not None else []) + list(reversed(self.history))
 
     # ------------------------------------------------------------ change requests
@@ -177,8 +180,8 @@ class Conductor:
         return self._take(DropRequest("overload", event.cause_id, required_bytes=event.required_bytes), event.at_s)
 
     def long_request(self, event: p.LongRequestRaised) -> list[p.Command]:
-        """Request a group for a long request. If a restore is still being prepared, abort it first, as it might take
-        the memory. The event is repeated each second, so a change that is impossible now is evaluated again.
+        """Request a group for a long request. A restore that is still being prepared is aborted first, because it might
+        take the memory. The event is repeated each second, so a change that is impossible now is evaluated again.
         """
         if self.rules.policy is not OverloadPolicy.DROP or self._has_change:
             return []
@@ -192,12 +195,12 @@ class Conductor:
 
     @property
     def _must_end(self) -> bool:
-        """True for a restore that a draining member waits for: rising demand does not abort it."""
+        """True for a restore that a draining member waits for, which rising demand does not abort."""
         return self.record is not None and self.record.by == "drain"
 
     @property
     def _reduces_memory(self) -> bool:
-        """True for a restore that reduces KV memory; a restore of stranded survivors adds some."""
+        """True for a restore that reduces KV memory. A restore of stranded survivors adds some."""
         if self.coordinator is None or self.coordinator.journal.kind is TransitionKind.DROP:
             return False
         journal = self.coordinator.journal
@@ -250,7 +253,9 @@ class Conductor:
 
     @property
     def _is_preemptible(self) -> bool:
-        """True while a restore that the planner itself began is being prepared: other requests may preempt it."""
+        """True while a restore that the planner itself began is being prepared, so that other requests may preempt
+        it.
+        """
         return self.coordinator is not None and self._began_by_planner and self.coordinator.stage is Stage.PREPARING
 
     def dissolve_draining(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
@@ -347,8 +352,8 @@ class Conductor:
         return []
 
     def _defer(self, change: DesiredChange, rejected: Rejected, layout: Layout, at_s: float) -> list[p.Command]:
-        """Reject a change. If it is merely not worthwhile at present, schedule another evaluation. An overload is
-        reported once, however often it is evaluated.
+        """Reject a change. If it is only not worthwhile at present, schedule another evaluation. An overload is
+        reported once, no matter how often it is evaluated.
         """
         told = self._deny(p.ChangeRefusal.NOT_POSSIBLE, rejected)
         if not rejected.for_now:
@@ -364,11 +369,11 @@ class Conductor:
             return []
         self._own_at_s = at_s + self.rules.retry_s
         names = " ".join(m.worker_id for m in context.stranded)
-        approved = complete(context.layout, context.stranded, context.epoch, f"loss: {names} were left of a group")
+        approved = complete(context.layout, context.stranded, context.epoch, f"loss: {names} remained of a group")
         return self.start(approved, context, at_s, RestoreRequest("loss", cause_id))
 
     def begin_pipelines(self, context: LayoutContext, at_s: float, cause_id: str) -> list[p.Command]:
-        """Begin a drop that merges instances which serve alone into as many complete static pipelines as possible."""
+        """Begin a drop that merges instances that serve alone into as many complete static pipelines as possible."""
         if self.rules.policy is not OverloadPolicy.STATIC_PIPELINE or self.busy or at_s < self._own_at_s:
             return []
         degree = self.rules.pipeline_degree
@@ -428,7 +433,7 @@ class Conductor:
         return commands
 
     def yield_to_changes(self, layout: Layout, at_s: float, cause_id: str, *, changes: bool) -> list[p.Command]:
-        """Abort a restore that the planner itself began, if the layout is to change or a member drains."""
+        """Abort a restore that the planner itself began if the layout must change or a member drains."""
         if not self._is_preemptible or not (changes or _draining(layout)):
             return []
         return self._steps(AbortWanted(at_s, "the layout has to change"), at_s, cause_id)
@@ -512,7 +517,7 @@ class Conductor:
         record.journal, record.lost = journal, step.lost
         record.reached_at_s.setdefault(journal.stage, at_s)
         self.history.append(record)
-        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # an overload waits for this end
+        if journal.kind is TransitionKind.RESTORE and at_s < self._again_until_s:  # an overload waits for this
             self._again_at_s = at_s
         given_up = tuple(sorted(self.coordinator.given_up))
         self.coordinator = self.record = None
@@ -531,7 +536,7 @@ class Conductor:
         return commands
 
     def age_s(self, group_id: GroupId, at_s: float) -> float:
-        """Seconds since a group was merged; infinity if unknown."""
+        """Return the seconds since a group was merged; infinity if unknown."""
         return at_s - self._dropped_at_s.get(group_id, -math.inf)
 
     def _remember_drops(self, record: TransitionRecord, at_s: float) -> None:

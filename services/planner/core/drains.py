@@ -1,4 +1,4 @@
-"""Drains requested by operators, by request id, so that a repeated request gets the same answer (pure)."""
+"""Drains requested by operators, stored by request id so that a repeated request gets the same answer (pure)."""
 
 from dataclasses import dataclass, field
 
@@ -12,7 +12,7 @@ from services.planner.core.membership import Membership
 class Drain:
     worker_id: WorkerId
     incarnation: Incarnation  # the incarnation to drain; later ones are not affected
-    epoch: Epoch | None = None  # first epoch in which it drains; None: not in the layout yet
+    epoch: Epoch | None = None  # first epoch in which it drains; None: no epoch yet
 
 
 @dataclass(slots=True)
@@ -48,8 +48,8 @@ class Drains:
         return True
 
     def ordered(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """True if a drain of this incarnation was requested. It may have counted as lost in between and have returned
-        without receiving the order.
+        """True if a drain of this incarnation was requested. The instance may have counted as lost meanwhile and
+        returned without receiving the order.
         """
         return any((d.worker_id, d.incarnation) == (worker_id, incarnation) for d in self._by_request.values())
 

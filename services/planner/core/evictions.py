@@ -1,14 +1,14 @@
-"""Evicts members that do not report to the monitor, but only on evidence: silence alone is not enough (pure).
+"""Evicts members that do not report to the monitor, but only with evidence, because silence alone is not enough (pure).
 
 A monitor that has just become active, or is cut off from the workers, receives no reports although all members are
-healthy. So a member missing from a snapshot, or silent for too long, stays in the layout until the planner has probed
-it:
+healthy. A member that is missing from a snapshot, or silent for too long, therefore stays in the layout until the
+planner has probed it:
 
 - the same incarnation answers: it stays, and is probed repeatedly until it reports again;
-- nothing listens at its address, or another incarnation does: it is evicted;
+- no process or another incarnation listens at its address: it is evicted;
 - no answer: it is evicted if another member reports that it has left their group, which is evidence. Without such a
-  witness only a minority is evicted: if most members answer neither the monitor nor the planner, the network is
-  suspected.
+  witness only a minority is evicted, because the network is suspected if most members answer neither the monitor nor
+  the planner.
 """
 
 import math
@@ -21,7 +21,7 @@ from ballast.common.layout import Group
 from services.planner.core.messages import InstanceProbed, Probed, ProbeInstance
 from services.planner.policy.replicate import Placeable
 
-_INTERVAL_S = 1.0  # time between an answer and the next probe of the same instance
+_INTERVAL_S = 1.0  # minimum time between an answer and the next probe of the same instance
 _PROBES_PER_S = 100.0  # maximum probes of all instances together
 _WORDS = {Probed.SILENT: "does not answer the planner", Probed.GONE: "nobody listens at its address"}
 
@@ -76,11 +76,11 @@ class Suspects:
     def gone(
         self, member_count: int, groups: Mapping[WorkerId, Group], left: AbstractSet[WorkerId]
     ) -> list[tuple[WorkerId, Incarnation, str]]:
-        """Members to evict now, with the evidence.
+        """Return the members to evict now, with the evidence.
 
         Args:
-            member_count: Number of all known members, suspects included.
-            groups: Groups of the layout, by their members.
+            member_count: Number of all known members, including suspects.
+            groups: Groups of the layout, each as its members.
             left: Members that report to the monitor that they have left their group.
         """
         doubtful = sum(suspect.found is not Probed.ALIVE for suspect in self._by_id.values())

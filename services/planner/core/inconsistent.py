@@ -1,7 +1,7 @@
-"""Instances whose reports contradict the layout, and since when (pure).
+"""Instances whose reports contradict the layout, with the duration of the contradiction (pure).
 
-A persistent contradiction is resolved in favour of the report: the next plan places the instance in no group. It is
-then stranded, loads its missing layers, and is placed again.
+A persistent contradiction is resolved in favour of the report: the next plan places the instance in no group, so that
+it is stranded, loads its missing layers, and is placed again.
 """
 
 import math
@@ -13,7 +13,7 @@ from ballast.common.layout import Group, Layout, worker_ids
 from services.planner.core.membership import Membership
 from services.planner.core.messages import Event, InstanceLost, InstanceUp, SnapshotEnded
 
-_COUNTS = -math.inf  # in `_since_s`: the worker counts as inconsistent already
+_COUNTS = -math.inf  # in `_since_s`: the worker already counts as inconsistent
 
 
 @dataclass(slots=True)
@@ -34,8 +34,8 @@ class Inconsistent:
         self._since_s.clear()
 
     def compare(self, event: Event, layout: Layout, membership: Membership, layer_count: int) -> bool:
-        """Compare reports with the layout: all reports for a new layout, otherwise that of the event's instance.
-        Returns True if any was compared.
+        """Compare reports with the layout: all reports if the layout is new, otherwise only that of the event's
+        instance. Returns True if any report was compared.
         """
         if layout is not self._compared:
             membership.regrouped(self._compared, layout)
@@ -56,19 +56,19 @@ class Inconsistent:
         return True
 
     def transition_ended(self, at_s: float, before_s: float) -> None:
-        """Contradictions that began before `before_s` and do not count yet keep their duration; that of all others is
-        measured anew.
-        """
+        """Restart the durations of contradictions, except those that began before `before_s` and do not count yet."""
         odd = self._since_s.items()
         self._since_s = {w: since_s if _COUNTS < since_s < before_s else at_s for w, since_s in odd}
 
     def lives(self, layout: Layout, membership: Membership) -> dict[WorkerId, Incarnation]:
-        """Incarnations that count as inconsistent: outside the layout at once, in it after `disagree_s`."""
+        """Return the incarnations that count as inconsistent. Instances outside the layout count at once, members of it
+        after `disagree_s`.
+        """
         placed, found = worker_ids(layout), dict[WorkerId, Incarnation]()
         for worker_id, since_s in self._since_s.items():
             known = membership.known.get(worker_id)
             if known is None or (known.place is not None and known.place.epoch > layout.epoch):
-                continue  # the layout is older than the report: see `claims`
+                continue  # the layout is older than the report; see `claims`
             if worker_id not in placed or since_s == _COUNTS:
                 found[worker_id] = known.placeable.incarnation
         return found

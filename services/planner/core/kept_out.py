@@ -1,4 +1,4 @@
-"""Instances that must serve on their own, and why: most workers use another protocol, or their group broke (pure)."""
+"""Instances that must serve alone, with the reasons: most workers use another protocol, or their group broke (pure)."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable
@@ -24,12 +24,14 @@ class KeptOut:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._broken: dict[WorkerId, _BrokenGroup] = {}
-        self._since_s: dict[WorkerId, float] = {}  # worker -> since when it is kept out
+        self._since_s: dict[WorkerId, float] = {}  # worker -> time since which it is kept out
 
     def why(self, at_s: float) -> dict[WorkerId, str]:
-        """Workers currently kept out of groups, and why; those of another model are kept out of the layout."""
+        """Return the workers currently kept out of groups, with the reasons. Workers of another model are kept out of
+        the layout.
+        """
         backing_off = {
-            worker_id: f"its group broke soon after it was made (failure {broken.count});"
+            worker_id: f"its group broke soon after it was formed (failure {broken.count});"
             f" it serves alone for {broken.until_s - at_s:.0f} s more"
             for worker_id, broken in self._broken.items()
             if at_s < broken.until_s and self._membership.has(worker_id, broken.incarnation)
@@ -39,20 +41,22 @@ class KeptOut:
         return {w: _since(why, at_s - self._since_s[w]) for w, why in found.items()}
 
     def of_another_protocol(self) -> dict[WorkerId, str]:
-        """Workers whose protocol is not the most common one; of equally common ones the newer wins."""
+        """Return the workers whose protocol is not the most common one, with the reasons. Of equally common protocols
+        the newer counts.
+        """
         protocols = self._membership.protocols()
         counts = Counter(protocols.values())
         if len(counts) < 2:
             return {}
         most = max(counts, key=lambda protocol: (counts[protocol], protocol))
         return {
-            worker_id: f"it uses protocol {protocol}, most workers use protocol {most}: upgrade one or the other"
+            worker_id: f"it uses protocol {protocol}, but most workers use protocol {most}: upgrade one or the other"
             for worker_id, protocol in protocols.items()
             if protocol != most
         }
 
     def why_not_together(self, names: Iterable[WorkerId]) -> str:
-        """Reason why these workers cannot form a group; empty if they use the same protocol."""
+        """Return the reason why these workers cannot form a group; empty if they use the same protocol."""
         protocols = self._membership.protocols()
         spoken = {name: protocols[name] for name in names if name in protocols}
         if len(set(spoken.values())) < 2:
@@ -60,9 +64,9 @@ class KeptOut:
         return "they do not use the same protocol: " + ", ".join(f"{name} {number}" for name, number in spoken.items())
 
     def regrouped(self, before: Layout, after: Layout, age_s: Callable[[GroupId, float], float], at_s: float) -> None:
-        """Handle a change of the layout outside a transition. If a young pipeline is gone although all its members are
-        alive, it counts as broken, and its members are not merged again for a while. `age_s`: age of a group at that
-        time.
+        """Handle a change of the layout outside a transition. If a young pipeline has disappeared although all its
+        members are alive, it counts as broken, and its members are not merged again for a while. `age_s`: returns the
+        age of a group at that time.
         """
         left = {group.group_id for group in after.groups if len(group.members) > 1}
         for group in before.groups:

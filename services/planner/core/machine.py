@@ -1,16 +1,16 @@
 """The layout of the cluster and its changes (pure; `handle` is the only entry).
 
-`store_sync` reads and writes it. Joins close together share an epoch; a loss is planned at once. While the state server
-is unreachable the newest change is kept and written later.
+`store_sync` reads and writes the layout. Joins at about the same time share an epoch, while a loss is planned at once.
+While the state server is unreachable, the newest change is remembered and written later.
 
-Epochs never decrease or repeat: a state server that has lost the layout gets it again under the next epoch. A new
-leader that finds the layout lost cannot know the last epochs: it waits for the monitor's snapshot and continues from
+Epochs never decrease or repeat. A state server that has lost the layout gets it again under the next epoch. A new
+leader that finds the layout lost cannot know the last epochs, so it waits for the monitor's snapshot and continues from
 the time (in seconds) of its fencing token, which no epoch of an earlier leader can have reached. Only if all planners
 and the state server are lost at once do epochs restart; epochs of transitions continue from the highest that an
 instance has reported. Groups are then rebuilt from their members' reports (`claims`).
 
-Until a transition (see `conductor`) is decided, the layout is unchanged; joins and losses are written afterwards. If a
-pipeline loses a member, the others leave the layout, too, and return once they hold all layers.
+Until a transition (see `conductor`) is committed or aborted, the layout does not change; joins and losses are written
+afterwards. If a pipeline loses a member, the others also leave the layout, and return once they hold all layers.
 """
 
 import math
@@ -43,18 +43,18 @@ NO_LAYOUT = Layout(Epoch(0), 0, (), "nothing planned yet")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlannerRules:
-    coalesce_s: float = 0.1  # joins within this time share an epoch, as in the start of a cluster
-    verify_interval_s: float = 1.0  # interval of reads of the stored layout: only a second leader changes it
+    coalesce_s: float = 0.1  # joins within this time share an epoch, for example at the start of a cluster
+    verify_interval_s: float = 1.0  # interval of reads of the stored layout, which only a second leader would change
     retry_s: float = 0.5  # wait before the next attempt if the state server did not answer
     max_drains: int = 1000  # number of drains whose answers are remembered
-    disagree_s: float = 2.0  # how long a report must contradict the layout before it takes precedence
+    disagree_s: float = 2.0  # time for which a report must contradict the layout before it takes precedence
     transitions: ConductorRules = field(default_factory=ConductorRules)
 
 
 @dataclass(slots=True)
 class PlannerCore:
     rules: PlannerRules
-    layout: Layout = NO_LAYOUT  # the newest known to be stored, now or before the state server lost it
+    layout: Layout = NO_LAYOUT  # newest layout known to be stored, now or before the state server lost it
     layout_model: ModelInfo | None = None  # model served by its instances
     membership: Membership = field(default_factory=Membership)
     partial: Partial = ()  # incarnations that hold only some layers, as last written
@@ -63,9 +63,9 @@ class PlannerCore:
     store: StoreSync = field(init=False)
     _drains: Drains = field(init=False)
     standings: Standings = field(init=False)
-    _plan_at_s: float = math.inf  # when to plan; inf: nothing has changed
+    _plan_at_s: float = math.inf  # time at which to plan; inf: there are no changes
     _timer_at_s: float = math.inf
-    _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # reasons of losses not in a layout yet
+    _why_lost: dict[WorkerId, str] = field(default_factory=dict[WorkerId, str])  # reasons for losses not written yet
     inconsistent: Inconsistent = field(init=False)
     kept_out: KeptOut = field(init=False)
     _stand_ins: StandIns = field(default_factory=StandIns)
@@ -93,9 +93,9 @@ class PlannerCore:
 
     @property
     def settled_epoch(self) -> Epoch:
-        """The highest epoch up to which no transition will be committed any more; 0 if none is certain.
+        """The highest epoch up to which no further transition will be committed; 0 if none is certain.
 
-        It is always a stored epoch, as another leader may use a number that was never stored.
+        It is always a stored epoch, because another leader may use a number that was never stored.
         """
         certain = self._may_write and self.store.stored_epoch == self.layout.epoch
         if not certain or self.conductor.busy:
@@ -238,7 +238,7 @@ class PlannerCore:
         return [p.Publish(layout, event.cause_id), *self._answer_drains()]
 
     def _transition_ended(self, at_s: float, ended: TransitionRecord) -> None:
-        # Answered drains are kept: an operator may repeat a request.
+        # Answered drains are remembered, because an operator may repeat a request.
         before_s = ended.began_at_s if ended.journal.base.groups == self.layout.groups else -math.inf
         self.inconsistent.transition_ended(at_s, before_s)
         self._replan(at_s)
@@ -309,8 +309,8 @@ class PlannerCore:
             why = difference(event.model, self.membership.model)
             commands.append(p.RejectInstance(event.worker_id, event.incarnation, why, event.cause_id))
         if known.placeable.draining and not event.draining:
-            # Its drain was requested, but it did not receive the order: the previous planner ended, or the worker was
-            # unreachable.
+            # Its drain was requested, but it did not receive the order, because the previous planner ended or the
+            # worker was unreachable.
             commands.append(p.AskWorkerToDrain(event.worker_id, event.incarnation, event.address, event.cause_id))
         self._replan(event.at_s + self.rules.coalesce_s)
         return commands
@@ -351,7 +351,7 @@ class PlannerCore:
     # ------------------------------------------------------------ planning
 
     def _replan(self, at_s: float) -> None:
-        if self._plan_at_s <= at_s:  # early enough: of a thousand simultaneous joins only the first schedules it
+        if self._plan_at_s <= at_s:  # already scheduled; of a thousand simultaneous joins only the first does it
             return
         if self._wanted()[0] != self.layout.groups or self.in_flight is not None:
             self._plan_at_s = at_s
@@ -361,7 +361,9 @@ class PlannerCore:
         return keep_pipelines(self.layout.groups, self.membership.placeable(), self._stranded(), self._layer_count())
 
     def _stranded(self) -> Partial:
-        """Incarnations that may lack layers: the stored ones, members of a failed transition, and inconsistent ones."""
+        """Return the incarnations that may lack layers: the stored ones, members of a failed transition, and
+        inconsistent ones.
+        """
         failed = set(self.conductor.failed)
         if not failed and not self.inconsistent:
             return self.partial
@@ -391,8 +393,8 @@ class PlannerCore:
         return self.membership.model.layer_count if self.membership.model is not None else self.layout.layer_count
 
     def _act(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Start what is due, at most one store operation at a time: a pending journal write, a read, or a change of the
-        layout.
+        """Start the operations that are due, at most one store operation at a time: a pending journal write, a read, or
+        a change of the layout.
         """
         store, journal = self.store, self.conductor.to_write
         if store.busy:
@@ -412,7 +414,7 @@ class PlannerCore:
         return self._begin_transition(at_s, cause_id)
 
     def _stand_in(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Replace a lost follower, if an instance can take its place. Empty: none is lost, or none replaced now."""
+        """Replace a lost follower if an instance can take its place. Empty: no follower is lost or replaced now."""
         if self.store.stored_epoch != self.layout.epoch:
             return []
         busy, changing = self.conductor.busy, self.conductor.changing
@@ -429,7 +431,7 @@ class PlannerCore:
         if taken is not None and not busy:
             approved = plan_stand_in(*taken, self.layout, self.layout_model, context.epoch, self.kept_out.why(at_s))
         if approved is None:
-            return self._stand_in(at_s, cause_id)  # another one may be lost, too
+            return self._stand_in(at_s, cause_id)  # another follower may be lost, too
         commands = self.conductor.start(approved, context, at_s, DropRequest("loss", cause_id))
         self.store.use(context.epoch)
         return commands + self._act(at_s, cause_id)
@@ -438,7 +440,7 @@ class PlannerCore:
         return LayoutContext(self.layout, self.layout_model, self._next_epoch(), stranded, self.kept_out)
 
     def _begin_transition(self, at_s: float, cause_id: str) -> list[p.Command]:
-        """Begin a pending transition, if nothing else is to be done and all instances are known."""
+        """Begin a pending transition, if no other work is due and all instances are known."""
         if self.conductor.busy or self._plan_at_s != math.inf or self.store.stored_epoch != self.layout.epoch:
             return []
         groups, partial = self._wanted()

@@ -1,8 +1,8 @@
 """The instances known to the planner, with incarnation and model (pure).
 
-Rule 1: an instance is added on an event of the monitor or, before the monitor's snapshot, because the layout names it.
-Rule 2: it is removed on an event of the monitor, which has evidence of its end, or on the planner's own evidence
-(`evictions`). A lost connection to the monitor proves nothing about instances.
+Rule 1: an instance is added on an event of the monitor or, before the monitor's snapshot, because the layout contains
+it. Rule 2: an instance is removed on an event of the monitor, which has evidence that it has ended, or on the planner's
+own evidence (`evictions`). A lost connection to the monitor proves nothing about instances.
 """
 
 from collections import OrderedDict
@@ -22,7 +22,7 @@ class Known:
     placeable: Placeable
     model: ModelInfo | None  # None: from a layout without models
     confirmed: bool  # True if the monitor has confirmed it over the current connection
-    place: Place | None = None  # last reported place; None: alone, with all layers
+    place: Place | None = None  # last reported place; None: serves alone, with all layers
     protocol: int | None = None  # number of the protocol between workers; None: from a layout
     fresh: bool = True  # True: it has reported since the layout assigned its group
     away: bool | None = None  # True: it should be parked; None: undecided
@@ -42,9 +42,10 @@ class Known:
 class Membership:
     max_remembered: int = 10_000  # number of workers whose newest incarnation is remembered
     model: ModelInfo | None = None  # the cluster's model
-    complete: bool = False  # the monitor's snapshot over the present connection is complete
+    complete: bool = False  # True: the monitor's snapshot over the current connection is complete
     known: dict[WorkerId, Known] = field(default_factory=dict[WorkerId, Known])
-    # Incarnations that ended before the snapshot was complete: a layout that still names them must not add them again.
+    # Incarnations that ended before the snapshot was complete. A layout that still contains them must not add them
+    # again.
     _gone: dict[WorkerId, Incarnation] = field(default_factory=dict[WorkerId, Incarnation])
     _newest: OrderedDict[WorkerId, Incarnation] = field(default_factory=OrderedDict[WorkerId, Incarnation])
 
@@ -59,7 +60,7 @@ class Membership:
         return self._newest.get(worker_id, Incarnation(0))
 
     def presume(self, layout: Layout, model: ModelInfo | None) -> None:
-        """Assume the members of a layout to be alive, unless the snapshot is complete."""
+        """Assume that the members of a layout are alive, unless the snapshot is complete."""
         if layout.groups:
             self.model = model
         for member in (member for group in layout.groups for member in group.members):
@@ -125,7 +126,7 @@ class Membership:
         return True
 
     def drain(self, worker_id: WorkerId, incarnation: Incarnation) -> bool:
-        """Mark the incarnation as draining. Returns False if it is unknown or draining already. Irreversible."""
+        """Mark the incarnation as draining. Returns False if it is unknown or already draining. Irreversible."""
         known = self.known.get(worker_id)
         if known is None or known.placeable.incarnation != incarnation or known.placeable.draining:
             return False
@@ -134,7 +135,9 @@ class Membership:
         return True
 
     def regrouped(self, before: Layout, after: Layout) -> None:
-        """Mark the places reported by members of new groups as outdated. `before`, `after`: the layouts."""
+        """Mark the places reported by members of new groups as outdated. `before`, `after`: the old and the new
+        layout.
+        """
         kept = set(before.groups)
         for member in (m for group in after.groups if group not in kept for m in group.members):
             known = self.known.get(member.worker_id)
@@ -142,8 +145,8 @@ class Membership:
                 known.fresh = False
 
     def disagrees(self, worker_id: WorkerId, group: Group | None, layer_count: int) -> bool:
-        """True if it reports another place than `group`, its group in the layout (None: none), or if it is in no group
-        and lacks layers.
+        """True if the instance reports a place other than `group`, its group in the layout (None: no group), or if it
+        is in no group and lacks layers.
         """
         known = self.known.get(worker_id)
         if known is None or not self._serves(known):
@@ -158,7 +161,7 @@ class Membership:
         return known.place is None or _stages(known.place.group) != _stages(group)
 
     def claims(self) -> dict[WorkerId, WorkerClaim]:
-        """Places reported by instances of the cluster's model."""
+        """Return the places reported by instances of the cluster's model."""
         self._choose_model()
         return {
             worker_id: WorkerClaim(known.placeable.incarnation, known.place)
@@ -167,12 +170,12 @@ class Membership:
         }
 
     def placeable(self) -> list[Placeable]:
-        """Instances of the cluster's model."""
+        """Return the instances of the cluster's model."""
         self._choose_model()
         return [known.placeable for known in self.known.values() if self._serves(known)]
 
     def protocols(self) -> dict[WorkerId, int]:
-        """Protocols of the instances of the cluster's model that have reported one."""
+        """Return the protocols of the instances of the cluster's model that have reported one."""
         known = self.known.items()
         return {w: one.protocol for w, one in known if one.protocol is not None and self._serves(one)}
 
@@ -181,7 +184,7 @@ class Membership:
         return not self._serves(self.known[worker_id])
 
     def of_another_model(self) -> dict[WorkerId, str]:
-        """Instances kept out of the layout, and how their model differs from the cluster's."""
+        """Return the instances kept out of the layout, with the differences of their models from the cluster's."""
         self._choose_model()
         return {
             worker_id: f"it serves another model: {difference(known.model, self.model)}"
@@ -190,15 +193,15 @@ class Membership:
         }
 
     def _serves(self, known: Known) -> bool:
-        """True if it serves the cluster's model."""
+        """True if the instance serves the cluster's model."""
         return known.model is self.model or (known.model is not None and known.model.is_same(self.model))
 
     def _choose_model(self) -> None:
         """Choose the cluster's model: the current one while an instance serves it, otherwise that of the first
         remaining worker.
 
-        A model without revision, from a layout or from a worker of an older version, is replaced by one reported with
-        it.
+        A model without revision, from a layout or from a worker of an older version, is replaced by the same model
+        reported with a revision.
         """
         if not self.known:
             return
@@ -242,7 +245,7 @@ def _stages(group: Group) -> tuple[tuple[WorkerId, Incarnation, int, int], ...]:
 
 
 def difference(own: ModelInfo, cluster: ModelInfo | None) -> str:
-    """Text that describes how a model differs from the cluster's."""
+    """Return text that describes how a model differs from the cluster's."""
     if cluster is None:
         return "the model of the cluster is not known"
     found = [(name, *(getattr(model, name) or "none" for model in (own, cluster))) for name in own.differences(cluster)]

@@ -25,12 +25,12 @@ class ClusterLoad:
 
     workers: Mapping[WorkerId, LoadReport]
     traffic: Traffic = _QUIET
-    pace: Pace | None = None  # speed of a typical instance, with the most layers that any holds; None: unknown
-    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors on `pace`, if not 1
-    fresh_traffic: Traffic | None = None  # traffic without silent dispatchers; None: none is silent
+    pace: Pace | None = None  # speed of a typical instance among those with the most layers; None: unknown
+    slowness: Mapping[WorkerId, float] = field(default_factory=dict[WorkerId, float])  # factors on `pace` other than 1
+    fresh_traffic: Traffic | None = None  # traffic without silent dispatchers; None: no dispatcher is silent
 
     def without(self, kept_out: Container[WorkerId]) -> "ClusterLoad":
-        """A copy without the reports of these instances: their groups take no part in plans."""
+        """Return a copy without the reports of these instances, so that their groups take no part in plans."""
         return replace(self, workers={w: load for w, load in self.workers.items() if w not in kept_out})
 
 
@@ -43,7 +43,7 @@ class StoredLayout:
 
     layout: Layout
     model: ModelInfo | None  # model of its instances; None before the first instance
-    partial: Partial = ()  # instances outside of the layout that hold only some layers
+    partial: Partial = ()  # instances outside the layout that hold only some layers
     journal: Journal | None = None  # journal of the newest transition
     learnt: Learnt = field(default_factory=Learnt)
 
@@ -52,7 +52,7 @@ class WriteOutcome(Enum):
     WRITTEN = auto()
     CONFLICT = auto()  # another epoch is stored than expected
     FENCED = auto()  # another planner has the lease
-    UNAVAILABLE = auto()  # not answered: the outcome is unknown
+    UNAVAILABLE = auto()  # not answered, so the outcome is unknown
 
 
 # ---------------------------------------------------------------- events
@@ -88,7 +88,7 @@ class WriteSettled:
 
 @dataclass(frozen=True, slots=True)
 class SnapshotBegan:
-    """A new connection to the monitor: it reports all instances, then SnapshotEnded follows."""
+    """There is a new connection to the monitor, which reports all instances. Then SnapshotEnded follows."""
 
     at_s: float
     cause_id: str
@@ -110,9 +110,9 @@ class InstanceUp:
     model: ModelInfo
     draining: bool
     data_address: str = ""  # host:port of its data plane
-    place: Place | None = None  # reported place in the layout; None: alone, with all layers
+    place: Place | None = None  # reported place in the layout; None: serves alone, with all layers
     protocol: int = PROTOCOL  # number of the protocol between workers
-    parked: bool = False  # True if it reports that it is parked
+    parked: bool = False  # True: it reports that it is parked
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class InstanceLost:
     worker_id: WorkerId
     incarnation: Incarnation
     why: str
-    silent: bool = False  # no reports, and no other evidence of its end
+    silent: bool = False  # True: no reports, and no other evidence that it has ended
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +135,7 @@ class InstanceDraining:
 
 class Probed(Enum):
     ALIVE = auto()  # the same incarnation answers
-    GONE = auto()  # nothing listens at its address, or another process does
+    GONE = auto()  # no process or another process listens at its address
     SILENT = auto()
 
 
@@ -184,7 +184,7 @@ class ReliefRaised:
 
 @dataclass(frozen=True, slots=True)
 class LongRequestRaised:
-    """A request waits for a group that can hold it, or is about to outgrow its instance; repeated each second."""
+    """A request waits for a group that can hold it, or is about to outgrow its instance. Repeated each second."""
 
     at_s: float
     cause_id: str
@@ -195,19 +195,19 @@ class LongRequestRaised:
 
 @dataclass(frozen=True, slots=True)
 class DropRequested:
-    """An operator asks for a drop."""
+    """An operator requests a drop."""
 
     at_s: float
     cause_id: str
     request_id: str  # a repetition gets the same answer
     required_bytes: int | None = None  # None: the current shortfall
     worker_ids: tuple[WorkerId, ...] = ()  # not empty: form one group of these, in this order
-    hold_s: float = 0.0  # no automatic restore for this long
+    hold_s: float = 0.0  # seconds without automatic restores afterwards
 
 
 @dataclass(frozen=True, slots=True)
 class RestoreRequested:
-    """An operator requests to restore all pipelines, whatever the load."""
+    """An operator requests a restore of all pipelines, regardless of the load."""
 
     at_s: float
     cause_id: str
@@ -275,8 +275,8 @@ class LoadLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteLayout:
-    """Store a layout. Answered by WriteSettled. It is refused unless `expected_epoch` is stored and `token` is the
-    lease's.
+    """Store a layout. Answered by WriteSettled. The write is refused unless `expected_epoch` is stored and `token` is
+    that of the lease.
     """
 
     layout: Layout
@@ -289,9 +289,9 @@ class WriteLayout:
 
 @dataclass(frozen=True, slots=True)
 class WriteJournal:
-    """Store a journal. Answered by WriteSettled; a repeated write of the same content is WRITTEN again.
+    """Store a journal. Answered by WriteSettled; a repeated write of the same content is again WRITTEN.
 
-    PREPARING and COMMITTING are refused unless `expected_epoch` is stored; with COMMITTING the target becomes the
+    PREPARING and COMMITTING are refused unless `expected_epoch` is stored. With COMMITTING, the target becomes the
     layout in the same write.
     """
 
@@ -367,7 +367,7 @@ class RefuseChange:
 
 @dataclass(frozen=True, slots=True)
 class TransitionMoved:
-    """A transition has reached another stage. When it has ended, the record is complete."""
+    """A transition has reached another stage. Once it has ended, the record is complete."""
 
     record: TransitionRecord
     cause_id: str
@@ -427,7 +427,7 @@ class AskWorkerToDrain:
 
 @dataclass(frozen=True, slots=True)
 class OrderStanding:
-    """Order an instance to park, or to wake; repeated until it reports that it has."""
+    """Order an instance to park or to wake. Repeated until it reports that it has done so."""
 
     member: Member
     park: bool
@@ -443,7 +443,7 @@ class AnswerDrain:
 class DrainRefusal(Enum):
     STANDBY = auto()
     NO_SUCH_WORKER = auto()
-    NOT_READY = auto()  # recently active: instances are not known yet
+    NOT_READY = auto()  # only recently active, so instances are not known yet
     ID_REUSED = auto()  # the request id was used for another worker
     FULL = auto()  # too many drains are in progress
 
@@ -476,7 +476,7 @@ class IgnoreStale:
 
 @dataclass(frozen=True, slots=True)
 class SetTimer:
-    """Send TimerFired at that time; replaces the previous timer."""
+    """Send TimerFired at this time. Replaces the previous timer."""
 
     at_s: float
 

@@ -1,6 +1,6 @@
-"""Predictions of decisions and their outcomes, for people, metrics and figures (pure).
+"""Predictions of decisions and their outcomes, for operators, metrics and figures (pure).
 
-A prediction is about the waiting requests, and those that arrive within its horizon. The outcome is read from the
+A prediction covers the waiting requests and those that arrive within its horizon. The outcome is read from the
 dispatchers' traffic at the end of the horizon, or when the next transition begins, which changes the layout.
 """
 
@@ -23,7 +23,7 @@ class Predicted:
 
     decision: str  # the chosen candidate
     predicted: Prediction
-    nothing: Prediction  # prediction of the candidate without change
+    nothing: Prediction  # prediction for the candidate without a change
     horizon_s: float
     targets: ComparisonTargets
     at_s: float
@@ -33,7 +33,7 @@ class Predicted:
     served: Served | None = None  # None: unknown, or not yet known
 
     def told(self, now_s: float) -> str:
-        """The prediction and its outcome in one line."""
+        """Return the prediction and its outcome in one line."""
         predicted = f"{self.decision}: predicted {self.predicted.told()}"
         if self.settled_at_s is None:
             return f"{predicted}; in {max(0.0, self.at_s + self.horizon_s - now_s):.0f} s it can be said what came"
@@ -66,12 +66,12 @@ class PredictionLog:
 
     @property
     def due_at_s(self) -> float:
-        """Time at which to call `asks`."""
+        """Time at which `asks` must be called."""
         ends_s = min((one.at_s + one.horizon_s for one in self.open), default=math.inf)
         return max(ends_s, self._asked_at_s + _ASK_AGAIN_S)
 
     def note(self, compared: Comparison, traffic: Traffic, at_s: float, epoch: Epoch | None) -> None:
-        """Record a decision, unless the same one, without a change, was recorded recently."""
+        """Record a decision, unless it changes nothing and the same one was recorded recently."""
         if epoch is None and any(one.epoch is None and one.decision == compared.chosen.name for one in self.open):
             return
         if len(self.open) >= _KEPT:
@@ -82,18 +82,18 @@ class PredictionLog:
         self.open.append(predicted)
 
     def asks(self, at_s: float) -> bool:
-        """True if the traffic must be read now; then not again for `_ASK_AGAIN_S`."""
+        """True if the traffic must be read now. After that, False for `_ASK_AGAIN_S`."""
         if at_s < self.due_at_s:
             return False
         self._asked_at_s = at_s
         return True
 
     def settle(self, traffic: Traffic, at_s: float) -> list[Predicted]:
-        """Determine the outcomes of predictions whose horizon has ended."""
+        """Determine the outcomes of predictions whose horizon has ended, and return them."""
         return self._settle([one for one in self.open if at_s >= one.at_s + one.horizon_s], traffic, at_s)
 
     def overtake(self, traffic: Traffic, at_s: float) -> list[Predicted]:
-        """Determine the outcomes of all predictions, as a transition begins."""
+        """Determine the outcomes of all predictions, because a transition begins."""
         return self._settle(list(self.open), traffic, at_s)
 
     def _settle(self, found: list[Predicted], traffic: Traffic, at_s: float) -> list[Predicted]:

@@ -9,7 +9,7 @@ _MOST_NAMES = 8
 
 
 def explain(before: tuple[Group, ...], after: tuple[Group, ...], why_lost: Mapping[WorkerId, str]) -> str:
-    """Text on how two layouts' groups differ, for example "join: w1 w2; lost: w3 (silent for 3.1 s)"."""
+    """Describe how the groups of two layouts differ, for example "join: w1 w2; lost: w3 (silent for 3.1 s)"."""
     old, new = _members(before), _members(after)
     lost = [f"{w} ({why_lost[w]})" if w in why_lost else w for w in sorted(set(old) - set(new))]
     both = sorted(set(old) & set(new))

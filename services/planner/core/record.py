@@ -35,7 +35,7 @@ class TransitionRecord:
         return next((at_s for stage, at_s in self.reached_at_s.items() if stage.over), None)
 
     def seconds_in(self, stage: Stage) -> float:
-        """Seconds in that stage, as observed by this planner; 0 if it was not reached."""
+        """Return the seconds in this stage, as observed by this planner; 0 if it was not reached."""
         stages = list(self.reached_at_s)
         if stage not in stages or stages[-1] is stage:
             return 0.0
@@ -60,7 +60,7 @@ class TransitionRecord:
 
     @property
     def victim_count(self) -> int:
-        """Number of moved sequences; each group's leader reports for its whole group."""
+        """Number of moved sequences. Each group's leader reports for its whole group."""
         leaders = [
             self.statuses[g.leader.worker_id] for g in self.changed_groups if g.leader.worker_id in self.statuses
         ]
@@ -74,7 +74,7 @@ class TransitionRecord:
 
     @property
     def summary(self) -> str:
-        """Summary in one line."""
+        """Return a summary in one line."""
         if self.journal.kind is TransitionKind.DROP:
             groups = "; ".join(self._drop_line(group) for group in self.changed_groups)
         else:

@@ -1,8 +1,8 @@
 """Decides by prediction how many instances serve, and which are parked or woken (pure).
 
-To avoid oscillation, one more instance serves as soon as the current number does not suffice for the expected rate, but
-one leaves only if the others have sufficed for a higher rate for some time. If an instance was needed again soon after
-one had left, the next leave waits twice as long.
+To avoid oscillation, an instance is woken as soon as the current number does not suffice for the expected rate, but one
+is parked only if the others have sufficed for a higher rate for some time. If an instance was needed again soon after
+one had been parked, the next parking waits twice as long.
 """
 
 import math
@@ -20,12 +20,12 @@ from services.planner.policy.compare import Comparison, ComparisonTargets, compa
 from services.planner.policy.reserve import Jumps, Learnt, Reserve, pair_gain, wanted_memory
 
 _LOOK_S, _LOOK_TO_ADVISE_S = 0.5, 5.0  # intervals of evaluations, with and without parking
-_REACTS_S = 1.0  # time until dispatchers know, in addition to the time to wake and the interval of evaluations
-_REGRET_S = 60.0  # an instance needed again within this time should not have left
+_REACTS_S = 1.0  # time until dispatchers are notified, in addition to the time to wake and the interval of evaluations
+_REGRET_S = 60.0  # an instance that is needed again within this time should not have been parked
 _MOST_DWELL_S = 600.0
 _MOST_LEAVING = 2
 _STARTS = 6.0  # factor on the dwell time if processes end instead of parking
-_SOONER = 0.5  # fraction of the dwell time credited to the next leave when one instance leaves
+_SOONER = 0.5  # when an instance is parked, fraction of the dwell time credited to the next one
 _WAKES = 2.0  # minimum dwell time as a multiple of the time to wake
 _OVERDUE = 3.0  # multiple of the time to wake after which a waking instance is no longer expected
 
@@ -36,8 +36,8 @@ class SizingRules:
     advises: bool = False  # True: without parking, compute the wanted number for an external scaler
     drops: bool = False  # True: parameters are dropped under memory pressure, which bridges the time to wake
     least_instances: int = 1  # minimum number of serving instances
-    dwell_s: float = 10.0  # how long one instance less must suffice before one leaves
-    last_name: bool = False  # the highest name leaves, as with StatefulSets; otherwise the emptiest instance
+    dwell_s: float = 10.0  # time for which one instance less must suffice before one is parked
+    last_name: bool = False  # True: the highest name is parked, as with StatefulSets; False: the emptiest instance
 
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class Sizing:
     _jumps: Jumps = field(default_factory=Jumps)
     _calm_since_s: float | None = None
     _left_at_s: float = -math.inf
-    _dwell_s: float = 0.0  # learnt minimum of the dwell time
+    _dwell_s: float = 0.0  # learned minimum of the dwell time
     _waking_since_s: dict[WorkerId, float] = field(default_factory=dict[WorkerId, float])
 
     def __post_init__(self) -> None:
@@ -66,11 +66,11 @@ class Sizing:
         *,
         may_shrink: bool = True,
     ) -> tuple[Mapping[WorkerId, bool], Comparison | None]:
-        """Evaluate how many instances should serve. Returns the workers to park (True) or to bring back (False), and
-        the comparison; None: too little is known.
+        """Evaluate how many instances should serve. Returns the workers to park (True) or to wake (False), and the
+        comparison, which is None if too little is known.
 
         Args:
-            may_shrink: Whether an instance may leave, as no drop or restore is pending.
+            may_shrink: Whether an instance may be parked, because no drop or restore is pending.
         """
         if self.look_at_s == math.inf:
             return {}, None
@@ -99,7 +99,9 @@ class Sizing:
         return {leaver: True}, compared
 
     def wanted(self, layout: Layout) -> Wanted:
-        """The number of instances that should serve (the current one while unknown), and those that serve now."""
+        """Return the number of instances that should serve (the current number while unknown), and those that serve
+        now.
+        """
         members = [m for group in layout.groups for m in group.members]
         away = (Standing.LEAVING, Standing.PARKED)
         return Wanted(
@@ -124,7 +126,9 @@ class Sizing:
             self.look_at_s = at_s + (_LOOK_S if self.rules.parks else _LOOK_TO_ADVISE_S)
 
     def _reserve(self, layout: Layout, load: ClusterLoad, at_s: float) -> tuple[Reserve, list[Member]]:
-        """The reserve, on the assumption that as many instances again could be started externally; and all members."""
+        """Return the reserve, assuming that the same number of instances again could be started externally, and all
+        members.
+        """
         members = [m for group in layout.groups for m in group.members]
         wake_s = max([load.workers[m.worker_id].wake_s for m in members if m.worker_id in load.workers], default=0.0)
         waking = [m.worker_id for m in members if m.standing is Standing.WAKING]
@@ -177,13 +181,13 @@ class Sizing:
         )
 
     def _back(self, members: list[Member], load: ClusterLoad, count: int, at_s: float) -> dict[WorkerId, bool]:
-        """Choose instances to bring back: first those about to leave, most loaded first; then parked ones. Adapts the
-        learnt dwell time.
+        """Choose instances to wake: first those about to be parked, most loaded first, then parked ones. Adapts the
+        learned dwell time.
         """
         if at_s - self._left_at_s < _REGRET_S:
             self._dwell_s = min(_MOST_DWELL_S, 2 * max(self._dwell_s, self.rules.dwell_s))
             self._left_at_s = -math.inf
-        elif self._left_at_s > -math.inf:  # the last instance to leave was not needed soon
+        elif self._left_at_s > -math.inf:  # the last parked instance was not needed again soon
             self._dwell_s, self._left_at_s = self._dwell_s / 2, -math.inf
         leaving = [m.worker_id for m in members if m.standing is Standing.LEAVING]
         leaving.sort(key=lambda w: (-_held(load.workers.get(w)), w))
@@ -191,7 +195,7 @@ class Sizing:
         return dict.fromkeys([*leaving, *parked][:count], False)
 
     def _is_calm(self, reserve: Reserve, at_s: float) -> bool:
-        """True if one instance less has sufficed for long enough. Starts to measure that time if it has not begun."""
+        """True if one instance less has sufficed for long enough. Starts to measure this time if it has not begun."""
         self._calm_since_s = at_s if self._calm_since_s is None else self._calm_since_s
         return at_s - self._calm_since_s >= self._wait_s(reserve)
 
@@ -214,12 +218,12 @@ def _held(report: LoadReport | None) -> int:
 
 
 def _by_number(name: str) -> tuple[int, str]:
-    """Sort key that orders numbered names by their numbers: w-10 after w-2."""
+    """Return a sort key that orders numbered names by their numbers: w-10 after w-2."""
     return len(name), name
 
 
 def _as_serving(layout: Layout, standing: Standing) -> Layout | None:
-    """A layout of the instances of that standing, as if they served; None: there are none."""
+    """Return a layout of the instances with this standing, as if they served; None: there are none."""
     groups = tuple(
         Group(g.group_id, (replace(g.leader, standing=Standing.SERVING),))
         for g in layout.groups

@@ -1,4 +1,4 @@
-"""The stages of a transition at the planner: the table that the coordinator follows (pure).
+"""The stages of a transition in the planner, as a table that the coordinator follows (pure).
 
 `docs/transitions.md` is generated from it.
 """
@@ -29,16 +29,16 @@ class Stage(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class CoordinatorRules:
-    """Timeouts in seconds, enforced whatever members answer."""
+    """Timeouts in seconds, enforced regardless of the members' answers."""
 
     prepare_timeout_s: float = 10.0
     restore_prepare_timeout_s: float = 600.0
-    commit_timeout_s: float = 30.0  # time for the end of a step and remapping
+    commit_timeout_s: float = 30.0  # maximum time for the end of a step and remapping
     exchange_timeout_s: float = 60.0  # time without progress of any member
     abort_timeout_s: float = 10.0
-    bereaved_s: float = 1.0  # after the loss of a member, time left to those that depend on it (once committed)
-    poll_s: float = 0.02  # polling interval for a member that will be ready soon, as requests wait
-    slow_poll_s: float = 0.1  # polling interval for a member that is busy for longer: loading parameters, exchanging KV
+    bereaved_s: float = 1.0  # after the commit: time left to members that depend on a lost one
+    poll_s: float = 0.02  # polling interval for a member that will be ready soon; short, because requests wait
+    slow_poll_s: float = 0.1  # polling interval for a member that loads parameters or exchanges KV
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
             next=MappingProxyType(
                 {
                     Stage.COMMITTING: "every member is prepared, or already in the planned state",
-                    Stage.ABORTING: "a member fails or is lost; demand is back; the planner has changed",
+                    Stage.ABORTING: "a member fails or is lost; demand has risen again; the planner has changed",
                     Stage.ABORTED: "the journal refuses the plan; no member has received it",
                 }
             ),
@@ -78,7 +78,7 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
             way_out="it is aborted",
         ),
         Stage.COMMITTING: StageRow(
-            next=MappingProxyType({Stage.EXCHANGING: "the new layout is in force at every remaining member"}),
+            next=MappingProxyType({Stage.EXCHANGING: "every remaining member has the new layout"}),
             deadline=_always("commit_timeout_s"),
             way_out="members without the new layout count as lost, and stay out of it until they hold all layers",
         ),
@@ -106,4 +106,4 @@ STAGES: Mapping[Stage, StageRow] = MappingProxyType(
 def check_step(before: Stage, after: Stage) -> None:
     """Raise InvariantViolation unless the table permits this step."""
     if after is not before and after not in STAGES[before].next:
-        raise InvariantViolation(f"a transition goes from {before} to {after}, which its table does not permit")
+        raise InvariantViolation(f"a transition changes from {before} to {after}, which its table does not permit")

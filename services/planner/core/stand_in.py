@@ -1,7 +1,7 @@
 """Stand-ins: an instance that serves alone takes the place of a lost follower (pure).
 
-The other stages of the pipeline keep their KV and wait for it (`services.worker.core.transition.LostStage`). A loss is
-examined only once: if there is no stand-in, or its transition fails, the group ends.
+The other stages of the pipeline keep their KV and wait for a stand-in (`services.worker.core.transition.LostStage`).
+Each loss is examined only once: if there is no stand-in, or its transition fails, the group ends.
 """
 
 from collections.abc import Container, Iterable, Iterator
@@ -16,7 +16,7 @@ from services.planner.core.messages import ClusterLoad, LoadsRead
 from services.planner.core.survey import NoSurvey, replaced, shape_of
 from services.planner.policy.replicate import Partial, Placeable
 
-_WAITS_S = 1.0  # maximum wait of a loss for loads, and for the end of a transition
+_WAITS_S = 1.0  # maximum time for which a loss waits for loads, and for the end of a transition
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class LostFollower:
 
 
 def lost_followers(groups: Iterable[Group], instances: Iterable[Placeable], partial: Partial) -> Iterator[LostFollower]:
-    """The lost follower of each pipeline whose other members are all alive and not draining."""
+    """Yield the lost follower of each pipeline whose other members are all alive and not draining."""
     there = {instance.worker_id: instance for instance in instances}
     left = {worker_id for worker_id, _ in partial}
 
@@ -49,8 +49,9 @@ def plan_stand_in(
     epoch: Epoch,
     without: Container[WorkerId],
 ) -> Approved | None:
-    """A transition in which an instance takes the place of a lost follower: the least used one that serves alone and
-    can hold the group's KV as that stage. None: there is none. `without`: workers that may not enter a group.
+    """Plan a transition in which an instance takes the place of a lost follower: the least used instance that serves
+    alone and can hold the group's KV as this stage. None: there is no such instance. `without`: workers that may not
+    enter a group.
     """
     try:
         shape = shape_of(model, load.workers)
@@ -77,18 +78,18 @@ def plan_stand_in(
 
 
 class StandIns:
-    """Lost followers, handled one at a time with loads read for each."""
+    """Handles lost followers one at a time. Loads are read for each of them."""
 
     def __init__(self) -> None:
         self._seen: set[tuple[WorkerId, Incarnation]] = set()  # handled losses that are still in the layout
         self._lost: LostFollower | None = None
         self._until_s = 0.0  # end of the current loss's wait
         self._load: ClusterLoad | None = None
-        self._asked = False  # loads were requested for the current loss
+        self._asked = False  # True: loads were requested for the current loss
 
     def due_at_s(self, lost: Iterable[LostFollower], at_s: float, *, busy: bool) -> float | None:
-        """Choose the next loss and return the time at which to `take` it; None: there is none. `busy`: a transition is
-        under way.
+        """Choose the next loss and return the time at which to `take` it; None: there is no loss. `busy`: a transition
+        is under way.
         """
         found = {(one.member.worker_id, one.member.incarnation): one for one in lost}
         self._seen &= found.keys()
@@ -101,12 +102,12 @@ class StandIns:
         return at_s if self._load is not None and not busy else self._until_s
 
     def asks(self) -> bool:
-        """True if loads must be read for a loss now: returned once for each loss."""
+        """True if loads must be read for a loss now. Returned only once for each loss."""
         asks, self._asked = not self._asked, True
         return asks
 
     def loads_read(self, event: LoadsRead) -> bool:
-        """Keep the loads for the current loss. Returns True if a loss was waiting for them."""
+        """Store the loads for the current loss. Returns True if a loss was waiting for them."""
         waited = self._asked and self._lost is not None
         if waited and self._load is None:
             self._load = event.load if not event.failure else None

@@ -1,9 +1,9 @@
-"""The instances that are to be parked, and the steps that park them (pure).
+"""Decides which instances are parked, and the steps that park them (pure).
 
 An instance's standing follows from two facts: whether it should be away, which is decided here and stored in the
-layout, and whether it has parked, which it reports. So no step can be missed: standings converge despite changes of
-leader, late reports and lost orders. Orders are repeated while the instance is leaving or waking in the layout, which
-dispatchers know by then.
+layout, and whether it is parked, which it reports. Standings therefore converge despite changes of leader, late reports
+and lost orders. Orders are repeated while the instance is leaving or waking in the layout, of which dispatchers have
+been notified by then.
 """
 
 import math
@@ -26,7 +26,9 @@ class Standings:
     _waiting: OrderedDict[str, p.StandingRequested] = field(default_factory=OrderedDict[str, p.StandingRequested])
 
     def requested(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> list[p.Command]:
-        """Handle an operator's request to park or wake an instance; `settle` answers it once the layout contains it."""
+        """Handle an operator's request to park or wake an instance. `settle` answers it once the layout contains the
+        change.
+        """
         earlier = self._waiting.get(event.request_id)
         if earlier is not None and (earlier.worker_id, earlier.away) != (event.worker_id, event.away):
             why = f"request id {event.request_id!r} was already used for another change"
@@ -46,23 +48,23 @@ class Standings:
     def _why_not(self, event: p.StandingRequested, layout: Layout, *, busy: bool) -> str:
         known, group = self.membership.known.get(event.worker_id), group_of(layout, event.worker_id)
         if known is None or group is None:
-            return f"{event.worker_id} is not in the layout; `ballast status` names who is"
+            return f"{event.worker_id} is not in the layout; `ballast status` lists its instances"
         if not event.away or known.away:
             return ""
         if self.membership.model is not None and self.membership.model.tensor_parallel_size > 1:
             return "an instance of several ranks cannot be parked: drain it"
         if known.placeable.draining:
-            return f"{event.worker_id} drains: it is about to end"
+            return f"{event.worker_id} is draining"
         if len(group.members) > 1:
             return f"{event.worker_id} serves in a group: restore first"
         if busy:
-            return "a transition is under way: try again when it is over"
+            return "a transition is under way: try again when it has ended"
         if not any(m.takes_new for g in layout.groups for m in g.members if m.worker_id != event.worker_id):
-            return f"nobody but {event.worker_id} serves"
+            return f"no instance but {event.worker_id} serves"
         return ""
 
     def put(self, worker_id: WorkerId, *, away: bool) -> bool:
-        """Set whether an instance should be parked. Returns True if that changes anything."""
+        """Set whether an instance should be parked. Returns True if that is a change."""
         known = self.membership.known.get(worker_id)
         if known is None or known.away is away:
             return False
@@ -71,7 +73,7 @@ class Standings:
         return True
 
     def help_out(self, layout: Layout) -> bool:
-        """Let leaving instances or a parked one serve again if no other instance serves. Returns True if one does."""
+        """Make leaving instances or a parked one serve again if no instance serves. Returns True if one will."""
         members = [m for group in layout.groups for m in group.members]
         if any(m.takes_new or m.standing is Standing.WAKING for m in members):
             return False
@@ -94,7 +96,7 @@ class Standings:
         return commands
 
     def due(self, layout: Layout, at_s: float, cause_id: str) -> list[p.Command]:
-        """Return the orders to send now to leaving and waking instances, and set the time of the next ones.
+        """Return the orders to send now to leaving and waking instances, and set the time of the next orders.
 
         `layout`: the stored one.
         """
@@ -110,7 +112,7 @@ class Standings:
         return [p.OrderStanding(member, member.standing is Standing.LEAVING, cause_id) for member in members]
 
     def give_up(self) -> list[p.Command]:
-        """Drop and refuse all requests, as another planner leads."""
+        """Drop and refuse all requests, because another planner leads."""
         waiting, self._waiting = self._waiting, OrderedDict[str, p.StandingRequested]()
         self.order_at_s = math.inf
         return [p.RefuseChange(request_id, p.ChangeRefusal.STANDBY, "") for request_id in waiting]

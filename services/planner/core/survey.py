@@ -24,19 +24,19 @@ from services.planner.policy.snapshot import (
 )
 
 Loads = Mapping[WorkerId, LoadReport]
-_Classes = Mapping[tuple[int, int], tuple[int, int]]  # budget and extent size -> those of its class
-_MARGIN = 1.1  # factor on the demand for which memory is to be freed
+_Classes = Mapping[tuple[int, int], tuple[int, int]]  # (budget, extent size) -> those of its class
+_MARGIN = 1.1  # factor on the demand for which memory is freed
 _LIKE_SPEED = 1.1  # speeds are rounded to powers of this
 _MOST_SLOWNESS = 1000.0
-_ALIKE = 1.02  # memories that differ by less are of one class: each class increases the search
+_ALIKE = 1.02  # memories that differ by less are of one class, since each class increases the search
 
 
 class NoSurvey(Exception):
-    """Too little is known of the cluster to plan."""
+    """Too little is known about the cluster to plan."""
 
 
 def shape_of(model: ModelInfo | None, loads: Loads) -> ModelShape:
-    """Sizes of the model's layers and blocks. Raises NoSurvey if instances do not report them."""
+    """Return the sizes of the model's layers and blocks. Raises NoSurvey if instances do not report them."""
     if model is None or not loads:
         raise NoSurvey("there is no instance")
     if not model.layer_parameter_bytes or not model.block_bytes:
@@ -67,16 +67,17 @@ def survey(
     *,
     draining: bool = False,
 ) -> Survey:
-    """The groups that take part in plans: those whose members have all reported, with none parked, about to be parked
-    or, unless `draining`, draining.
+    """Return the groups that take part in plans. All their members have reported, and none is parked, about to be
+    parked or, unless `draining`, draining.
 
-    Groups with an impossible report are left out: one instance's error must neither end the planner nor enter a plan.
+    Groups with an impossible report are left out, because one instance's error must neither end the planner nor enter a
+    plan.
     """
     shape = shape_of(model, loads)
     if layout.layer_count != shape.layer_count:
-        raise NoSurvey(f"the layout is of {layout.layer_count} layers, the model has {shape.layer_count}")
+        raise NoSurvey(f"the layout has {layout.layer_count} layers, but the model has {shape.layer_count}")
     parts = dict[tuple[int, int, int], _LayerRange]()
-    begin, end, extent, least_bytes = 0, 0, -1, 0  # values of the last member, usually the same for the next
+    begin, end, extent, least_bytes = 0, 0, -1, 0  # values of the last member, which are usually the same for the next
     groups, led, reported = list[Group](), list[LoadReport](), loads.get
     for group in layout.groups:
         leaders = None
@@ -125,7 +126,7 @@ def survey(
 
 
 def running_of(led: Sequence[LoadReport]) -> Running:
-    """Limits and waiting requests, from the reports of the leaders of a snapshot's groups."""
+    """Return limits and waiting requests, from the reports of the leaders of a snapshot's groups."""
     return Running(
         max_running_count=max(1, min([one.max_running_count for one in led])),
         waiting_count=sum([one.waiting_count for one in led]),
@@ -133,7 +134,7 @@ def running_of(led: Sequence[LoadReport]) -> Running:
 
 
 def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
-    """Budget and extent size of each memory -> those of the smallest memory of its class."""
+    """Map the budget and extent size of each memory to those of the smallest memory of its class."""
     found, least = dict[tuple[int, int], tuple[int, int]](), (0, 0)
     for one in sorted({(m.budget_bytes, m.extent_bytes) for m in memories}):
         if one[0] > least[0] * _ALIKE:
@@ -143,7 +144,9 @@ def memory_classes(memories: Iterable[MemoryReport]) -> _Classes:
 
 
 def _rounded(slowness: float) -> float:
-    """Slowness rounded to a power of `_LIKE_SPEED`, as each kind of members increases the search; 1 if impossible."""
+    """Round slowness to a power of `_LIKE_SPEED`, because each kind of members increases the search; 1 if it is
+    impossible.
+    """
     if not _MOST_SLOWNESS**-1 <= slowness <= _MOST_SLOWNESS:
         return 1.0
     return _LIKE_SPEED ** round(math.log(slowness, _LIKE_SPEED))
@@ -180,7 +183,7 @@ def _columns(
 
 
 def _uncomputed(load: LoadReport) -> int:
-    """Prompt tokens of running requests not yet computed."""
+    """Return the number of prompt tokens of running requests that are not computed yet."""
     return max(0, load.prompt_token_count - load.waiting_block_count * load.block_tokens)
 
 
@@ -195,7 +198,7 @@ def _part(shape: ModelShape, first: int, last: int) -> _LayerRange:
 
 
 def demand_bytes(snapshot: Snapshot) -> int:
-    """KV demand beyond the present capacity, in bytes."""
+    """Return the KV demand beyond the current capacity, in bytes."""
     model, columns = snapshot.model, columns_of(snapshot.groups)
     wanted = (sum(columns.used) + sum(columns.waiting)) * _MARGIN
     missing = wanted - sum(columns.blocks)
@@ -203,7 +206,7 @@ def demand_bytes(snapshot: Snapshot) -> int:
 
 
 def dropped(base: Layout, plan: DropPlan, epoch: Epoch, why: str) -> Layout:
-    """The layout in which the plan's groups are merged."""
+    """Return the layout in which the plan's groups are merged."""
     of = _members(base)
     merged = {m.worker_id for group in plan.groups for m in group.members}
     made = [
