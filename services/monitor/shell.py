@@ -434,7 +434,9 @@ class MonitorShell:
             await self._surroundings.forget(dispatcher_ids)
 
     async def _write_registry(self) -> None:
-        """Write the newest state whenever due; while the state server is unreachable only the newest is kept."""
+        """Write the newest state whenever it is due. While the state server is unreachable, older states are
+        dropped.
+        """
         reachable = True
         while True:
             await self._registry_due.wait()

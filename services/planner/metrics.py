@@ -11,20 +11,20 @@ from services.planner.core.prediction_log import Predicted
 from services.planner.core.record import TransitionRecord
 from services.planner.core.stages import Stage
 
-_EPOCH = Gauge("ballast_layout_epoch", "Number of the layout in force; grows with every change", registry=REGISTRY)
+_EPOCH = Gauge("ballast_layout_epoch", "Epoch of the current layout, which grows with every change", registry=REGISTRY)
 _GROUPS = Gauge(
-    "ballast_layout_groups", "Groups that serve; fewer than instances while parameters are dropped", registry=REGISTRY
+    "ballast_layout_groups", "Serving groups; fewer than instances while parameters are dropped", registry=REGISTRY
 )
 _WANTED = Gauge(
     "ballast_instances_wanted",
-    "Instances that should serve, by what is predicted; those that there are while nothing is known. Standby: 0",
+    "Instances that should serve, as predicted; the existing ones while too little is known. Standby: 0",
     registry=REGISTRY,
 )
 _STANDINGS = Gauge(
     "ballast_instances_standing", "Instances of the layout by their standing", ["standing"], registry=REGISTRY
 )
 _CHANGES = Counter(
-    "ballast_layout_changes_total", "Layouts that took effect while this planner watched", registry=REGISTRY
+    "ballast_layout_changes_total", "Layouts that took effect while this planner was running", registry=REGISTRY
 )
 _WRITES = Counter(
     "ballast_layout_writes_total",
@@ -36,14 +36,14 @@ _REJECTED = Counter(
     "ballast_instances_rejected_total", "Instances kept out because they serve another model", registry=REGISTRY
 )
 _KEPT_OUT = Gauge(
-    "ballast_instances_kept_out", "Instances that are put into no group: `ballast status` says why", registry=REGISTRY
+    "ballast_instances_kept_out", "Instances kept out of groups; `ballast status` shows the reasons", registry=REGISTRY
 )
 _STALE = Counter(
     "ballast_planner_stale_events_total", "Messages about a worker's earlier process, ignored", registry=REGISTRY
 )
 _TRANSITIONS = Counter(
     "ballast_transitions_total",
-    "Drops and restores by how they ended: done or aborted",
+    "Drops and restores by outcome: done or aborted",
     ["kind", "ending"],
     registry=REGISTRY,
 )
@@ -64,11 +64,11 @@ _EXCHANGED = Counter(
     registry=REGISTRY,
 )
 _PULLED = Counter(
-    "ballast_pulled_parameter_bytes_total", "Parameters that restores have brought back", registry=REGISTRY
+    "ballast_pulled_parameter_bytes_total", "Parameters reloaded by restores", registry=REGISTRY
 )
 _VICTIMS = Counter(
     "ballast_transition_victims_total",
-    "Requests that a drop or restore moved, by fate: kept their KV, or recomputed it",
+    "Requests moved by drops and restores, by outcome: KV kept or recomputed",
     ["fate"],
     registry=REGISTRY,
 )
@@ -80,39 +80,39 @@ _STALL = Histogram(
 )
 _WAVES = Histogram(
     "ballast_transition_waves",
-    "Parts in which KV was exchanged, as some of it made room for other, per transition",
+    "Waves of the KV exchange, limited by free memory, per transition",
     buckets=(0, 1, 2, 3, 5, 8, 13, 21, 34),
     registry=REGISTRY,
 )
 _GROUP_SIZES = Gauge(
     "ballast_layout_group_size",
-    "Groups by how many instances they have; above 1 parameters are dropped",
+    "Groups by number of instances; above 1 parameters are dropped",
     ["members"],
     registry=REGISTRY,
 )
 _NOTHING_DONE = Counter(
-    "ballast_plans_insufficient_total", "Times no plan freed as much as was asked for", ["asked_by"], registry=REGISTRY
+    "ballast_plans_insufficient_total", "Times that no plan freed the required memory", ["asked_by"], registry=REGISTRY
 )
 _ORDERED = Counter(
     "ballast_migrations_ordered_total",
-    "Times an instance was told to hand running requests to another",
+    "Times that an instance was ordered to migrate requests to another",
     registry=REGISTRY,
 )
 _SHORTFALL = Gauge(
     "ballast_plan_shortfall_bytes",
-    "KV memory that the newest overload lacked and its plan does not free; all of it where nothing is done",
+    "KV memory that the newest overload lacked and its plan does not free; all of it without a plan",
     registry=REGISTRY,
 )
 
 _PREDICTED = Histogram(
     "ballast_prediction_ratio",
-    "What was predicted of a drop, of nothing or of a restore over what then came: P99 TTFT (from 0.5 s) and TPOT",
+    "Predicted over actual P99 TTFT (from 0.5 s) and TPOT, for a drop, no change or a restore",
     ["what"],
     buckets=(0.1, 0.2, 0.33, 0.5, 0.67, 0.8, 1.0, 1.25, 1.5, 2.0, 3.0, 5.0, 10.0),
     registry=REGISTRY,
 )
 
-# Counters start at 0 instead of being absent, as rates and alerts need an initial value.
+# Counters start at 0 instead of being absent, because rates and alerts need an initial value.
 for _kind in ("drop", "restore"):
     for _ending in ("done", "aborted"):
         _TRANSITIONS.labels(_kind, _ending)
@@ -125,7 +125,7 @@ for _what in ("ttft_p99", "tpot"):
     _PREDICTED.labels(_what)
 
 
-_GOOD_S = 0.5  # shorter waits count as equal, as in policy.compare
+_GOOD_S = 0.5  # shorter waits count as equal, like in policy.compare
 
 
 class PlannerMetrics:

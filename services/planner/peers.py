@@ -1,4 +1,4 @@
-"""gRPC clients of the planner: of the monitor, whose events it follows, and of the workers."""
+"""The planner's gRPC clients for the monitor, whose events it follows, and for the workers."""
 
 import asyncio
 import contextlib
@@ -99,8 +99,8 @@ class MonitorEvents:
             back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
 
     async def load(self, timeout_s: float) -> ClusterLoad:
-        """Load reports known to the active monitor. An answer is reused for as long as the call took, at most
-        `_LOAD_SERVES_S`.
+        """Return the load reports known to the active monitor. An answer is reused for as long as the call took, but at
+        most `_LOAD_SERVES_S`.
 
         Raises:
             BallastError: no monitor is active, or it does not answer.
@@ -121,7 +121,9 @@ class MonitorEvents:
         return self._load
 
     def loads_of(self, answer: pb.GetClusterStatusResponse) -> ClusterLoad:
-        """Convert the valid reports of an answer, reusing the results for those unchanged since the last answer."""
+        """Convert the valid reports of an answer, reusing results for reports that have not changed since the last
+        answer.
+        """
         before, self._reports = self._reports, {}
         slowness: dict[WorkerId, float] = {}
         for row in answer.instances:
@@ -145,7 +147,7 @@ class MonitorEvents:
         return ClusterLoad(loads, codec.TRAFFIC.record(answer.traffic), pace, slowness, fresh)
 
     async def _listen(self, target: str) -> AsyncGenerator[MonitorEvent, None]:
-        """Yield a monitor's events until its stream ends or another monitor takes over; raises if the stream fails."""
+        """Yield a monitor's events until its stream ends or another monitor takes over. Raises if the stream fails."""
         async with self._dial(target) as channel:
             call = monitor_pb2_grpc.MonitorServiceStub(channel).WatchEvents(pb.WatchEventsRequest())
             reading: asyncio.Future[pb.WatchEventsResponse | object] | None = None
@@ -174,7 +176,7 @@ class MonitorEvents:
                     reading.cancel()
 
     def _event_of(self, message: pb.WatchEventsResponse, target: str) -> MonitorEvent | None:
-        """The event of a message; None if it is unknown, or invalid, which does not end the stream."""
+        """Convert a message to an event; None if it is unknown or invalid, which does not end the stream."""
         try:
             return _event_from_proto(message)
         except InvalidRequest as error:
@@ -201,7 +203,7 @@ _EVENT = Choice(
 
 
 def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
-    """The event of a message; None if it is unknown, from a newer monitor."""
+    """Convert a message to an event; None if its type is unknown, because the monitor is newer."""
     when = {"at_s": time.monotonic(), "cause_id": message.cause_id}
     if message.HasField("instance_up"):
         up = message.instance_up
@@ -211,10 +213,10 @@ def _event_from_proto(message: pb.WatchEventsResponse) -> MonitorEvent | None:
 
 
 class Members:
-    """Calls to workers. Connections are kept while in use. Orders carry the lease's token."""
+    """Calls workers. Connections stay open while in use. Orders carry the lease's token."""
 
     def __init__(self, on_fenced: Callable[[int], None], dial: Dial = open_channel) -> None:
-        """`on_fenced` is called with a higher token that a worker has seen."""
+        """`on_fenced`: called with a higher token that a worker has seen."""
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._orders = with_token(0)
         self._on_fenced = on_fenced
@@ -223,15 +225,15 @@ class Members:
         self._probes = asyncio.Semaphore(_MOST_PROBES)
 
     def lead(self, token: int | None) -> None:
-        """Use this token for orders. None: a former leader keeps its old one, which workers refuse."""
+        """Use this token for orders. None: a former leader keeps its old token, which workers refuse."""
         if token is not None:
             self._orders = with_token(token)
 
     async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
-        """Drain that incarnation; returns the number of its running requests.
+        """Drain the incarnation and return the number of its running requests.
 
         Raises:
-            BallastError: unreachable, or another process answers.
+            BallastError: the worker is unreachable, or another process answers.
         """
         async with self._dial(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
@@ -244,13 +246,13 @@ class Members:
         return answer.running_request_count
 
     async def order_standing(self, member: Member, timeout_s: float, *, park: bool) -> None:
-        """Order that incarnation to park, or to wake."""
+        """Order the incarnation to park or to wake."""
         request = worker_pb2.ParkRequest(incarnation=member.incarnation, wake=not park)
         with self._asking(member.worker_id):
             await self._stub(member.address).Park(request, timeout=timeout_s, metadata=self._orders)
 
     async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> Probed:
-        """Check whether that incarnation is at its address."""
+        """Check whether the incarnation is at its address."""
         async with self._probes, self._dial(address) as channel:
             stub = worker_pb2_grpc.WorkerServiceStub(channel)
             try:
@@ -298,8 +300,8 @@ class Members:
         return Epoch(answer.newest_epoch)
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
-        """Order a migration from all members of both groups, as links need both sides: the targets first, so that they
-        wait.
+        """Order a migration from all members of both groups, because links need both sides. The targets are called
+        first, so that they wait.
         """
         request = worker_pb2.MigrateRequest(
             epoch=epoch,
@@ -351,8 +353,8 @@ class Members:
 
 
 def _bound_figures(status: Status) -> None:
-    """Clamp the numbers, which are summed for metrics, instead of rejecting the answer: a transition waits for its
-    phase.
+    """Clamp the numbers, which are summed for metrics, instead of rejecting the answer, because a transition waits for
+    its phase.
     """
     status.why = status.why[:_MAX_WHY_CHARS]
     for field in fields(Status):

@@ -217,11 +217,11 @@ def dropped(base: Layout, plan: DropPlan, epoch: Epoch, why: str) -> Layout:
 
 
 def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: str) -> Layout:
-    """The layout in which these instances, which hold all layers each, form one group in this order, with layers split
-    as evenly as possible.
+    """Return the layout in which these instances, each of which holds all layers, form one group in this order, with
+    layers split as evenly as possible.
 
     Raises:
-        NoSurvey: they cannot form a group.
+        NoSurvey: the instances cannot form a group.
     """
     of = _members(base)
     strangers = [name for name in names if name not in of]
@@ -242,8 +242,8 @@ def merged_by_hand(base: Layout, names: Sequence[WorkerId], epoch: Epoch, why: s
 
 
 def pipelined(base: Layout, degree: int, epoch: Epoch, why: str, kept_out: Container[WorkerId] = ()) -> Layout | None:
-    """The layout in which instances that serve alone form pipelines of `degree`, in order of names; the remainder stays
-    alone. None: too few instances, or too few layers.
+    """Return the layout in which instances that serve alone form pipelines of `degree`, in order of names. The
+    remaining instances stay alone. None: too few instances, or too few layers.
     """
     alone = sorted(
         g.leader.worker_id
@@ -260,26 +260,26 @@ def pipelined(base: Layout, degree: int, epoch: Epoch, why: str, kept_out: Conta
 
 
 def dissolved(base: Layout, groups: Sequence[GroupId], epoch: Epoch, why: str) -> Layout:
-    """The layout in which the members of these groups serve alone."""
+    """Return the layout in which the members of these groups serve alone."""
     members = [m for group in base.groups if group.group_id in groups for m in group.members]
     return _layout(base, {m.worker_id for m in members}, [_alone(m, base.layer_count) for m in members], epoch, why)
 
 
 def replaced(base: Layout, group: Group, gone: Member, by: Member, epoch: Epoch, why: str) -> Layout:
-    """The layout in which `by`, which serves alone, takes the place of `gone` in the group."""
+    """Return the layout in which `by`, which serves alone, takes the place of `gone` in the group."""
     stage = _stage(by, gone.first_layer, gone.last_layer)
     made = Group(group.group_id, tuple(stage if m.worker_id == gone.worker_id else m for m in group.members))
     return _layout(base, {m.worker_id for m in (*group.members, by)}, [made], epoch, why)
 
 
 def completed(base: Layout, members: Sequence[Member], epoch: Epoch, why: str) -> Layout:
-    """The layout with these stranded instances serving alone."""
+    """Return the layout in which these stranded instances serve alone."""
     return _layout(base, set(), [_alone(m, base.layer_count) for m in members], epoch, why)
 
 
 def sources_of(plan: RestorePlan, worker_id: WorkerId) -> Sources:
-    """Sources of each layer that a worker loads in a restore: holders in its own group first, as links to them exist;
-    then other holders; then its host copy or disk.
+    """Return the sources of each layer that a worker loads in a restore: first holders in its own group, because links
+    to them exist, then other holders, then its host copy or disk.
     """
     found: list[tuple[int, WorkerId | None]] = []
     for dissolution in plan.dissolutions:

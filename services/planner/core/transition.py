@@ -1,7 +1,7 @@
-"""The planner's side of a transition: a two-phase commit over the members of the changing groups, journaled.
+"""The planner's side of a transition: a journaled two-phase commit over the members of the changing groups.
 
-The decision to commit is journaled before the first Commit is sent, so that the next leader can continue: forward from
-COMMITTING, back from PREPARING (I5). Nothing blocks; events carry the time.
+The decision to commit is journaled before the first Commit is sent, so that the next leader can complete the transition
+from COMMITTING or roll it back from PREPARING (I5). No call blocks; events carry the time.
 """
 
 import math
@@ -74,7 +74,7 @@ class PlannerTick:
 
 @dataclass(frozen=True, slots=True)
 class AbortWanted:
-    """A request with precedence. Before the decision the transition is aborted; after it a draining group is ended
+    """A request with precedence. Before the decision, the transition is aborted. After it, draining groups are ended
     early.
     """
 
@@ -105,7 +105,7 @@ class SendAbort:
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """Ask a member for its progress; answered with MemberSaid, or not at all."""
+    """Request a member's progress. Answered with MemberSaid, or not at all."""
 
     worker_id: WorkerId
 
@@ -114,15 +114,15 @@ class Poll:
 class Ended:
     stage: Stage
     why: str
-    lost: tuple[WorkerId, ...]  # members lost after the commit: the next plan excludes them
+    lost: tuple[WorkerId, ...]  # members lost after the commit, which the next plan excludes
 
 
-# A journal is written with the fencing token; with COMMITTING the target becomes the layout in the same write.
+# A journal is written with the fencing token. With COMMITTING, the target becomes the layout in the same write.
 Command = Journal | SendPrepare | SendCommit | SendAbort | Poll | Ended
 
 
 def changed_members(base: Layout, target: Layout) -> tuple[WorkerId, ...]:
-    """Members whose group changes."""
+    """Return the members whose group changes."""
     kept = set(base.groups)
     return tuple(sorted(m.worker_id for g in target.groups if g not in kept for m in g.members))
 
@@ -138,13 +138,13 @@ class Coordinator:
             raise InvariantViolation(f"epoch {journal.epoch} changes nothing")
         self._said: dict[WorkerId, Phase] = dict.fromkeys(self.members, Phase.NONE)
         self._lost: dict[WorkerId, str] = {}
-        self.given_up: set[WorkerId] = set()  # lost members that may be alive; what they hold is unknown
+        self.given_up: set[WorkerId] = set()  # lost members that may be alive and hold unknown layers
         self._began_s = at_s
         self._entered_s = at_s  # time at which the stage began
         self._progress_s = at_s  # time of a member's last progress
         self._first_loss_s = math.inf
         self._sent_s = at_s
-        self._hurried = ""  # reason for ending draining groups early; empty: they are not
+        self._hurried = ""  # reason for ending draining groups early; empty: they are not ended early
         self._writing: Journal | None = None
         self.statuses: dict[WorkerId, Status] = {}
 
@@ -168,7 +168,7 @@ class Coordinator:
 
     @property
     def decided(self) -> bool:
-        """True after the decision: the target layout is the cluster's."""
+        """True after the decision, when the target layout is the cluster's layout."""
         return self.stage in (Stage.COMMITTING, Stage.EXCHANGING, Stage.DONE)
 
     @classmethod
@@ -216,7 +216,9 @@ class Coordinator:
         return self._send() + self._advance()
 
     def _refused(self, event: JournalRefused) -> list[Command]:
-        """Handle a refused journal. Only writes up to the decision are refused; later ones depend only on the lease."""
+        """Handle a refused journal. Only writes up to the decision can be refused; later ones depend only on the
+        lease.
+        """
         if self._writing is None or event.stage is not self._writing.stage:
             return []
         self._writing = None
@@ -230,7 +232,7 @@ class Coordinator:
 
     @property
     def _committed(self) -> list[WorkerId]:
-        """Members that report a phase after the commit."""
+        """Return the members that report a phase after the commit."""
         return [w for w in self.members if self._said[w] in _FORWARD and w not in self._lost]
 
     def _send(self) -> list[Command]:
@@ -276,10 +278,11 @@ class Coordinator:
             self.given_up.add(worker_id)
 
     def _overdue(self, at_s: float) -> dict[WorkerId, str]:
-        """Members that have exceeded the stage's timeout: each stage ends, whatever its members do.
+        """Return the members that have exceeded the stage's timeout, because each stage must end regardless of its
+        members.
 
-        They count as lost for this transition. What they hold is unknown, so they are out of the layout until they have
-        left the group and hold all layers.
+        They count as lost for this transition. The layers that they hold are unknown, so they are out of the layout
+        until they have left the group and hold all layers.
         """
         waited_for = [w for w in self.members if w not in self._lost and not self._is_through(w)]
         rules, limit_s = self.rules, STAGES[self.stage].deadline_s(self.journal.kind, self.rules)
@@ -297,7 +300,7 @@ class Coordinator:
         return said is Phase.DONE or (self.stage is Stage.COMMITTING and said is Phase.EXCHANGING)
 
     def _why_bereaved(self, worker_id: WorkerId) -> str:
-        """Text saying why the member waits for a lost member's KV or message; empty if it does not."""
+        """Return why the member waits for a lost member's KV or message; empty if it does not."""
         waits_for = peers_of(self.journal.base, self.journal.target, worker_id)
         lost = sorted(waits_for & self._lost.keys())
         return f"it depends on {', '.join(lost)}" if lost else ""
@@ -325,7 +328,7 @@ class Coordinator:
         if self.stage is Stage.ABORTING and event.phase in _FORWARD and self._writing is None:
             # The journal predates the commit, so the member's state counts.
             return self._write(Stage.COMMITTING)
-        has_left = event.phase is Phase.DONE and event.why and self.decided  # it left, and holds all layers
+        has_left = event.phase is Phase.DONE and event.why and self.decided  # it has left and holds all layers
         if event.phase in (Phase.FAILED, Phase.ABORTED) or has_left:
             if self.stage is Stage.PREPARING:
                 return self._abort(f"{event.worker_id}: {event.why}")
@@ -346,7 +349,9 @@ class Coordinator:
         return self._advance()
 
     def _abort(self, why: str) -> list[Command]:
-        """Abort the transition, unless it is decided; a journal being written as committed counts as decided."""
+        """Abort the transition, unless it is decided. A journal that is being written as committed counts as
+        decided.
+        """
         writing = self._writing.stage if self._writing is not None else None
         if self.stage is not Stage.PREPARING or writing in (Stage.COMMITTING, Stage.ABORTING):
             return []
@@ -376,7 +381,7 @@ class Coordinator:
                 return []
 
 
-# Phases only advance: an earlier phase is an outdated answer.
+# Phases only advance, so an earlier phase is an outdated answer.
 _ORDER = {phase: i for i, phase in enumerate(Phase)}
-_READY = (Phase.PREPARED, Phase.DONE)  # done before the commit: the plan required no change
+_READY = (Phase.PREPARED, Phase.DONE)  # DONE before the commit: the plan required no change
 _FORWARD = (Phase.COMMITTING, Phase.EXCHANGING, Phase.DONE)

@@ -1,1 +1,1 @@
-"""Decisions over plain snapshots: which instances form which groups."""
+"""Decisions over plain snapshots: which instances form groups."""

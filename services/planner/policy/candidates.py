@@ -1,8 +1,9 @@
 """Candidate layouts for an overload: which groups merge, and the fluid model's input for them (pure).
 
 To add a candidate, yield it from `Candidates.all`. Groups of equal depth on machines of similar speed form a pool,
-ordered by load. A candidate merges groups of one or two pools; each merge combines the most with the least loaded ones.
-All sums are differences of prefix sums, so a candidate costs as much for a thousand groups as for two.
+ordered by load. A candidate merges groups of one or two pools, and each merge combines the most loaded groups with the
+least loaded ones. All sums are differences of prefix sums, so a candidate costs as much for a thousand groups as for
+two.
 """
 
 import math
@@ -18,17 +19,17 @@ from services.planner.policy.merged import group_plan
 from services.planner.policy.snapshot import Columns, GroupState, ModelShape, Snapshot, columns_of
 from services.planner.policy.split import TOWARD_MEMORY, Splitter, SplitTolerance, kinds_of
 
-MOST_STAGES = 8  # maximum stages of a group made by a comparison
+MOST_STAGES = 8  # maximum stages of a group formed by a comparison
 _LIKE_SPEED = 1.5  # machine speeds are rounded to powers of this
-_LIKE_MEMORY = 1.5  # groups that hold more than this times as many blocks as the next smaller one are of another size
+_LIKE_MEMORY = 1.5  # groups with more than this multiple of the next smaller number of blocks count as another size
 # A drop stalls moved sequences for this time plus the time to exchange their KV over a 200 Gbps NIC, both directions at
 # once.
 _STALL_S, _EXCHANGED_BYTES_PER_S = 0.3, 25e9
 # As in `services.worker.policy.leaving`: a draining pipeline runs for DISSOLVES_S, and until its blocks take at most
-# ROOM_SHARE of the members' memory. It keeps KEPT_SHARE of its blocks in reserve, and releases memory in KEPT_STEPS.
+# ROOM_SHARE of the members' memory. It reserves KEPT_SHARE of its blocks for growth, and releases memory in KEPT_STEPS.
 DISSOLVES_S, ROOM_SHARE, KEPT_SHARE, KEPT_STEPS = 10.0, 0.75, 0.5, 8
 _MOST_LIVES, _HALVINGS = 16.0, 12  # horizon for draining as a multiple of the mean remaining time of running requests
-_SAMPLED = 8  # merges of unlike members whose capacity is computed; the others are assumed to have their mean
+_SAMPLED = 8  # number of merges of unlike members whose capacity is computed; others are assumed to have its mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class Pool:
     """Groups of equal depth on similar machines, fullest first, with prefix sums over them."""
 
     def __init__(self, stages: int, groups: Sequence[GroupState], running: Running, size: str = "") -> None:
-        """`size`: how much memory its groups have, if others have more or less."""
+        """`size`: describes the memory of its groups, if others have more or less."""
         self.stages = stages
         self.size = size
         self.groups = groups
@@ -67,7 +68,7 @@ class Pool:
         self.order = sorted(range(len(groups)), key=columns.group_ids.__getitem__)
         loads = list(map(add, columns.used, columns.waiting))
         full = [load / blocks if blocks else math.inf for load, blocks in zip(loads, columns.blocks, strict=True)]
-        self.order.sort(key=full.__getitem__, reverse=True)  # stable sort: ties stay in order of names
+        self.order.sort(key=full.__getitem__, reverse=True)  # stable sort: equal groups stay in order of names
         places = [most or running.max_running_count * stages for most in columns.max_running]
         summed = (columns.blocks, columns.running, columns.used, columns.uncomputed, places)  # in the order of `_Sums`
         self._sums = [list(accumulate(map(column.__getitem__, self.order), initial=0)) for column in summed]
@@ -93,12 +94,12 @@ class Pool:
 
     @property
     def label(self) -> str:
-        """Text with the slowdown of its machines, if that is not 1, and the size of their memory."""
+        """Description with the slowdown of its machines, if that is not 1, and the size of their memory."""
         return (f" {self.slowness:.1f} x as slow" if self.slowness != 1.0 else "") + self.size
 
     def by_size(self, running: Running) -> "list[Pool]":
-        """This pool; or, if memories differ greatly, one pool of the groups with little memory and one of those with
-        much, as the small ones fill up first and gain most by merging with each other.
+        """Return this pool or, if memories differ greatly, one pool of the groups with little memory and one of those
+        with much, because the small groups fill up first and gain most by merging with each other.
         """
         blocks = self.columns.blocks
         if len(self.columns.members) == 1:
@@ -139,7 +140,9 @@ def _slowness(group: GroupState) -> float:
 
 
 def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
-    """The speed classes, with lone machines added to the largest class: otherwise they could not be merged."""
+    """Return the speed classes, with lone machines added to the largest class, because otherwise they could not be
+    merged.
+    """
     many = [groups for groups in classes if len(groups) > 1]
     loners = [group for groups in classes if len(groups) == 1 for group in groups]
     if not loners:
@@ -150,12 +153,14 @@ def _no_loners(classes: Sequence[list[GroupState]]) -> list[list[GroupState]]:
 
 @dataclass(frozen=True, slots=True)
 class _PoolShare:
-    """A pool's part in several merges: in each, `heavy` of its most loaded and `light` of its least loaded groups."""
+    """A pool's part in several merges. Each merge has `heavy` of its most loaded and `light` of its least loaded
+    groups.
+    """
 
     pool: Pool
     heavy: int
     light: int
-    heavy_from: int = 0  # number of groups at this end that other merges of the candidate take
+    heavy_from: int = 0  # number of most loaded groups that other merges of the candidate take
     light_from: int = 0
 
     @property
@@ -168,7 +173,7 @@ class _PoolShare:
         return heavy.plus(self.pool.between(last - self.light * merge_count, last))
 
     def of(self, number: int, merge_count: int) -> list[int]:
-        """Indices in the pool of one merge's groups: the first merge has the fullest and the emptiest."""
+        """Return the indices in the pool of one merge's groups. The first merge has the fullest and the emptiest."""
         places = [self.heavy_from + number + merge_count * i for i in range(self.heavy)]
         places += [-1 - self.light_from - number - merge_count * i for i in range(self.light)]
         return [self.pool.order[place] for place in places]
@@ -205,12 +210,12 @@ class _Merges:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A candidate layout, as merges of the current groups; without merges the current layout."""
+    """A candidate layout, as merges of the current groups. Without merges it is the current layout."""
 
     name: str
     parts: tuple[_Merges, ...] = ()
-    added: int = 0  # number of reserve instances added, see `policy.reserve`
-    toward_memory: float = 0.0  # split of layers over unlike members: see `Splitter.split`
+    added: int = 0  # number of added reserve instances; see `policy.reserve`
+    toward_memory: float = 0.0  # split of layers over unlike members; see `Splitter.split`
 
     @property
     def change_count(self) -> int:
@@ -225,7 +230,7 @@ class Candidate:
 
 NOTHING = Candidate("nothing")
 _SPLITS = dict(zip(TOWARD_MEMORY, ("", ", half by memory", ", by memory"), strict=True))
-_GAINS = 1.05  # longer stages must bring more KV by at least this factor
+_GAINS = 1.05  # longer stages must add KV by at least this factor
 
 
 class _Worth(NamedTuple):
@@ -249,9 +254,9 @@ class Candidates:
         self._most_stages = min(MOST_STAGES, self.model.layer_count)
 
     def all(self) -> list[Candidate]:
-        """All candidates: no change; some pairs and fours of single instances; all single instances in groups of two,
-        of three and in one, likewise those with little memory only; pipelines merged with each other and with single
-        instances.
+        """Return all candidates: no change; some pairs and fours of single instances; all single instances in groups of
+        two, of three and in one group, and the same for only those with little memory; pipelines merged with each other
+        and with single instances.
         """
         found = {NOTHING.name: NOTHING}
         small = [pool for pool in self._sized_pools if pool.size and pool.stages == 1][:1]
@@ -261,8 +266,8 @@ class Candidates:
         return list(found.values())
 
     def _splits(self, candidate: Candidate) -> Iterator[Candidate]:
-        """The candidate with balanced stages, the one with most memory, and those in between, if these have more KV
-        than now and differ enough.
+        """Yield the candidate with balanced stages, the one with most memory, and those in between, if they have more
+        KV than now and differ enough.
         """
         unlike = any(len(share.pool.columns.members) > 1 for part in candidate.parts for share in part.shares)
         most = sum(part.sums().block_count for part in candidate.parts)
@@ -287,8 +292,8 @@ class Candidates:
             yield from (_grouped(pool, sizes) for sizes in layouts if max(sizes) <= self._most_stages)
 
     def _of_pipelines(self) -> Iterator[Candidate]:
-        """Pairs of groups of which at least one is a pipeline: as many as possible and, for unlike pools, also a single
-        one.
+        """Yield pairs of groups of which at least one is a pipeline: as many pairs as possible and, for unlike pools,
+        also a single pair.
         """
         for i, short in enumerate(self.pools):
             for long in self.pools[i:]:
@@ -314,8 +319,8 @@ class Candidates:
         return len(self._sized_pools) > len(self.pools)
 
     def kinds(self, candidate: Candidate, *, by_size: bool = False) -> list[GroupKind]:
-        """The kinds of groups that result. `by_size`: unmerged groups with little memory are a kind of their own; not
-        possible for candidates that merge groups of a pool with both sizes.
+        """Return the resulting kinds of groups. `by_size`: unmerged groups with little memory are a separate kind,
+        which is not possible for candidates that merge groups of a pool with both sizes.
         """
         tokens = self.model.block_tokens
         found: list[GroupKind] = []
@@ -332,7 +337,7 @@ class Candidates:
         return [*found, *(self._merged(part, candidate.toward_memory) for part in candidate.parts)]
 
     def _merged(self, part: _Merges, toward_memory: float) -> GroupKind:
-        """The kind of group that results; its pace is set by the longest stage."""
+        """Return the resulting kind of group, whose pace is set by the longest stage."""
         sums, tokens = part.sums(), self.model.block_tokens
         worth = self._worth(part, toward_memory)
         return GroupKind(
@@ -348,7 +353,9 @@ class Candidates:
         )
 
     def _worth(self, part: _Merges, toward_memory: float) -> _Worth:
-        """Capacity and speed of the merges: computed for one if all members are equal, otherwise for a sample."""
+        """Return capacity and speed of the merges, computed for one merge if all members are equal, otherwise for a
+        sample.
+        """
         key = part, toward_memory
         if key not in self._worths:
             alike = len({kind for share in part.shares for kind in share.pool.columns.members}) == 1
@@ -371,16 +378,16 @@ class Candidates:
         return _Worth(made.block_count, longest)
 
     def _stall_s(self, part: _Merges, sums: _Sums) -> float:
-        """Stall by the exchange: each old group keeps its layers of all sequences, so it sends the rest and receives as
-        much.
+        """Return the stall by the exchange. Each old group keeps its layers of all sequences, so it sends all other KV
+        and receives as much.
         """
         return stall_s(self.model, sums.used_block_count, part.size, part.stages * part.count)
 
     def dissolved(
         self, restored: Mapping[GroupId, Sequence[int]], remaining_s: float, prompt_tokens: float
     ) -> list[GroupKind]:
-        """The kinds after these pipelines are dissolved: each member serves on its own, with its share of their running
-        requests. The pipelines drain gradually, and until then keep more blocks than they use.
+        """Return the kinds of groups after these pipelines are dissolved. Each member serves alone, with its share of
+        their running requests. The pipelines drain gradually, and until then hold more blocks than they use.
 
         Args:
             restored: Blocks of each member of a pipeline, once it has all layers.
@@ -406,8 +413,8 @@ class Candidates:
         return [*found, replace(alone, slowness=math.fsum(slow) / len(slow), kept_tokens=kept, kept_s=max(times))]
 
     def _dissolves_s(self, group: GroupState, blocks: Sequence[int], remaining_s: float, prompt_tokens: float) -> float:
-        """Seconds until the members' memory suffices for the pipeline's running requests in addition to their own.
-        Until then some of these must end, while the others grow.
+        """Return the seconds until the members' memory suffices for the pipeline's running requests in addition to
+        their own. Until then some of the running requests must end, while the others grow.
         """
         layers = [(m.last_layer - m.first_layer) / self.model.layer_count for m in group.members]
         fits = min(ROOM_SHARE * own / (share + own / sum(blocks)) for share, own in zip(layers, blocks, strict=True))
@@ -424,21 +431,25 @@ class Candidates:
 
 
 def stall_s(model: ModelShape, used_block_count: int, size: int, instance_count: int) -> float:
-    """Seconds for which merges of `size` groups stall the running sequences of these instances."""
+    """Return the seconds for which merges of `size` groups stall the running sequences of these instances."""
     held_bytes = used_block_count * model.block_bytes * model.layer_count
     each_bytes = 2 * held_bytes * (1 - 1 / size) / instance_count
     return max(_STALL_S, each_bytes / _EXCHANGED_BYTES_PER_S)
 
 
 def _even_sizes(there: int, size: int) -> list[int]:
-    """Sizes of the groups of all `there` instances: `size` each, with the remainder distributed among these."""
+    """Return the sizes of the groups of all `there` instances: `size` each, with the remainder distributed among
+    them.
+    """
     groups = max(1, there // size)
     each, larger = divmod(there, groups)
     return [each + 1] * larger + [each] * (groups - larger)
 
 
 def _grouped(pool: Pool, sizes: Sequence[int]) -> Candidate:
-    """Single instances in groups of these sizes, of at most two kinds; the others stay single."""
+    """Return the candidate with single instances in groups of these sizes, of at most two kinds. Other instances stay
+    single.
+    """
     parts, heavy, light = list[_Merges](), 0, 0
     for size in sorted(set(sizes), reverse=True):
         count = sizes.count(size)

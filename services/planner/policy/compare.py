@@ -1,12 +1,13 @@
 """Decides whether to drop or restore, and how much, by predictions for each candidate (pure).
 
 The duration of a burst is unknown, so each candidate is evaluated in several futures. The loss of a prediction is the
-logarithm of how far P99 TTFT and TPOT exceed their targets: doubled waits weigh as much as doubled token times. Beyond
-`LOST` targets a wait is lost, however long: from there on the fraction of lost requests counts, and slower tokens are
-not accepted for shortening lost waits. Half of the wait's loss is that of the whole wait since arrival, half that of
-the wait still ahead. With the whole wait alone, the past would hide the differences between candidates; with the wait
-ahead alone, a drop would seem to help requests that have already waited for long. Of all candidates within a factor
-`_UNSURE` of the least loss the one with the smallest change is chosen.
+logarithm of the factors by which P99 TTFT and TPOT exceed their targets, so doubled waits count as much as doubled
+token times. A wait beyond `LOST` times the target is lost, no matter how long it is. From there on the fraction of lost
+requests counts, and slower tokens are not accepted for shortening lost waits. Half of the loss by waiting is computed
+from the whole wait since arrival, and half from the remaining wait. With the whole wait alone, the past would hide the
+differences between candidates. With the remaining wait alone, a drop would seem to help requests that have already
+waited for a long time. Of all candidates within a factor `_UNSURE` of the least loss, the one with the smallest change
+is chosen.
 """
 
 import math
@@ -33,23 +34,23 @@ from services.planner.policy.reserve import FEWER, Reserve, home_tokens, more, w
 from services.planner.policy.reserve import kinds as kinds_with
 from services.planner.policy.snapshot import Snapshot, columns_of
 
-LASTS_S = (2.0, 15.0, 60.0)  # durations for which the present rate continues, each a future to predict
+LASTS_S = (2.0, 15.0, 60.0)  # seconds for which the current rate continues; each is a future to predict
 _MIDDLE = len(LASTS_S) // 2
-LOST = 20.0  # multiple of the target from which on waits are lost: by default ten seconds, chosen, not derived
+LOST = 20.0  # waits beyond this multiple of the target are lost: by default ten seconds, chosen, not derived
 _UNSURE = 1.1  # minimum advantage over a smaller change
 _LEAST_S, _MOST_S = 30.0, 120.0  # horizon: two request durations, within these bounds
-_OUTLIVED = 2.0  # times the mean answer: requests that have run for longer are of another kind
-_BEARABLE = 1.5  # factor by which others' waits or token times may grow for one long request
-# No prediction contains sudden bursts. So the present demand, plus the largest jump of the last minutes, must fit into
-# `_FULL` of the serving instances' memory. A jump counts up to `_FEARED` times the demand; before an instance leaves up
-# to `_FEARED_AFTER` times. Where parameters can be dropped, the jump must fit after a drop, and `_BRIDGED` of it
-# without one; elsewhere an instance leaves only if the peak demand of the last minute would fit, too. The highest
-# arrival count of that minute may recur, up to `_JUMP` times the mean.
+_OUTLIVED = 2.0  # multiple of the mean answer; requests that have run for longer are of another kind
+_BEARABLE = 1.5  # factor by which the waits or token times of others may grow for one long request
+# Predictions contain no sudden bursts. The current demand plus the largest jump of the last minutes must therefore fit
+# into `_FULL` of the serving instances' memory. A jump counts up to `_FEARED` times the demand, or up to
+# `_FEARED_AFTER` times before an instance is parked. If parameters can be dropped, the jump must fit after a drop, and
+# `_BRIDGED` of it without one. Otherwise an instance is parked only if the peak demand of the last minute would fit,
+# too. The highest arrival count of that minute may recur, up to `_JUMP` times the mean.
 _FULL, _FEARED, _FEARED_AFTER, _JUMP, _BRIDGED = 0.95, 0.6, 1.1, 1.3, 0.25
-_PRICED = 2.0  # as instances cost money, one leaves if the others keep latencies within this multiple of the targets
-_MOST_GAIN = 50.0  # bound of a reported gain's logarithm
+_PRICED = 2.0  # to save costs, an instance is parked if the others keep latencies within this multiple of the targets
+_MOST_GAIN = 50.0  # maximum logarithm of a reported gain
 _DISSOLVED_WITHIN_S = (
-    60.0  # maximum predicted drain time of a restore: the planner gives up on a member without progress then
+    60.0  # maximum predicted drain time of a restore, after which the planner gives up a member without progress
 )
 _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # pseudo-answers, so that the first one does not determine the mean
 
@@ -58,12 +59,12 @@ _PRIOR_COUNT, _PRIOR_TOKENS = 2, 128  # pseudo-answers, so that the first one do
 class ComparisonTargets:
     """Latency targets. All values within a target count as equally good."""
 
-    ttft_s: float = 0.5  # or, if longer, a long prompt's time on an instance with half-full memory
+    ttft_s: float = 0.5  # or, if longer, the time of a long prompt on an instance with half-full memory
     tpot_s: float | None = None  # None: the token time of an instance with half-full memory
 
     @property
     def lost_s(self) -> float:
-        """Wait from which on requests count as lost: partly at first, entirely at twice this wait."""
+        """Wait (s) beyond which requests count as lost, partly at first and entirely at twice this wait."""
         return LOST * self.ttft_s
 
 
@@ -91,13 +92,13 @@ class Evaluation:
 @dataclass(frozen=True, slots=True)
 class Comparison:
     chosen: Evaluation
-    candidates: tuple[Evaluation, ...]  # the one without change first
-    horizon_s: float  # the prediction is about waiting requests and arrivals within it
-    targets: ComparisonTargets  # the targets used, that of TPOT included
+    candidates: tuple[Evaluation, ...]  # the candidate without change is first
+    horizon_s: float  # the prediction covers waiting requests and those that arrive within it
+    targets: ComparisonTargets  # the targets used, including that for TPOT
 
     @property
     def gain(self) -> float:
-        """Factor of improvement over no change, a lower bound."""
+        """Lower bound of the factor of improvement over no change."""
         return math.exp(min(_MOST_GAIN, self.candidates[0].loss - self.chosen.loss))
 
     def lines(self) -> list[str]:
@@ -119,7 +120,7 @@ def compare(
         return found[number].loss
 
     chosen = choose([one.loss for one in found], [one.change_count for one in candidates], finish)
-    if evaluator.candidates.differ_in_size:  # only after the choice, as not every candidate supports `by_size`
+    if evaluator.candidates.differ_in_size:  # only after the choice, because not every candidate supports `by_size`
         kinds[0] = evaluator.candidates.kinds(NOTHING, by_size=True)
     if traffic.burst_s or evaluator.candidates.differ_in_size:
         for number in {0, chosen}:
@@ -136,7 +137,9 @@ def compare_long(
     need: LongNeed,
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """Compare a long request's group with no change: it is chosen if others' latencies grow by at most `_BEARABLE`."""
+    """Compare a group for a long request with no change. The group is chosen if the latencies of other requests grow by
+    at most `_BEARABLE`.
+    """
     evaluator = _Evaluator(snapshot, running, traffic, pace, targets or ComparisonTargets())
     stay = evaluator.evaluate(NOTHING, evaluator.candidates.kinds(NOTHING))
     merged = evaluator.evaluate(Candidate(made.name), kinds_with_long(snapshot, made, need, running))
@@ -152,8 +155,8 @@ def compare_restore(
     restored: Mapping[GroupId, Sequence[int]],
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """Compare dissolving these pipelines with keeping them, for a relief. They are dissolved if the result is good
-    enough during and after the restore, or better than before, and if draining is short, as remaining requests are
+    """Compare dissolving these pipelines with keeping them, for a relief. They are dissolved if latencies are good
+    enough during and after the restore, or better than before, and if draining is short, because remaining requests are
     recomputed.
 
     Args:
@@ -181,9 +184,9 @@ def compare_sizes(
     may_shrink: bool,
     targets: ComparisonTargets | None = None,
 ) -> Comparison:
-    """Compare numbers of serving instances, for parking: with some of the reserve, or with one less. Of all sizes about
-    as good as the best the smallest is chosen. An instance leaves only if the rest is good enough, even at the highest
-    arrival count of the last minute.
+    """Compare numbers of serving instances, for parking: with some of the reserve, or with one less. Of all sizes that
+    are about as good as the best, the smallest is chosen. An instance is parked only if the others are good enough,
+    even at the highest arrival count of the last minute.
     """
     given = targets or ComparisonTargets()
     evaluator = _SizeEvaluator(snapshot, running, traffic, pace, given, reserve)
@@ -225,7 +228,7 @@ class _Evaluator:
         self.targets = ComparisonTargets(ttft_s=max(targets.ttft_s, calm.prompt_s), tpot_s=tpot_s)
         first = self._futures[0]
         stays_s = 2 * first.answer_tokens * tpot_s
-        self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # time left of running requests
+        self.remaining_s = (first.remaining_tokens or first.answer_tokens) * tpot_s  # running requests' remaining time
         self.prompt_tokens = first.prompt_tokens
         self.horizon_s = min(_MOST_S, max(_LEAST_S, stays_s))
 
@@ -245,7 +248,7 @@ class _Evaluator:
 
     def expect(self, found: Evaluation, kinds: Sequence[GroupKind], traffic: Traffic) -> Evaluation:
         """Replace the prediction; if bursts are known, by one for a burst as long and as high as earlier ones. The
-        choice is made without it, as it must be right for longer and shorter bursts, too.
+        choice does not use it, because it must also be right for longer and shorter bursts.
         """
         future = self._futures[_MIDDLE]
         if traffic.burst_s:
@@ -261,13 +264,13 @@ class _Evaluator:
         return look_ahead(self._machine, kinds, future, self.horizon_s, self.targets.lost_s)
 
     def _loss(self, predicted: Sequence[Prediction]) -> float:
-        """The mean loss over all futures; missing ones count as 0, which makes it a lower bound."""
+        """Return the mean loss over all futures. Missing futures count as 0, which makes it a lower bound."""
         loss = math.fsum(loss_of(one, self.targets) for one in predicted) / len(self._futures)
         return loss if math.isfinite(loss) else math.inf
 
 
 class _SizeEvaluator(_Evaluator):
-    """Evaluates numbers of serving instances: too little free memory for sudden bursts adds to the loss."""
+    """Evaluates numbers of serving instances. Too little free memory for sudden bursts adds to the loss."""
 
     def __init__(
         self,
@@ -287,7 +290,7 @@ class _SizeEvaluator(_Evaluator):
         self.feared_part = _BRIDGED if reserve.gain > 1.0 and reserve.jump < math.inf else 1.0
         self._instances = sum(columns.stages) + len(reserve.waking_s)
         home_blocks = home_tokens(snapshot) / snapshot.model.block_tokens
-        self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)  # in instances: merged ones have more
+        self._room = sum(columns.blocks) / home_blocks + len(reserve.waking_s)  # in instances; merged ones have more
         self.alone_count = sum(stages == 1 for stages in columns.stages)
 
     def kinds(self, candidate: Candidate) -> list[GroupKind]:
@@ -305,7 +308,7 @@ class _SizeEvaluator(_Evaluator):
         return replace(finished, loss=finished.loss + self.fear(begun.candidate))
 
     def fear(self, candidate: Candidate) -> float:
-        """Loss for missing memory; 0: enough is free for a sudden burst."""
+        """Return the loss for missing memory; 0: enough is free for a sudden burst."""
         reserve, count, room = self._reserve, self._instances + candidate.added, self._room + candidate.added
         most = self.feared_part * (_FEARED_AFTER if candidate.added < 0 else _FEARED)
         parts = [(self._wanted + min(reserve.jump, most * self._wanted), room)]
@@ -318,15 +321,16 @@ class _SizeEvaluator(_Evaluator):
 
 
 def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[int], float]) -> int:
-    """The candidate with the smallest change, the first of equals, among those with nearly the least loss.
+    """Choose the candidate with the smallest change, or the first of equal ones, among those with nearly the least
+    loss.
 
-    Only candidates that can decide the choice are finished: better than the best so far, or as good with a smaller
-    change.
+    Only candidates that can affect the choice are finished: those that are better than the best so far, or as good with
+    a smaller change.
 
     Args:
-        losses: A lower bound for each candidate.
+        losses: Lower bound of the loss of each candidate.
         changes: Size of each change.
-        finish: Returns the loss of a candidate; takes milliseconds.
+        finish: Returns the loss of a candidate, which takes milliseconds.
 
     Returns:
         Its index.
@@ -351,7 +355,7 @@ def choose(losses: Sequence[float], changes: Sequence[int], finish: Callable[[in
 
 
 def loss_of(one: Prediction, targets: ComparisonTargets) -> float:
-    """Loss of a prediction; 0: within the targets."""
+    """Return the loss of a prediction; 0: within the targets."""
     tpot_s = targets.tpot_s or one.tpot_s
     waits = _wait_loss(one.ttft_p99_s, one.lost_share, targets) + _wait_loss(
         one.ahead_p99_s, one.lost_ahead_share, targets
@@ -360,12 +364,14 @@ def loss_of(one: Prediction, targets: ComparisonTargets) -> float:
 
 
 def _wait_loss(p99_s: float, lost_share: float, targets: ComparisonTargets) -> float:
-    """Loss by waiting: log of P99 TTFT over its target, up to `LOST`, and as much again if all requests are lost."""
+    """Return the loss by waiting: the log of P99 TTFT over its target, up to `LOST`, and as much again if all requests
+    are lost.
+    """
     return math.log(min(max(p99_s / targets.ttft_s, 1.0), LOST)) + lost_share * math.log(LOST)
 
 
 def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Future]:
-    """A future for each of `LASTS_S`, at the higher of the arrival rates over ten seconds and a minute, plus
+    """Return a future for each of `LASTS_S`, with the higher of the arrival rates over ten seconds and a minute, plus
     statistical fluctuation.
     """
     block_tokens = snapshot.model.block_tokens
@@ -402,19 +408,21 @@ def _futures(snapshot: Snapshot, running: Running, traffic: Traffic) -> list[Fut
 
 
 def _remaining_tokens(traffic: Traffic, running_count: int, answer_tokens: float) -> float:
-    """Remaining tokens of running answers: in the steady state as many as they have generated.
+    """Estimate the remaining tokens of running answers: in the steady state as many as they have generated.
 
-    0, which means as many as for a new answer, unless they exceed `_OUTLIVED` times the mean of all answers.
+    Returns 0, which means as many as for a new answer, unless the estimate exceeds `_OUTLIVED` times the mean of all
+    answers.
     """
     age_tokens = traffic.open_tokens / running_count if running_count else 0.0
     return age_tokens if age_tokens > _OUTLIVED * answer_tokens else 0.0
 
 
 def _answer_tokens(traffic: Traffic, running_count: int) -> float:
-    """Mean tokens of an answer. Running ones count, too, otherwise short answers would dominate.
+    """Estimate the mean tokens of an answer. Running answers count, too, because otherwise short answers would
+    dominate.
 
-    All tokens divided by all endings, as if each token were the last with equal probability. With few endings: running
-    answers are assumed half complete, and the estimate is bounded by twice the resulting mean.
+    The estimate is all tokens divided by all endings, as if each token were the last with equal probability. With few
+    endings, running answers are assumed to be half complete, and the estimate is bounded by twice the resulting mean.
     """
     ended_count, tokens = traffic.ended_count + _PRIOR_COUNT, traffic.ended_tokens + traffic.open_tokens + _PRIOR_TOKENS
     half_through = (tokens + traffic.open_tokens) / (ended_count + running_count)

@@ -1,4 +1,4 @@
-"""Drop plans: which groups are merged, and which layers each member gives up."""
+"""Drop plans: which groups are merged, and which layers each member drops."""
 
 from bisect import bisect_left
 from collections.abc import Sequence
@@ -16,17 +16,17 @@ class DropPlan:
     needed_bytes: int
     freed_bytes: int
     shortfall_bytes: int  # 0: the need is met
-    usable_bytes: int  # additional KV that admission can use; less than freed if layers are split unevenly
+    usable_bytes: int  # additional KV that admission can use; less than the freed bytes if layers are split unevenly
     exchange_bytes: int
     groups: tuple[GroupPlan, ...]  # groups that change, by id
     unchanged: tuple[GroupState, ...]
 
 
 def by_need(snapshot: Snapshot, needed_bytes: int, *, tolerable_shortfall: float = 0.0) -> DropPlan:
-    """The smallest change that adds `needed_bytes` of usable KV; if none does, the largest.
+    """Return the smallest change that adds `needed_bytes` of usable KV, or the largest one if none does.
 
-    Pipelines deeper than pairs, and than existing ones, are skipped if less than `tolerable_shortfall` of all KV is
-    missing without them: each stage costs every request of the pipeline time.
+    Pipelines deeper than pairs and than existing ones are skipped if less than `tolerable_shortfall` of all KV is
+    missing without them, because each stage costs every request of the pipeline time.
     """
     shallow = max([2, *(len(group.members) for group in snapshot.groups)])
     candidates = [
@@ -46,7 +46,7 @@ def by_need(snapshot: Snapshot, needed_bytes: int, *, tolerable_shortfall: float
 def _fewest(
     snapshot: Snapshot, merges: Sequence[Sequence[GroupId]], needed_bytes: int, toward_memory: float
 ) -> DropPlan:
-    """The plan with the fewest merges that suffice, or with all of them if none does."""
+    """Return the plan with the fewest merges that suffice, or with all of them if they do not."""
 
     def plan_first(count: int) -> DropPlan:
         return plan_of(snapshot, merges[:count], needed_bytes, toward_memory)
@@ -62,10 +62,10 @@ def plan_of(
     *,
     insists: bool = False,
 ) -> DropPlan:
-    """The plan of these merges, with all other groups unchanged. Pipelines that hold layers which they do not execute
-    give these up, too, as far as needed.
+    """Return the plan of these merges, with all other groups unchanged. Pipelines that hold layers which they do not
+    execute also drop these, as far as needed.
 
-    `toward_memory`: see `Splitter.split`. `insists`: also merges that reduce the capacity.
+    `toward_memory`: see `Splitter.split`. `insists`: include merges that reduce the capacity.
     """
     model, groups = snapshot.model, sorted(snapshot.groups, key=lambda group: group.group_id)
     planner = GroupPlanner(

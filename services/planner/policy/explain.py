@@ -6,11 +6,13 @@ from services.planner.policy.merged import GroupPlan
 from services.planner.policy.restore import RestorePlan
 from services.planner.policy.snapshot import ModelShape
 
-MOST_GROUPS = 32  # maximum number of groups described; the layout has all
+MOST_GROUPS = 32  # maximum number of described groups; the layout has all
 
 
 def explain(plan: DropPlan, model: ModelShape) -> list[str]:
-    """One line for the need, one for what moves, one for each of the first `MOST_GROUPS` changing groups."""
+    """Return one line for the need, one for the moved KV, and one for each of the first `MOST_GROUPS` changing
+    groups.
+    """
     lines = [_need_line(plan)]
     if not plan.groups:
         return [*lines, "nothing changes"]
@@ -41,7 +43,7 @@ def group_line(group: GroupPlan, model: ModelShape) -> str:
 
 
 def _uneven(group: GroupPlan) -> str:
-    """Text about the member with most layers, if these exceed its share: it has more memory, or is faster."""
+    """Describe the member with most layers, if they exceed its share because it has more memory or is faster."""
     counts = {member.worker_id: member.last_layer - member.first_layer for member in group.members}
     all_layers, (most, name) = sum(counts.values()), max((count, name) for name, count in counts.items())
     if most <= -(-all_layers // len(counts)):

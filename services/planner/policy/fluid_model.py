@@ -3,12 +3,12 @@
 Groups of equal depth are one `GroupKind`. Requests arrive at a rate and wait in one queue; a kind admits them while it
 has memory and places, computes their prompts alongside the decodes of running requests, and releases those whose
 answers end. The cumulative curves of arrivals and of first tokens give the waits, to which a request's own prefill is
-added (`prompt_s`); the step duration gives the token time. When running requests outgrow the memory, some are
-preempted, and wait at the head of the queue to be recomputed.
+added (`prompt_s`). The step duration gives the token time. When running requests outgrow the memory, some are preempted
+and wait at the head of the queue to be recomputed.
 
 Costs are those of `ballast.common.cost`, for the mean batch of each kind. Answers end at a constant rate per token,
 which differs between running and arriving requests: if lengths differ, long answers hold the memory, and their expected
-remainder equals their present length.
+remainder equals their current length.
 """
 
 import math
@@ -22,23 +22,23 @@ from ballast.common.traffic import Pace
 
 STEPS = 80  # time steps of the horizon
 _TAIL = 3  # maximum number of horizons simulated, until all arrivals of the first have a token
-# Fraction of a pipeline's time in which a stage waits for its neighbours, by depth, as measured in the simulator and on
-# two cores; linear between and beyond.
+# Fraction of a pipeline's time in which a stage waits for its neighbours, by depth, measured in the simulator and on
+# two cores. It is linear between and beyond these depths.
 _BUBBLES = ((1, 0.0), (2, 0.05), (4, 0.17), (8, 0.22))
-_RESERVE = 0.05  # fraction of the KV memory that admission keeps for growth
-_LEAST_STEP_S = 1e-6  # lower bound, whatever costs are reported
+_RESERVE = 0.05  # fraction of the KV memory that admission reserves for growth
+_LEAST_STEP_S = 1e-6  # lower bound for any reported costs
 # A distribution of prompt lengths is reduced to these parts: fraction of all, and its representative quantile.
 PARTS = ((0.5, 0.25), (0.4, 0.7), (0.08, 0.94), (0.02, 0.99))
-_MOST_SHARING = 2.0  # the first waiting prompt gets half of every batch, however many there are
+_MOST_SHARING = 2.0  # the first waiting prompt gets half of every batch, no matter how many wait
 _PRECISION_S = 0.005  # precision of a wait
-_HALVINGS = 40  # maximum: waits beyond 10^12 s, from reported costs, are less precise
+_HALVINGS = 40  # maximum steps of a search; waits beyond 10^12 s, from reported costs, are less precise
 _COHORTS = 8  # number of parts of the initially waiting requests, by waiting time
-_NEARLY = 0.1  # fraction of a request that may be missing at the end, as flows are continuous
+_NEARLY = 0.1  # fraction of a request that may be missing at the end, because flows are continuous
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupKind:
-    """Groups of equal depth, together."""
+    """All groups of equal depth, as one."""
 
     stages: int
     group_count: int
@@ -46,8 +46,8 @@ class GroupKind:
     running_count: float
     used_tokens: float  # used KV tokens
     uncomputed_tokens: float = 0.0  # prompt tokens of admitted requests without a first token
-    max_running_count: float = 0.0  # maximum of all groups together; 0: from the machine's
-    stall_s: float = 0.0  # nothing progresses until then, because of a transition
+    max_running_count: float = 0.0  # maximum of all groups together; 0: use the machine's
+    stall_s: float = 0.0  # time until which a transition stalls all requests
     kept_tokens: float = 0.0  # capacity of draining pipelines, closed to admission until `kept_s`
     kept_s: float = 0.0
     slowness: float = 1.0  # factor on the machine's batch durations
@@ -55,7 +55,7 @@ class GroupKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Future:
-    """Expected demand: a rate for some time, then the calm rate."""
+    """Expected demand: one arrival rate for some time, then the calm rate."""
 
     rate_per_s: float
     lasts_s: float
@@ -64,13 +64,13 @@ class Future:
     answer_tokens: float  # expected answer of an arriving request
     waiting_count: float  # requests without a first token
     waiting_tokens: float
-    remaining_tokens: float = 0.0  # mean of running answers, if more than of a new one; 0: the same
+    remaining_tokens: float = 0.0  # mean of running answers, if more than that of a new answer; 0: the same
     waited_s: float = 0.0  # waiting time of the first waiting request; the last has just arrived
     prompts: tuple[float, ...] = ()  # prompt tokens, by `PARTS`; empty: all equal
 
     @property
     def spread(self) -> float:
-        """Mean square of prompt lengths over the square of their mean."""
+        """Mean square of prompt lengths divided by the square of their mean."""
         if not self.prompts:
             return 1.0
         parts = list(zip(PARTS, self.prompts, strict=True))
@@ -87,7 +87,7 @@ class FluidMachine:
     max_running_count: int
 
     def cost_of(self, stages: int, slowness: float = 1.0) -> CostModel:
-        """Batch costs of all layers in a pipeline of that depth, with bubbles counted as work."""
+        """Return the batch costs of all layers in a pipeline of this depth, with bubbles counted as work."""
         return self.pace.cost.scaled(self.layer_count / self.pace.layer_count / (1 - bubbles(stages)) * slowness)
 
 
@@ -95,7 +95,7 @@ class FluidMachine:
 class Prediction:
     ttft_p99_s: float
     ahead_p99_s: float  # P99 TTFT without the time waited before the prediction
-    tpot_s: float  # mean seconds per token, waits of preempted requests included
+    tpot_s: float  # mean seconds per token, including waits of preempted requests
     lost_share: float = 0.0  # fraction of the requests whose wait is lost
     lost_ahead_share: float = 0.0  # like `lost_share`, without the time waited before the prediction
 
@@ -104,7 +104,7 @@ class Prediction:
 
 
 def bubbles(stages: int) -> float:
-    """Fraction of a pipeline's time in which a stage waits."""
+    """Return the fraction of a pipeline's time in which a stage waits."""
     for (low, less), (high, more) in pairwise(_BUBBLES):
         if stages <= high:
             return less + (more - less) * max(0, stages - low) / (high - low)
@@ -112,10 +112,10 @@ def bubbles(stages: int) -> float:
 
 
 def token_s(cost: CostModel, decodes: float, context: float, chunk: float, prefix: float) -> float:
-    """Seconds between two tokens of a sequence: a microbatch's time over all stages.
+    """Return the seconds between two tokens of a sequence: a microbatch's time over all stages.
 
     Args:
-        cost: Costs of all layers, bubbles included: `FluidMachine.cost_of`.
+        cost: Costs of all layers, including bubbles (`FluidMachine.cost_of`).
         decodes: Decoding sequences per microbatch.
         context: Tokens whose KV the decodes read.
         chunk: Prompt tokens per microbatch, after `prefix` tokens.
@@ -144,10 +144,11 @@ def prompt_s(
     length: float,
     sharing: float = 1.0,
 ) -> float:
-    """Seconds from a request's admission to its first token: its chunks follow each other through the stages.
+    """Return the seconds from a request's admission to its first token. Its chunks follow each other through the
+    stages.
 
     Args:
-        cost: As in `token_s`, likewise `decodes` and `context`: the rest of its batches.
+        cost: As in `token_s`; also `decodes` and `context`, for the rest of its batches.
         batch_tokens: Maximum tokens of a batch.
         sharing: Slowdown by other prompts.
     """
@@ -159,7 +160,7 @@ def prompt_s(
 
 
 class _Flow:
-    """State of one kind over time. Plain attributes, as a comparison executes thousands of its steps."""
+    """State of one kind over time. It has plain attributes, because a comparison executes thousands of its steps."""
 
     __slots__ = (
         "admitted",
@@ -262,7 +263,7 @@ class _Flow:
                 full_s = token_s(cost, decodes, context, chunk, prefix)
                 could = chunk * batches * dt / full_s
                 done = uncomputed if uncomputed < could else could
-                # With little to compute only some steps have prompts: this fraction of the time.
+                # With little prefill, only this fraction of the steps have prompts.
                 self.busy = share = done / could
                 # While more than one prompt waits, a pipeline has one more microbatch in flight than stages.
                 trip_s = full_s * (1 + share * share / self.stages) if self.stages > 1 else full_s
@@ -271,11 +272,11 @@ class _Flow:
             self.uncomputed = uncomputed - done
         made = running * dt / took_s
         ended = made / answer
-        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave old ones although none runs
+        if self.old > 0.0 and running > 0.0 and remaining > answer:  # rounding may leave old requests although none runs
             old_ended = made * self.old / running / remaining
             ended = made * (running - self.old) / running / answer + old_ended
             self.old -= old_ended if old_ended < self.old else self.old
-        if running > 0.0:  # ending ones are older, and so larger, than the mean
+        if running > 0.0:  # ending requests are older than the mean, and therefore larger
             if ended > running:
                 ended = running
             mean, size = held / running, prompt + answer
@@ -304,14 +305,16 @@ class _Flow:
 def look_ahead(
     machine: FluidMachine, kinds: Sequence[GroupKind], future: Future, horizon_s: float, lost_after_s: float = math.inf
 ) -> Prediction:
-    """Predict the latencies of a layout. `lost_after_s`: longer waits are partly lost, those of twice this entirely."""
+    """Predict the latencies of a layout. `lost_after_s`: longer waits are partly lost, and entirely from twice this
+    time on.
+    """
     dt = horizon_s / STEPS
     prompt, answer = future.prompt_tokens, max(1.0, future.answer_tokens)
     remaining = future.remaining_tokens
     prefix = prompt / 2
     flows = [_Flow(kind, machine, future) for kind in kinds]
     waiting, waiting_tokens = future.waiting_count, future.waiting_tokens
-    away, away_tokens = 0.0, 0.0  # preempted, waiting to resume
+    away, away_tokens = 0.0, 0.0  # preempted requests that wait to resume, and their tokens
     came, first, ready_s = [waiting + math.fsum(flow.prefills for flow in flows)], [0.0], [0.0]
     tokens = request_s = until_s = with_token = 0.0
     so_far = came[0]
@@ -369,13 +372,13 @@ def look_ahead(
 
 
 def _lost(waits: Mapping[float, float], limit_s: float) -> float:
-    """Fraction of requests whose wait is lost: rises from the limit to twice the limit."""
+    """Return the fraction of requests whose wait is lost. It rises from the limit to twice the limit."""
     lost = math.fsum(count * min(1.0, wait / limit_s - 1) for wait, count in waits.items() if wait > limit_s)
     return lost / math.fsum(waits.values()) if lost else 0.0
 
 
 def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: float) -> float:
-    """Admit as many requests as there is room for, evenly over instances, as routing does. Returns their number."""
+    """Admit as many requests as fit, evenly over instances like routing. Returns their number."""
     if len(flows) == 1:
         let = min(flows[0].room(until_s, mean_tokens), count)
         flows[0].let_in(let, mean_tokens)
@@ -403,10 +406,11 @@ def _spread(flows: Sequence[_Flow], until_s: float, count: float, mean_tokens: f
 def _waits(
     came: Sequence[float], first: Sequence[float], ready_s: Sequence[float], dt: float, waited_s: float = 0.0
 ) -> dict[float, float]:
-    """Number of requests by wait (seconds): until the curve of first tokens reaches their arrival.
+    """Return the number of requests by wait (seconds), which lasts until the curve of first tokens reaches their
+    arrival.
 
     Args:
-        ready_s: When the last first token of each step was ready; 0 if it had none.
+        ready_s: Time at which the last first token of each step was ready; 0 if it had none.
         waited_s: Waiting time of the first request at the beginning.
     """
     arrivals = [(step * dt, until) for step, until in enumerate(came[: STEPS + 1])]
@@ -433,7 +437,7 @@ def _waits(
 
 
 def _own(flows: Sequence[_Flow], future: Future) -> list[tuple[float, float]]:
-    """Prefill times of requests: (seconds, fraction of the requests)."""
+    """Return the prefill times of requests as (seconds, fraction of the requests)."""
     seen = math.fsum(flow.seen for flow in flows)
     prompts = future.prompts or (future.prompt_tokens,) * len(PARTS)
     return [
@@ -452,7 +456,7 @@ def _own_s(flow: _Flow, length: float) -> float:
 
 
 def _p99(waits: Mapping[float, float], own: Sequence[tuple[float, float]], usual_s: float) -> float:
-    """The 99th percentile of waiting plus prefill time, assumed independent.
+    """Return the 99th percentile of waiting plus prefill time, which are assumed to be independent.
 
     `usual_s`: the prefill time contained in the waits.
     """

@@ -1,14 +1,15 @@
-"""Three rules for packing large requests onto few instances, given only what each instance holds.
+"""Three rules for packing large requests onto few instances, given only the requests on each instance.
 
-A new request goes to the fullest instance that keeps the reserve; the emptiest instance is released if its requests fit
-into the others; one that has nearly used up its reserve gives its smallest request away. Amounts are bytes or tokens.
+A new request is placed on the fullest instance that keeps its reserve. The emptiest instance is released if its
+requests fit on the others. An instance that has nearly used up its reserve gives away its smallest request. Amounts are
+bytes or tokens.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-RESERVE = 0.08  # fraction of an instance kept free, for the growth of running requests
-_USED_UP = 0.25  # remaining fraction of the reserve at which a request is given away
+RESERVE = 0.08  # fraction of an instance reserved for the growth of running requests
+_USED_UP = 0.25  # a request is given away when less than this fraction of the reserve remains
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +18,7 @@ class HeldRequest:
 
     number: int
     amounts: tuple[int, ...]  # amounts of its requests
-    leaving: bool = False  # takes no new request, and is emptied
+    leaving: bool = False  # True: takes no new requests, and is being emptied
 
     @property
     def used(self) -> int:
@@ -26,13 +27,15 @@ class HeldRequest:
 
 @dataclass(frozen=True, slots=True)
 class LeanMove:
-    amount: int  # amount of the request: any request of that size
+    amount: int  # amount of the request, which may be any of that size
     source: int
     target: int
 
 
 def place(amount: int, instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> int | None:
-    """The instance for a new request; a leaving one only if no other has room. None: one has to be started or woken."""
+    """Return the instance for a new request, a leaving one only if no other has room. None: an instance must be started
+    or woken.
+    """
     kept = int(reserve * capacity)
     staying = [one for one in instances if not one.leaving]
     with_room = [one for one in staying if one.used + amount + kept <= capacity or not one.amounts]
@@ -42,7 +45,9 @@ def place(amount: int, instances: Sequence[HeldRequest], capacity: int, reserve:
 
 
 def leaves(instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> list[LeanMove] | None:
-    """The moves that empty the emptiest instance; None: it is the only one, or the others have too little room."""
+    """Return the moves that empty the emptiest instance; None: it is the only one, or the others have too little
+    room.
+    """
     staying = [one for one in instances if not one.leaving and one.amounts]
     if len(staying) < 2:
         return None
@@ -51,7 +56,7 @@ def leaves(instances: Sequence[HeldRequest], capacity: int, reserve: float = RES
 
 
 def relieve(instances: Sequence[HeldRequest], capacity: int, reserve: float = RESERVE) -> list[LeanMove]:
-    """Moves of the smallest requests out of nearly full instances, as far as others have room."""
+    """Return moves of the smallest requests out of nearly full instances, as far as others have room."""
     moves: list[LeanMove] = []
     least = int(_USED_UP * reserve * capacity)
     held = {one.number: one for one in instances}
@@ -68,7 +73,7 @@ def relieve(instances: Sequence[HeldRequest], capacity: int, reserve: float = RE
 def _spread(
     source: HeldRequest, amounts: Sequence[int], instances: Sequence[HeldRequest], capacity: int, reserve: float
 ) -> list[LeanMove] | None:
-    """Moves of each amount to the fullest instance that keeps the reserve; None: one does not fit."""
+    """Return moves of each amount to the fullest instance that keeps its reserve; None: an amount does not fit."""
     rooms = {
         one.number: capacity - one.used - int(reserve * capacity)
         for one in instances
@@ -86,7 +91,7 @@ def _spread(
 
 
 def check(before: Sequence[HeldRequest], moves: Sequence[LeanMove], capacity: int) -> list[str]:
-    """Descriptions of what is wrong: an instance overfilled, one that gives and takes, or a leaving one that takes."""
+    """Describe errors of moves: an overfilled instance, one that gives and takes, or a leaving one that takes."""
     used = {one.number: one.used for one in before}
     for move in moves:
         used[move.source] -= move.amount

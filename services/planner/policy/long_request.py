@@ -1,4 +1,4 @@
-"""A group for one long request: which groups merge, and the resulting group (pure)."""
+"""Finds a group for one long request: which groups merge, and the resulting group (pure)."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -25,7 +25,7 @@ class LongNeed:
 
 @dataclass(frozen=True, slots=True)
 class LongGroup:
-    """Merged groups that hold the request in addition to their present ones."""
+    """Merged groups that hold the request in addition to their current requests."""
 
     merged: tuple[GroupState, ...]
     plan: GroupPlan
@@ -45,15 +45,17 @@ class LongGroup:
 
 
 def held_by(snapshot: Snapshot, need: LongNeed) -> GroupId | None:
-    """An existing group large enough for a request that does not run yet; None: there is none, or it runs."""
+    """Return an existing group that is large enough for a request that does not run yet; None: there is none, or the
+    request runs.
+    """
     wanted = -(-need.need_tokens // snapshot.model.block_tokens)
     found = [group.group_id for group in snapshot.groups if group.block_count >= wanted]
     return min(found) if found and need.group_id is None else None
 
 
 def group_for(snapshot: Snapshot, need: LongNeed) -> LongGroup | None:
-    """The merge with the fewest stages that holds the request, of the least loaded groups: existing pipelines extended,
-    or lone instances. None: there is none.
+    """Return the merge with the fewest stages that holds the request, from the least loaded groups: extended existing
+    pipelines, or lone instances. None: there is none.
     """
     model = snapshot.model
     extra_blocks = -(-(need.need_tokens - need.held_tokens) // model.block_tokens)
@@ -71,7 +73,7 @@ def group_for(snapshot: Snapshot, need: LongNeed) -> LongGroup | None:
 
 
 def _merges(groups: Sequence[GroupState], first: GroupId | None, most: int) -> Iterator[list[GroupState]]:
-    """Each initial group with a growing number of the least loaded others."""
+    """Yield each initial group with a growing number of the least loaded others."""
     by_load = sorted(groups, key=lambda group: (len(group.members), group.load_blocks, group.group_id))
     begun: list[list[GroupState]] = [[]]
     if first is not None:
@@ -100,8 +102,8 @@ def _made(merge: Sequence[GroupState], splitter: Splitter) -> LongGroup | None:
 
 
 def kinds_with(snapshot: Snapshot, made: LongGroup, need: LongNeed, running: Running) -> list[GroupKind]:
-    """The groups that serve the other requests: all except that of the long request, which dispatchers avoid during its
-    prefill; if there is no other group, that one.
+    """Return the groups that serve the other requests: all except the group of the long request, which dispatchers
+    avoid during its prefill, or that group if there is no other.
     """
     model, tokens = snapshot.model, snapshot.model.block_tokens
     rest = [group for group in snapshot.groups if group.group_id not in made.ids]

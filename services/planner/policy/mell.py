@@ -1,14 +1,14 @@
 """MELL's packing of requests onto instances (figure 10 of the paper), as printed and in a repaired version.
 
-Instances are bins of one capacity, requests are items of growing size. An item is large (more than half of a bin),
-medium (more than a third), small (more than a quarter) or tiny; a bin's kind is that of its largest item. Requests of
-at most an eighth of a bin share bags of an eighth to a quarter, which the paper demands in one sentence. Bins are
-opened when needed and closed when empty.
+Instances are bins of equal capacity, and requests are items of growing size. An item is large (more than half of a
+bin), medium (more than a third), small (more than a quarter) or tiny; a bin's kind is that of its largest item.
+Requests of at most an eighth of a bin share bags of an eighth to a quarter, which the paper requires in one sentence.
+Bins are opened when needed and closed when empty.
 
-The printed algorithm violates theorem 1: tiny requests that came before large ones are never moved to them, so that
-property 5 fails without bound, and it has no rule for an item that outgrows its bin within its class.
-`Book(repaired=True)` ends each operation with moves that restore the properties, within the limit of ten moves; the
-missing rule is in both versions.
+The printed algorithm violates theorem 1: tiny requests that arrived before large ones are never moved to them, so that
+property 5 is violated without bound. It also has no rule for an item that outgrows its bin within its class.
+`Book(repaired=True)` ends each operation with moves that restore the properties, within the limit of ten moves. Both
+versions have the missing rule.
 
 Sizes are whole numbers (bytes or tokens), so sums are exact. No clock, no I/O.
 """
@@ -19,8 +19,8 @@ from enum import IntEnum
 
 from ballast.common.errors import InvariantViolation
 
-MOST_MOVES = 10  # items moved per operation: theorem 3
-_FULL = 0.75  # fraction of a bin that properties 3 and 5 demand
+MOST_MOVES = 10  # maximum items moved per operation: theorem 3
+_FULL = 0.75  # fraction of a bin that properties 3 and 5 require
 
 Key = Hashable  # identifies a request
 
@@ -101,7 +101,7 @@ class Book:
         self._items: dict[Key, Item] = {}
         self._open_bag: Item | None = None
         self._opened_count = 0
-        self._came_from: dict[Key, int] = {}  # request moved since `take_moves` -> its bin before
+        self._came_from: dict[Key, int] = {}  # request moved since `take_moves` -> its previous bin
         self._moved: set[Item] = set()  # items moved by this operation
 
     # ------------------------------------------------------------ operations
@@ -111,7 +111,7 @@ class Book:
         self._begin()
         self._enter(request, amount)
         self._end()
-        self._came_from.pop(request, None)  # its present place is its first
+        self._came_from.pop(request, None)  # its current bin counts as its first
 
     def depart(self, request: Key) -> None:
         """Remove a request."""
@@ -161,7 +161,7 @@ class Book:
 
     @property
     def moved_count(self) -> int:
-        """Items that the last operation moved."""
+        """Number of items that the last operation moved."""
         return len(self._moved)
 
     def bin_number(self, request: Key) -> int:
@@ -182,21 +182,21 @@ class Book:
         return next((one for one in reversed(self._of_kind(*kinds)) if one is not but), None)
 
     def _by_priority(self, *kinds: MellSize) -> list[MellBin]:
-        """Bins of these kinds: those with fewer items first, then those with more room."""
+        """Return the bins of these kinds, ordered by fewer items, then by more room."""
         return sorted(self._of_kind(*kinds), key=lambda one: (len(one.items), one.used, one.number))
 
     def _room(self, one: MellBin) -> int:
         return self.capacity - one.used
 
     def _firm(self, one: MellBin) -> int:
-        """Size of the items that are not tiny; tiny ones can be moved."""
+        """Return the size of the items that are not tiny, because tiny ones can be moved."""
         return sum([item.amount for item in one.items if self._size(item) > MellSize.TINY])
 
     def _count(self, one: MellBin, size: MellSize) -> int:
         return sum([self._size(item) is size for item in one.items])
 
     def _company(self, one: MellBin) -> int:
-        """Number of medium and small items of a bin."""
+        """Return the number of medium and small items of a bin."""
         return self._count(one, MellSize.MEDIUM) + self._count(one, MellSize.SMALL)
 
     def _has_other(self, one: MellBin, item: Item, size: MellSize) -> bool:
@@ -224,7 +224,7 @@ class Book:
         return one
 
     def _lift(self, item: Item) -> None:
-        """Take an item out of its bin; the bin is remembered for the move."""
+        """Take an item out of its bin, and remember the bin for the move."""
         here = self._bin_of(item)
         here.items.remove(item)
         for request in item.requests:
@@ -258,7 +258,7 @@ class Book:
         return 4 * (bag.amount + amount) <= self.capacity and self._room(self._bin_of(bag)) >= amount
 
     def _keep_bag(self, bag: Item) -> None:
-        """Merge a bag of at most an eighth into the open bag, or make it the open one if there is none."""
+        """Merge a bag of at most an eighth of a bin into the open bag, or make it the open one if there is none."""
         if bag is self._open_bag or 8 * bag.amount > self.capacity:
             return
         if self._open_bag is None or not self._fits_bag(self._open_bag, bag.amount):
@@ -277,12 +277,14 @@ class Book:
         return 4 * bag.amount > self.capacity or 8 * max(bag.requests.values()) > self.capacity
 
     def _split(self, bag: Item) -> None:
-        """Take the largest request out of a bag that exceeds a quarter of a bin, or with a request above an eighth."""
+        """Take the largest request out of a bag that exceeds a quarter of a bin, or that has a request above an
+        eighth.
+        """
         if not self._is_outgrown(bag):
             return
         largest = max(bag.requests, key=bag.requests.__getitem__)
         amount, here = bag.requests[largest], self._bin_of(bag)
-        if len(bag.requests) == 1:  # a bag of one is that request
+        if len(bag.requests) == 1:  # a bag of one request is that request
             bag.is_bag = False
             if self._open_bag is bag:
                 self._open_bag = None
@@ -339,7 +341,9 @@ class Book:
             self._place(tiny, one)
 
     def _accompany(self, one: MellBin) -> None:
-        """Put a medium or small item into a large bin that has none, from the bin with priority, which is refilled."""
+        """Put a medium or small item into a large bin that has none. It is taken from the first bin by priority, which
+        is refilled.
+        """
         if self._company(one):
             return
         for other in self._by_priority(MellSize.MEDIUM, MellSize.SMALL):
@@ -351,7 +355,7 @@ class Book:
                 return
 
     def _largest(self, one: MellBin, room: int, sizes: tuple[MellSize, ...]) -> Item | None:
-        """The largest item of these sizes in a bin that fits into `room`."""
+        """Return the largest item of these sizes in a bin that fits into `room`."""
         found = [item for item in one.items if self._size(item) in sizes and item.amount <= room]
         return max(found, key=lambda item: item.amount, default=None)
 
@@ -366,7 +370,7 @@ class Book:
             self._move_tiny_out(one)
 
     def _refill(self, one: MellBin, size: MellSize, kind: MellSize) -> None:
-        """Refill a bin of that kind after an item of that size has left."""
+        """Refill a bin of this kind after an item of this size has left."""
         if not one.items:
             return
         if size is MellSize.LARGE:
@@ -413,7 +417,9 @@ class Book:
             self.bins = [one for one in self.bins if one.items]
 
     def _join(self) -> bool:
-        """Move an item from the last to the first of several incomplete bins: properties 1 and 2. True if one moved."""
+        """Move an item from the last to the first of several incomplete bins: properties 1 and 2. Returns True if one
+        moved.
+        """
         for size, whole in _WHOLE.items():
             short = [one for one in self._of_kind(size) if self._count(one, size) < whole]
             if len(short) < 2:
@@ -427,7 +433,7 @@ class Book:
         return False
 
     def _pair_up(self) -> bool:
-        """Move a medium or small item into a large bin that has none: property 4. True if one moved."""
+        """Move a medium or small item into a large bin that has none: property 4. Returns True if one moved."""
         for one in self._of_kind(MellSize.LARGE):
             if self._company(one):
                 continue
@@ -440,7 +446,7 @@ class Book:
         return False
 
     def _fill_hollow(self) -> bool:
-        """Move a tiny item into a large or medium bin that is not full: property 5. True if one moved."""
+        """Move a tiny item into a large or medium bin that is not full: property 5. Returns True if one moved."""
         latest = self._latest(MellSize.TINY)
         if latest is None:
             return False
@@ -453,8 +459,8 @@ class Book:
         return False
 
     def _fill_tiny(self) -> bool:
-        """Move a tiny item from the last to the first of several tiny bins that are not full: property 3. True if one
-        moved.
+        """Move a tiny item from the last to the first of several tiny bins that are not full: property 3. Returns True
+        if one moved.
         """
         short = [one for one in self._of_kind(MellSize.TINY) if one.used < _FULL * self.capacity]
         if len(short) < 2:
@@ -467,7 +473,7 @@ class Book:
     # ------------------------------------------------------------ theorem 1
 
     def check(self) -> Exceptions:
-        """The numbers of bins that violate each property.
+        """Return the numbers of bins that violate each property.
 
         Raises:
             InvariantViolation: a bin is overfull or empty, or a request is in no bin or in two.

@@ -1,4 +1,4 @@
-"""The result of merging groups: one pipeline of all their members, and what each member gives up."""
+"""The result of merging groups: one pipeline of all their members, and the layers that each member drops."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class GroupPlan:
 
 
 class _MergedCut(NamedTuple):
-    """The stages of equal members, largest KV first: ranges of layers with their consequences."""
+    """The stages of equal members, largest KV first: ranges of layers with their aftermath."""
 
     parts: tuple[tuple[int, int, Aftermath], ...]  # first layer, layer after the last, aftermath
     freed_bytes: int
@@ -41,8 +41,8 @@ class _MergedCut(NamedTuple):
 
 
 class GroupPlanner:
-    """Plans merged groups. `equal_singles`: all groups are single instances with equal memory and equal layers. The
-    split then depends only on which members have equal amounts of KV, and is cached.
+    """Plans merged groups. `equal_singles`: all groups are single instances with equal memory and equal layers, so that
+    the split depends only on the members' amounts of KV and is cached.
     """
 
     def __init__(self, splitter: Splitter, *, equal_singles: bool, toward_memory: float | None = None) -> None:
@@ -52,7 +52,7 @@ class GroupPlanner:
         self._cuts: dict[tuple[bool, ...], _MergedCut] = {}
 
     def plan(self, merged: Sequence[GroupState]) -> GroupPlan:
-        """The plan of one pipeline of all members: see `group_plan`."""
+        """Return the plan of one pipeline of all members; see `group_plan`."""
         if not self._equal_singles:
             return group_plan(merged, self._splitter, self._toward_memory)
         ordered = sorted(merged, key=_by_load)
@@ -93,7 +93,7 @@ def _cut_of(plan: GroupPlan) -> _MergedCut:
 
 
 def surplus_bytes(group: GroupState, model: ModelShape) -> int:
-    """Parameter bytes of a group's members beyond one copy of all layers."""
+    """Return the parameter bytes of a group's members beyond one copy of all layers."""
     if len(group.members) == 1:
         return 0
     surplus = 0
@@ -105,9 +105,9 @@ def surplus_bytes(group: GroupState, model: ModelShape) -> int:
 
 
 def group_plan(merged: Sequence[GroupState], splitter: Splitter, toward_memory: float | None = None) -> GroupPlan:
-    """One pipeline of all members. Raises InvariantViolation if there is none (see `is_feasible`).
+    """Plan one pipeline of all members. Raises InvariantViolation if there is none (see `is_feasible`).
 
-    `toward_memory`: see `Splitter.split`. None: only as far as needed to hold the members' present KV.
+    `toward_memory`: see `Splitter.split`. None: only as far as needed to hold the members' current KV.
     """
     model = splitter.model
     block_count_before = sum(group.block_count for group in merged)

@@ -1,16 +1,16 @@
 """Load balancing by live migration between groups, as in Llumnix (Sun et al., OSDI '24); most groups are one instance.
 
-Virtual usage of a group is the blocks of its running requests plus those that its waiting requests need: a request for
-which memory is free elsewhere, but fragmented, makes its group look full, and running requests are moved away until it
-fits. Freeness is the free tokens per running request: the steps that all of them can still make. A group with a
-draining or leaving member has none.
+The virtual usage of a group is the blocks of its running requests plus those that its waiting requests need. If memory
+for a request is free elsewhere but fragmented, the request makes its group look full, so running requests are moved
+away until it fits. Freeness is the free tokens per running request, which is the number of steps that all of them can
+still make. A group with a draining or leaving member has none.
 
-Periodically the groups below one bound are paired with those above another, the least free with the freest. As many
-blocks move as even the two out; the source chooses the sequences.
+Periodically, the groups below one bound are paired with those above another, the least free with the freest. The number
+of moved blocks makes both equally free; the source chooses the sequences.
 
-Requests are spread evenly over instances, but answers are not alike. Where long ones fill an instance, most of all
-one with little memory, it computes no new prompts and preempts, while others have memory to spare. So an instance that
-is nearly full gives its longest requests to one that is at most three fifths as full, until both are as full.
+Requests are spread evenly over instances, but answers differ in length. If long answers fill an instance, especially
+one with little memory, it computes no new prompts and preempts, while others have spare memory. A nearly full instance
+therefore gives its longest requests to one that is at most three fifths as full, until both are equally full.
 """
 
 import math
@@ -21,14 +21,14 @@ from ballast.common.ids import WorkerId
 from ballast.common.layout import Group, Layout, Member, Standing
 from ballast.common.load import LoadReport
 
-_MORE_TARGETS = 3  # further targets per round of a group that gives all its requests away
+_MORE_TARGETS = 3  # maximum further targets per round of a group that gives away all its requests
 _FREEST = 32  # number of the freest targets from which nearly full groups choose
-_EMPTIER = 0.6  # maximum fill of their target, as a fraction of their own
+_EMPTIER = 0.6  # maximum fill of the target, as a fraction of the source's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrationRules:
-    balances: bool  # False: only draining and leaving groups give and, if `relieves`, nearly full ones
+    balances: bool  # False: only draining and leaving groups give requests and, if `relieves`, nearly full ones
     relieves: bool = False
     below_tokens: float = 32.0  # groups with less freeness are sources
     above_tokens: float = 96.0  # groups with more freeness are targets
@@ -50,13 +50,15 @@ class _MigrationCandidate:
 
     @property
     def free_blocks(self) -> int:
-        """Blocks neither used nor needed by waiting requests; negative if these need more than there are."""
+        """Number of blocks neither used nor needed by waiting requests; negative if waiting requests need more than are
+        free.
+        """
         load = self.load
         return load.block_count - load.used_block_count - load.waiting_block_count
 
     @property
     def room_blocks(self) -> int:
-        """Blocks for a new request: without those that admission keeps for growth."""
+        """Number of blocks for a new request, without those that admission reserves for growth."""
         return self.free_blocks - (self.load.kept_block_count if self.load.running_count else 0)
 
     @property
@@ -72,16 +74,16 @@ class _MigrationCandidate:
 
 
 def is_round_due(layout: Layout, rules: MigrationRules, *, looks: bool) -> bool:
-    """True if a round may have migrations: there are several groups, and one may have to give. `looks`: nearly full
-    groups are looked for in this round.
+    """True if a round may have migrations, because there are several groups and one of them may have to give requests.
+    `looks`: this round also looks for nearly full groups.
     """
     drains = any(_must_empty(member) for group in layout.groups for member in group.members)
     return len(layout.groups) > 1 and (rules.balances or drains or (rules.relieves and looks))
 
 
 def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: MigrationRules) -> list[Move]:
-    """Moves between pairs of groups. Each group is in at most one, except those that give all their requests away and
-    those that take from nearly full ones.
+    """Return moves between pairs of groups. Each group is in at most one pair, except those that give away all their
+    requests and those that take from nearly full ones.
     """
     candidates = [
         _MigrationCandidate(
@@ -100,7 +102,7 @@ def migrations(layout: Layout, loads: Mapping[WorkerId, LoadReport], rules: Migr
 def _relieved(
     candidates: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate], rules: MigrationRules
 ) -> list[Move]:
-    """Moves from each nearly full group to a much emptier one; the freest targets are taken in turn."""
+    """Return moves from each nearly full group to a much emptier one, taking the freest targets in turn."""
     moves: list[Move] = []
     full = [c for c in candidates if c.load.running_count > 1 and not c.drains and c.freeness < rules.above_tokens]
     for number, source in enumerate(full):
@@ -137,7 +139,9 @@ def _takes(candidate: _MigrationCandidate, rules: MigrationRules) -> bool:
 
 
 def _paired(sources: Sequence[_MigrationCandidate], targets: Sequence[_MigrationCandidate]) -> list[Move]:
-    """Moves from each source to one target; groups that give all their requests away get further free targets."""
+    """Return moves from each source to one target. Groups that give away all their requests get further free
+    targets.
+    """
     free = [target for target in targets if target not in sources]
     pairs = list(zip(sources, free, strict=False))
     emptied = [source for source in sources if source.drains]

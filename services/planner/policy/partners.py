@@ -1,4 +1,4 @@
-"""Likely future group members of each worker, for opening links in advance."""
+"""Predicts likely future group members of each worker, for opening links in advance."""
 
 from collections.abc import Container, Sequence
 
@@ -9,10 +9,11 @@ from ballast.common.layout import Layout, Member
 def likely_partners(
     layout: Layout, most: int, apart: Container[WorkerId] = ()
 ) -> list[tuple[Member, Sequence[Member]]]:
-    """Up to `most` others for each member: of its own group, then the nearest in the layout.
+    """Return up to `most` other workers for each member: first those of its own group, then the nearest in the layout.
 
-    Merges depend on the loads at that time. In a cluster of up to `most` + 1 instances all are named; in a larger one
-    neighbours are a guess, and missing links are made while a plan is prepared. `apart`: workers without partners.
+    Merges depend on the loads at their time. In a cluster of up to `most` + 1 instances all are returned. In a larger
+    one, neighbours are a guess, and missing links are opened while a plan is prepared. `apart`: workers without
+    partners.
     """
     order = [(member, place) for place, group in enumerate(layout.groups) for member in group.members]
     staying = [(member, place) for member, place in order if member.data_address and member.takes_new]

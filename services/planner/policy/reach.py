@@ -1,4 +1,4 @@
-"""The longest context that instances of a cluster can hold together (pure)."""
+"""Computes the longest context that instances of a cluster can hold together (pure)."""
 
 from collections.abc import Sequence
 
@@ -11,8 +11,8 @@ from services.planner.policy.split import Splitter, SplitTolerance, kinds_of
 
 
 def reach_of(model: ModelShape, memories: Sequence[MemoryReport], max_model_len: int) -> Reach:
-    """The longest sequence in the largest single instance, and in a group of those with most memory; there is at least
-    one instance.
+    """Return the longest sequence that fits into the largest single instance, and into a group of those with most
+    memory. There must be at least one instance.
     """
     whole, layer_count = tuple(range(model.layer_count)), model.layer_count
     blocks = [model.at(one.extent_bytes).block_count(one.budget_bytes, 0, layer_count) for one in memories]

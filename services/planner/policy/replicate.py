@@ -1,4 +1,4 @@
-"""The layout without change requests: pipelines stay, all other instances serve alone."""
+"""The layout without change requests, in which pipelines stay and all other instances serve alone."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,7 +34,7 @@ class Placeable:
 
 
 def one_group_each(instances: Iterable[Placeable], layer_count: int) -> tuple[Group, ...]:
-    """Groups in order of worker id; a group keeps its id over restarts of its instance."""
+    """Return groups in order of worker id. A group keeps its id over restarts of its instance."""
     return tuple(
         Group(GroupId(instance.worker_id), (instance.member(0, layer_count, instance.standing),))
         for instance in sorted(instances, key=lambda i: i.worker_id)
@@ -44,10 +44,11 @@ def one_group_each(instances: Iterable[Placeable], layer_count: int) -> tuple[Gr
 def keep_pipelines(
     before: Iterable[Group], instances: Iterable[Placeable], partial: Partial, layer_count: int
 ) -> tuple[tuple[Group, ...], Partial]:
-    """The groups that can serve, in order of ids, and the instances that hold only some layers and serve in none.
+    """Return the groups that can serve, in order of ids, and the instances that hold only some layers and serve in no
+    group.
 
-    A pipeline stays while all its members live. If one is lost, the others hold only a part of the model until they
-    have loaded the rest. A new incarnation has loaded all layers.
+    A pipeline stays while all its members are alive. If one is lost, the others hold only a part of the model until
+    they have loaded the rest. A new incarnation has loaded all layers.
     """
     there = {instance.worker_id: instance for instance in instances}
     waiting = {w for w, incarnation in partial if w in there and there[w].incarnation == incarnation}

@@ -1,4 +1,4 @@
-"""Instances that could serve and do not, and the fluid model's kinds with some of them (pure)."""
+"""Instances that could serve but do not, and the fluid model's group kinds with some of them (pure)."""
 
 import math
 from collections import Counter, deque
@@ -12,42 +12,42 @@ from services.planner.policy.snapshot import GroupState, Snapshot, columns_of
 
 FEWER = Candidate("one less", added=-1)
 _PEAK_S = 60.0
-_MOST_LEARNT = 1e6  # limit on learnt numbers: instances, or seconds
+_MOST_LEARNT = 1e6  # limit on learned numbers of instances or seconds
 _SPAN_S, _SPANS, _LEARNS = (
     30.0,
     10,
     2,
-)  # jumps are remembered by spans: duration, number of spans, and spans needed before any result
+)  # jumps are remembered per span: duration of a span, number of spans, and spans needed before any result
 
 
 @dataclass(frozen=True, slots=True)
 class Reserve:
     """Lone instances that do not serve, and the demand that may need them."""
 
-    leaving: tuple[GroupState, ...] = ()  # most loaded first: cancelling a leave is immediate
+    leaving: tuple[GroupState, ...] = ()  # most loaded first; cancelling a leave is immediate
     parked_count: int = 0
     waking_s: tuple[float, ...] = ()  # seconds until each waking instance serves
-    wake_s: float = 0.0  # time to wake another one
+    wake_s: float = 0.0  # time to wake another instance
     peak: float = 0.0  # maximum memory demand of the last minute, in instances
     recent_peak_count: int = 0  # maximum number of arrivals within RECENT_S in the last minute
-    gain: float = 1.0  # KV capacity multiplier if two instances share one copy of the parameters; 1: not allowed
+    gain: float = 1.0  # factor of KV capacity if two instances share one copy of the parameters; 1: not allowed
     jump: float = math.inf  # possible rise of demand before an instance serves, in instances; infinity: unknown
 
     @property
     def count(self) -> int:
-        """Instances that could be asked to serve."""
+        """Number of instances that could be woken or kept."""
         return len(self.leaving) + self.parked_count
 
 
 def more(reserve: Reserve) -> list[Candidate]:
-    """Candidates with 1, 2, 4 ... instances of the reserve serving, and with all of them."""
+    """Return the candidates in which 1, 2, 4 ... instances of the reserve serve, and all of them."""
     counts = {min(1 << doublings, reserve.count) for doublings in range(reserve.count.bit_length() + 1)} - {0}
     return [Candidate(f"{count} more", added=count) for count in sorted(counts)]
 
 
 def home_tokens(snapshot: Snapshot) -> float:
-    """KV tokens of an instance with all layers: the mean of those that serve alone or, if there are none, computed from
-    memory sizes.
+    """Return the KV tokens of an instance with all layers: the mean of those that serve alone or, if there are none,
+    computed from memory sizes.
     """
     columns, model = columns_of(snapshot.groups), snapshot.model
     alone = [blocks for blocks, stages in zip(columns.blocks, columns.stages, strict=True) if stages == 1]
@@ -58,7 +58,7 @@ def home_tokens(snapshot: Snapshot) -> float:
 
 
 def pair_gain(snapshot: Snapshot) -> float:
-    """Factor of KV capacity when two instances hold one copy of the parameters together."""
+    """Return the factor by which KV capacity grows if two instances hold one copy of the parameters together."""
     model = snapshot.model
     budget, extent, _ = max(columns_of(snapshot.groups).members)
     blocks = [model.at(extent).block_count(budget, 0, layers) for layers in (model.layer_count, model.layer_count // 2)]
@@ -66,7 +66,7 @@ def pair_gain(snapshot: Snapshot) -> float:
 
 
 def wanted_memory(snapshot: Snapshot, reserve: Reserve, traffic: Traffic) -> float:
-    """Memory demand of running and waiting requests, in instances."""
+    """Return the memory demand of running and waiting requests, in instances."""
     columns, leaving = columns_of(snapshot.groups), columns_of(reserve.leaving)
     blocks = sum([*columns.used, *columns.waiting, *leaving.used, *leaving.waiting])
     return (blocks * snapshot.model.block_tokens + traffic.queued_tokens) / home_tokens(snapshot)
@@ -74,7 +74,7 @@ def wanted_memory(snapshot: Snapshot, reserve: Reserve, traffic: Traffic) -> flo
 
 @dataclass(frozen=True, slots=True)
 class Learnt:
-    """What a planner has learnt about parking, for the next one."""
+    """Data about parking that a planner has learned, for the next planner."""
 
     jumps: tuple[float, ...] = ()  # the largest rise of demand in each span, in instances; newest last
     dwell_s: float = 0.0
@@ -88,18 +88,18 @@ class Jumps:
     """Learns the size of bursts: the maximum of the last minute, and the largest rise within a short time."""
 
     def __init__(self) -> None:
-        self._seen = deque[tuple[float, float, int]]()  # samples of the last minute: (instant, instances, requests)
+        self._seen = deque[tuple[float, float, int]]()  # samples of the last minute: (time, instances, requests)
         self._largest = deque[float](maxlen=_SPANS)  # largest rise of demand in each span
         self._span_ends_s = -math.inf
 
     @property
     def known(self) -> bool:
-        """True if demand was observed for long enough to know its jumps."""
+        """True if demand has been observed for long enough to know its jumps."""
         return len(self._largest) > _LEARNS
 
     @property
     def largest(self) -> tuple[float, ...]:
-        """The largest rise of each span, newest last."""
+        """Return the largest rise of each span, newest last."""
         return tuple(self._largest)
 
     def begin(self, before: Sequence[float]) -> None:
@@ -112,7 +112,7 @@ class Jumps:
         Args:
             wanted: Memory demand, in instances.
             recent_count: Arrivals within RECENT_S.
-            within_s: A rise within that time is a jump.
+            within_s: A rise within this time is a jump.
         """
         while self._seen and self._seen[0][0] < at_s - _PEAK_S:
             self._seen.popleft()
@@ -131,8 +131,8 @@ class Jumps:
 
 
 def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: int, places: int) -> list[GroupKind]:
-    """Group kinds with `added` more instances of the reserve, leaving ones first; or (-1) with one less. A leaving
-    instance has no room and completes its requests; a waking one has room, and starts later.
+    """Return the group kinds with `added` more instances of the reserve, leaving ones first, or (-1) with one less. A
+    leaving instance has no room and completes its requests. A waking one has room and starts later.
 
     Args:
         places: Maximum running requests of an instance.
@@ -160,8 +160,8 @@ def kinds(candidates: Candidates, snapshot: Snapshot, reserve: Reserve, added: i
 
 
 def _one_less(found: Sequence[GroupKind], home: float, places: int) -> list[GroupKind]:
-    """One instance less of the lone kind with most instances. If it was the only one, its requests move to the next
-    kind.
+    """Return the kinds with one instance less of the lone kind with most instances. If it was the only one, its
+    requests move to the next kind.
     """
     alone = sorted((kind for kind in found if kind.stages == 1), key=lambda kind: kind.group_count)
     largest = alone[-1]

@@ -7,7 +7,7 @@ from ballast.common.ids import GroupId, WorkerId
 from services.planner.policy.snapshot import GroupState, ModelShape, Snapshot
 
 SOURCE_CHOICES = 8  # number of holders considered for each layer
-RESTORE_USAGE_LIMIT = 0.85  # maximum fraction of the remaining KV in use, as demand may return
+RESTORE_USAGE_LIMIT = 0.85  # maximum fraction of the remaining KV in use, because demand may rise again
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,8 @@ class Pull:
     worker_id: WorkerId
     layer: int
     size_bytes: int
-    source: WorkerId | None  # None: no reachable peer holds it; host copy, then checkpoint on disk
-    others: tuple[WorkerId, ...]  # further holders: asked next if the checksum is wrong
+    source: WorkerId | None  # None: no reachable peer holds it, so it is read from the host copy or the checkpoint
+    others: tuple[WorkerId, ...]  # further holders, used if the checksum is wrong
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +52,10 @@ def plan_restore(
 ) -> RestorePlan:
     """Dissolve pipelines, the least used first, while demand stays within `usage_limit` of the remaining capacity.
 
-    Two conditions: a group's own demand against the KV of its members as full replicas (its requests stay with them),
-    and total demand against total capacity, as a remaining pipeline relieves the others. `only`: the pipelines to
-    consider; None: all.
-    `longest_tokens`: tokens of each group's longest request, which must fit a single member.
+    This applies both to a group's own demand compared with the KV of its members as full replicas (its requests stay
+    with them), and to total demand compared with total capacity, because a remaining pipeline relieves the others.
+    `only`: the pipelines to consider; None: all. `longest_tokens`: tokens of each group's longest request, which must
+    fit into a single member.
     """
     model = snapshot.model
     choice = _SourceChoice(snapshot, usage_limit)
@@ -82,12 +82,12 @@ def plan_restore(
 
 
 def _too_long(longest_tokens: int, alone_tokens: int) -> str | None:
-    """Reason why a pipeline's longest request does not fit a single member; None: it does. Checked as by its leader: a
-    batch in flight may add a token, and the next one needs room for one more.
+    """Return the reason why a pipeline's longest request does not fit into a single member; None: it fits. The check is
+    the same as its leader's: a batch in flight may append a token, and the next one needs room for one more.
     """
     if longest_tokens + 2 <= alone_tokens or alone_tokens < 1:
         return None
-    return f"a request of {longest_tokens} tokens runs there, and a member alone holds {alone_tokens}"
+    return f"a request of {longest_tokens} tokens runs there, but a member alone holds {alone_tokens}"
 
 
 def _full_copy_blocks(group: GroupState, model: ModelShape) -> tuple[int, ...]:
@@ -132,8 +132,8 @@ class _Sources:
         self._turn = 0
 
     def assign(self, groups: Sequence[GroupState]) -> Mapping[GroupId, list[Pull]]:
-        """The pulls of all missing layers by group. Layers with the fewest holders choose first; each takes the holder
-        from which the fewest bytes have been requested so far.
+        """Return the pulls of all missing layers by group. Layers with the fewest holders are assigned first, each to
+        the holder from which the fewest bytes have been requested so far.
         """
         wanted = [
             (len(self.holders[layer]), layer, member.worker_id, group.group_id)

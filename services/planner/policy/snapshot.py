@@ -1,4 +1,4 @@
-"""Input of drop and restore plans: the cluster at one instant, as plain numbers."""
+"""Input of drop and restore plans: the cluster at one moment, as plain numbers."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -14,7 +14,7 @@ from ballast.common.ids import GroupId, WorkerId
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Memory needs of the model, equal on all instances. Layers may differ in size, not in time."""
+    """Memory needs of the model, which are equal on all instances. Layers may differ in size, but not in time."""
 
     layer_parameter_bytes: tuple[int, ...]
     other_parameter_bytes: int  # embedding, head ...: held by every instance
@@ -27,7 +27,7 @@ class ModelShape:
         return len(self.layer_parameter_bytes)
 
     def at(self, extent_bytes: int) -> "ModelShape":
-        """This shape with another extent size; 0: unchanged."""
+        """Return this shape with another extent size; 0: unchanged."""
         if not extent_bytes or extent_bytes == self.extent_bytes:
             return self
         known = self._others
@@ -56,7 +56,7 @@ class ModelShape:
 
     @cached_property
     def copy_bytes(self) -> int:
-        """Memory of one copy of all layers: what a merge of two groups frees."""
+        """Memory of one copy of all layers, which a merge of two groups frees."""
         return self.extents_before[-1] * self.extent_bytes
 
     def occupied_bytes(self, layers: tuple[int, ...]) -> int:
