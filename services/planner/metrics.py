@@ -63,9 +63,7 @@ _EXCHANGED = Counter(
     "KV sent to another member when a drop took effect, or after a restore",
     registry=REGISTRY,
 )
-_PULLED = Counter(
-    "ballast_pulled_parameter_bytes_total", "Parameters reloaded by restores", registry=REGISTRY
-)
+_PULLED = Counter("ballast_pulled_parameter_bytes_total", "Parameters reloaded by restores", registry=REGISTRY)
 _VICTIMS = Counter(
     "ballast_transition_victims_total",
     "Requests moved by drops and restores, by outcome: KV kept or recomputed",

@@ -13,7 +13,7 @@ from services.planner.core.stages import Stage
 
 
 def spans_of(record: TransitionRecord, offset_s: float) -> list[Span]:
-    """Spans of a transition. `offset_s`: from the planner's clock to wall-clock time."""
+    """Return the spans of a transition. `offset_s`: wall-clock time minus the planner's clock."""
     journal = record.journal
     own = transition_context(journal.target)
     reached = sorted((at_s, stage) for stage, at_s in record.reached_at_s.items())
@@ -59,7 +59,7 @@ def spans_of(record: TransitionRecord, offset_s: float) -> list[Span]:
 
 
 def tracing(exporter: Exporter) -> Callable[[TransitionRecord], None]:
-    """A function that exports the spans of a transition that has ended."""
+    """Return a function that exports the spans of a transition that has ended."""
 
     def ended(record: TransitionRecord) -> None:
         exporter.put(spans_of(record, wall_offset_s()))

@@ -56,7 +56,7 @@ class _JournalBody:
 
 _JOURNAL = TypeAdapter(_JournalBody)
 
-# An invalid number counts as absent: otherwise it could never be overwritten.
+# An invalid number counts as absent, because otherwise it could never be overwritten.
 _NUMBER = """
 local function number(key, field) return string.match(redis.call('HGET', key, field) or '', '^%d+$') or '' end
 """
@@ -118,7 +118,7 @@ class RedisLayoutStore:
         self._write_value = state.redis.register_script(_WRITE_VALUE)
 
     async def load(self) -> StoredLayout | None:
-        """The stored layout and journal; None if nothing is stored.
+        """Read the stored layout and journal; None if nothing is stored.
 
         Raises:
             Unavailable: no answer.
@@ -143,7 +143,7 @@ class RedisLayoutStore:
             partial = _partial_from(meta.get("partial", "[]"))
             return StoredLayout(layout, _MODEL.validate_json(meta["model"]), partial, journal, learnt)
         except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, BallastError) as error:
-            get_logger().error("stored layout cannot be read, it will be planned anew", why=str(error))
+            get_logger().error("stored layout cannot be read and will be planned again", why=str(error))
             return StoredLayout(Layout(stored_epoch, 0, (), "unreadable"), None, (), journal, learnt)
 
     async def write(self, command: WriteLayout) -> WriteOutcome:
@@ -210,7 +210,7 @@ def _layout_from(body: str) -> Layout:
 
 
 def _epoch_from(text: str) -> Epoch | None:
-    """The stored epoch; None if it is invalid, which counts as nothing stored."""
+    """Parse the stored epoch; None if it is invalid, which counts as nothing stored."""
     if not (text.isascii() and text.isdigit() and len(text) < 20 and int(text) <= border.MAX_EPOCH):
         return None
     return Epoch(int(text))
@@ -221,11 +221,11 @@ def _partial_from(text: str) -> Partial:
 
 
 def _learnt_from(text: str | None) -> Learnt:
-    """What was learnt; empty if nothing is stored, or nothing valid."""
+    """Parse the learned data; empty if no valid data is stored."""
     try:
         learnt = Learnt() if text is None else _LEARNT.validate_json(text)
     except ValidationError as error:
-        get_logger().error("what was learnt cannot be read, it will be learnt anew", why=str(error))
+        get_logger().error("learned data cannot be read and will be learned again", why=str(error))
         return Learnt()
     return learnt if learnt.is_believable else Learnt()
 
@@ -238,7 +238,7 @@ def _journal_body(journal: Journal) -> str:
 
 
 def _journal_from(noted: dict[str, str]) -> Journal | None:
-    """The stored journal; None if there is none, or it cannot be read, as from another version."""
+    """Parse the stored journal; None if there is none, or it cannot be read, for example because of another version."""
     if not noted:
         return None
     try:
@@ -246,5 +246,5 @@ def _journal_from(noted: dict[str, str]) -> Journal | None:
         stage = Stage(noted["stage"])
         return Journal(body.kind, _layout_from(body.base), _layout_from(body.target), stage, body.why, body.failure)
     except (KeyError, ValueError, binascii.Error, DecodeError, ValidationError, BallastError) as error:
-        get_logger().error("journal of a transition cannot be read, it is left alone", why=str(error))
+        get_logger().error("journal of a transition cannot be read and is not used", why=str(error))
         return None

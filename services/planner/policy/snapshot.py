@@ -65,7 +65,7 @@ class ModelShape:
         return sum(self.extents[layer] for layer in layers) * self.extent_bytes
 
     def block_count(self, budget_bytes: int, first_layer: int, last_layer: int) -> int:
-        """KV blocks of an instance that holds exactly these layers; negative if they do not fit."""
+        """Return the KV blocks of an instance that holds exactly these layers; negative if they do not fit."""
         taken = -(-self.other_parameter_bytes // self.extent_bytes)
         taken += self.extents_before[last_layer] - self.extents_before[first_layer]
         free = budget_bytes // self.extent_bytes - taken
@@ -83,7 +83,9 @@ class InstanceState(NamedTuple):  # a tuple, for fast construction of thousands
 
 
 class GroupState(NamedTuple):
-    """One group. Block counts are those that its leader reports: equal on all stages, the capacity their minimum."""
+    """One group. Its leader reports the block counts, which are equal on all stages; the capacity is the minimum over
+    the stages.
+    """
 
     group_id: GroupId
     members: tuple[InstanceState, ...]  # in stage order
@@ -100,7 +102,7 @@ class GroupState(NamedTuple):
 
 
 class Columns(NamedTuple):
-    """Groups as columns: faster to build and scan for thousands of groups."""
+    """Groups as columns, which are faster to build and scan for thousands of groups."""
 
     group_ids: Sequence[GroupId]
     stages: Sequence[int]
@@ -167,7 +169,7 @@ class Snapshot:
         names = Counter(member.worker_id for group in self.groups for member in group.members)
         for name, count in names.items():
             if count > 1:
-                raise InvariantViolation(f"{name} stands in two places of the snapshot")
+                raise InvariantViolation(f"{name} occurs twice in the snapshot")
         if len({group.group_id for group in self.groups}) != len(self.groups):
             raise InvariantViolation("two groups of the snapshot have the same id")
 
@@ -199,7 +201,7 @@ def _check_group(model: ModelShape, group: GroupState) -> None:
 def _check_memory(model: ModelShape, member: InstanceState) -> None:
     held = member.held_layers
     if list(held) != sorted(set(held)) or not set(range(member.first_layer, member.last_layer)) <= set(held):
-        raise InvariantViolation(f"{member.worker_id} does not hold what it executes: {held}")
+        raise InvariantViolation(f"{member.worker_id} does not hold the layers that it executes: {held}")
     if held[0] < 0 or held[-1] >= model.layer_count:
         raise InvariantViolation(f"{member.worker_id} holds layers that the model lacks: {held}")
     if model.at(member.extent_bytes).occupied_bytes(held) + model.other_parameter_bytes > member.budget_bytes:

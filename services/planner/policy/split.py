@@ -1,4 +1,4 @@
-"""Splits the layers over the members of one group: order of the stages and contiguous ranges.
+"""Splits the layers among the members of one group: order of the stages and contiguous ranges.
 
 A member can only execute layers that it still holds, which restricts merges of pipelines. The optimum, in this order:
 
@@ -6,13 +6,13 @@ A member can only execute layers that it still holds, which restricts merges of 
 2. the longest stage, in time, takes at most `balance` longer than in the most balanced split; or, with unlike members,
    a bound that `toward_memory` interpolates: at 1.0 the stages have the most memory, at 0.0 they are balanced;
 3. the smallest KV capacity of a stage, which limits admission, is at most `capacity` below the largest that 2 allows;
-4. least KV to send (no parameters move); then the most even times; then the member with most KV leads, so that the
+4. the least KV to send (no parameters move), then the most even times, then a leader with the most KV, so that the
    fewest sequences change leaders.
 
-Exact by dynamic programming over (members used, last layer), with members of equal memory and layers as one kind; by
-counting if all members hold every layer. With more than `STATE_LIMIT` combinations of kinds the order of stages is
-fixed by held layers (no restriction of feasibility unless one member's layers lie strictly inside another's), and with
-more than `STATE_LIMIT` combinations of kinds and loads 4 is decided kind by kind and then by load.
+The search is exact, by dynamic programming over (members used, last layer), with members of equal memory and layers as
+one kind, or by counting if all members hold every layer. With more than `STATE_LIMIT` combinations of kinds, the held
+layers determine the order of stages, which does not restrict feasibility unless one member's layers lie strictly inside
+another's. With more than `STATE_LIMIT` combinations of kinds and loads, 4 is decided kind by kind and then by load.
 """
 
 from bisect import bisect_right
@@ -26,7 +26,7 @@ from typing import NamedTuple
 from services.planner.policy.snapshot import InstanceState, ModelShape
 
 STATE_LIMIT = 256
-TOWARD_MEMORY = (0.0, 0.5, 1.0)  # values of `toward_memory` tried for unlike members
+TOWARD_MEMORY = (0.0, 0.5, 1.0)  # values of `toward_memory` that are tried for unlike members
 _ROUNDING = 1e-9
 
 
@@ -36,7 +36,7 @@ class SplitTolerance:
     capacity: float = 0.02
 
     def longest(self, layers: float) -> float:
-        """Longest stage allowed if the longest stage of the most balanced split is `layers`."""
+        """Return the longest stage allowed if the longest stage of the most balanced split is `layers`."""
         return layers * (1.0 + self.balance) + _ROUNDING
 
 
@@ -54,11 +54,11 @@ class SplitStage(NamedTuple):
 
 
 class MemberKind(NamedTuple):
-    """Members equal in all that feasibility, balance and capacity depend on."""
+    """Members that are equal in everything on which feasibility, balance and capacity depend."""
 
     held_layers: tuple[int, ...]
     budget_bytes: int
-    first_layer: int  # layers executed at present: [first_layer, last_layer)
+    first_layer: int  # layers currently executed: [first_layer, last_layer)
     last_layer: int
     extent_bytes: int
     slowness: float
@@ -79,11 +79,11 @@ class Aftermath(NamedTuple):
 
 
 Kinds = tuple[tuple[MemberKind, int], ...]  # each kind with its number of members, in order
-Reach = list[list[int]]  # by kind and first layer: the largest last layer of a stage
+Reach = list[list[int]]  # largest last layer of a stage, by kind and first layer
 
 
 class Splitter:
-    """Splitter for one model; results that depend only on kinds of members are cached."""
+    """Splitter for one model. Results that depend only on kinds of members are cached."""
 
     def __init__(self, model: ModelShape, tolerance: SplitTolerance | None = None) -> None:
         self.model = model
@@ -96,12 +96,13 @@ class Splitter:
     def split(
         self, candidates: Sequence[SplitMember], toward_memory: float | None = None, at_least: int = 0
     ) -> list[SplitStage] | None:
-        """Stages in pipeline order, or None if these members cannot form a pipeline.
+        """Return the stages in pipeline order, or None if these members cannot form a pipeline.
 
         Args:
             candidates: The future members.
-            toward_memory: Balanced split (0.0) to the one with most memory (1.0). None: as needed for `at_least`.
-            at_least: Blocks of the smallest stage.
+            toward_memory: From the balanced split (0.0) to the one with most memory (1.0). None: as needed for
+                `at_least`.
+            at_least: Minimum blocks of the smallest stage.
         """
         if len(candidates) > self.model.layer_count:
             return None
@@ -124,7 +125,7 @@ class Splitter:
         return _cheapest_exchange(ordered, kinds, bounds.reach, self.model)
 
     def bounds(self, kinds: Kinds, toward_memory: float) -> SplitBounds | None:
-        """The bounds of a pipeline of these members; None if there is none."""
+        """Return the bounds of a pipeline of these members; None if there is none."""
         key = (kinds, toward_memory)
         if key not in self._bounds:
             self._bounds[key] = self._bounds_of(kinds, toward_memory)
@@ -169,25 +170,28 @@ class Splitter:
                 total += layers * count
             return total >= layer_count
 
-        # The smallest stage's capacity is that of one member with some number of layers.
+        # The smallest stage's capacity is the capacity of one member with some number of layers.
         blocks = sorted([-count for table, _, _ in members for count in table if count < 0])
         return _Search(times, blocks, complete, self.tolerance)
 
     def _are_whole(self, kinds: Kinds) -> bool:
-        """True if all members hold and execute every layer, and layers are equal: the usual case, without a search."""
+        """True if all members hold and execute every layer, and layers are equal. This is the usual case, which needs
+        no search.
+        """
         layer_count = self.model.layer_count
         return self.model.is_uniform and all(kind.last_layer - kind.first_layer == layer_count for kind, _ in kinds)
 
     def _reach(self, kinds: Kinds, longest: float, blocks: int) -> "Reach":
-        """The largest last layer of a stage on held layers, by kind and first layer, within the bounds of time and
-        blocks; the first layer itself if there is none. For full replicas only for the first layer.
+        """Return the largest last layer of a stage on held layers, by kind and first layer, within the bounds of time
+        and blocks, or the first layer itself if there is none. For full replicas this is computed only for the first
+        layer.
         """
         if self._are_whole(kinds):
             return [[min(bisect_right(self._blocks_of(k), -blocks), int(longest / k.slowness))] for k, _ in kinds]
         return [_reach(kind, self.model.at(kind.extent_bytes), longest, blocks) for kind, _ in kinds]
 
     def _blocks_of(self, kind: MemberKind) -> list[int]:
-        """Negated KV blocks for 1, 2 ... layers, so that they ascend."""
+        """Return the negated KV blocks for 1, 2 ... layers, which ascend."""
         key = kind.budget_bytes, kind.extent_bytes
         if key not in self._blocks:
             own, layers = self.model.at(kind.extent_bytes), range(1, self.model.layer_count + 1)
@@ -195,7 +199,7 @@ class Splitter:
         return self._blocks[key]
 
     def aftermath(self, instance: InstanceState, first_layer: int, last_layer: int) -> Aftermath:
-        """A member's memory when it keeps only these layers."""
+        """Return a member's memory when it keeps only these layers."""
         key = (instance.held_layers, instance.budget_bytes, instance.extent_bytes, first_layer, last_layer)
         model = self.model.at(instance.extent_bytes)
         if key not in self._aftermath:
@@ -228,7 +232,7 @@ class _Search:
             times: Possible stage times, ascending.
             blocks: Possible KV blocks of the smallest stage, ascending.
             completes: Returns True if the members, in some order, can cover all layers within a stage time and blocks.
-            tolerance: By how much stages of a balanced split may differ.
+            tolerance: Maximum difference of the stages of a balanced split.
         """
         self._times, self._blocks, self._completes = times, blocks, completes
         self._tolerance = tolerance
@@ -247,7 +251,7 @@ class _Search:
         return times[_first_true(len(times) - 1, lambda i: self._completes(times[i], blocks))]
 
     def most_blocks(self, longest: float) -> int:
-        """Largest minimum of blocks among splits with no stage longer than this; 0: there is none."""
+        """Return the largest minimum of blocks among splits with no stage longer than `longest`; 0: there is none."""
         blocks = self._blocks
         count = _first_true(len(blocks), lambda i: not self._completes(longest, blocks[i]))
         return blocks[count - 1] if count else 0
@@ -266,7 +270,7 @@ def is_unlike(kinds: Kinds) -> bool:
 
 
 def _memory(one: MemberKind | InstanceState) -> tuple[int, int, float]:
-    """Budget, extent size and slowdown of a member."""
+    """Return the budget, extent size and slowdown of a member."""
     return one.budget_bytes, one.extent_bytes, one.slowness
 
 
@@ -275,12 +279,12 @@ def _kind(i: InstanceState) -> MemberKind:
 
 
 def _free_extents(kind: MemberKind, model: ModelShape) -> int:
-    """Extents of a stage for layers and their KV."""
+    """Return the extents of a stage for layers and their KV."""
     return kind.budget_bytes // model.extent_bytes - -(-model.other_parameter_bytes // model.extent_bytes)
 
 
 def _first_true(count: int, holds: Callable[[int], bool]) -> int:
-    """The first number below `count` for which a monotonic condition holds, or `count`."""
+    """Return the first number below `count` for which a monotonic condition holds, or `count`."""
     low, high = 0, count
     while low < high:
         middle = (low + high) // 2
@@ -306,8 +310,8 @@ def _reach(kind: MemberKind, own: ModelShape, longest: float, blocks: int) -> li
 
 
 def _completes(kinds: Kinds, reach: Reach, layer_count: int) -> bool:
-    """True if all members can stand in some order so that their stages cover all layers."""
-    ends = {(0,) * len(kinds): 1}  # by members used: a bit for each possible last layer of the stages so far
+    """True if an order of all members exists in which their stages cover all layers."""
+    ends = {(0,) * len(kinds): 1}  # by members used; a bit for each possible last layer of the stages so far
     for chosen in _turns(kinds):
         longer: dict[tuple[int, ...], int] = {}
         for used, bits in ends.items():
@@ -329,7 +333,9 @@ def _bits(bits: int, layer_count: int) -> list[int]:
 
 
 def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int]]:
-    """Kinds allowed at each stage: any, or, if the search is too large, in order of held layers."""
+    """Return the kinds allowed at each stage: all kinds or, if the search is too large, one kind in order of held
+    layers.
+    """
     stages = sum(count for _, count in kinds)
     if prod(count + 1 for _, count in kinds) <= STATE_LIMIT:
         return [range(len(kinds))] * stages
@@ -337,7 +343,7 @@ def _turns(kinds: Sequence[tuple[tuple[object, ...], int]]) -> list[Sequence[int
 
 
 def _deal_out(ordered: Sequence[SplitMember], layer_count: int, most: Sequence[int]) -> list[SplitStage]:
-    """Stages of members that all hold every layer: those with most KV take as many layers as allowed."""
+    """Return the stages of members that all hold every layer. Those with most KV take as many layers as allowed."""
     counts: list[int] = []
     left = layer_count
     loads = [candidate.kv_bytes_per_layer for candidate in ordered]
@@ -367,11 +373,11 @@ def _evenly(total: int, limits: Sequence[int]) -> list[int]:
 
 
 class _Path(NamedTuple):
-    """A best partial solution for (members used, last layer); compared by its first fields."""
+    """A best partial solution for (members used, last layer), compared by its first fields."""
 
-    kept_bytes: float  # kept KV, negated: less is better
+    kept_bytes: float  # negated bytes of KV that stay, so that less is better
     uneven: int
-    leader_bytes: float  # KV of the leader per layer, negated
+    leader_bytes: float  # negated KV of the leader per layer
     stages: tuple[tuple[int, int, int], ...]  # kind, first layer, last layer
 
 
@@ -404,7 +410,7 @@ def _best_path(groups: Sequence[tuple[MemberKind, float, int]], reach: Reach, la
                     continue
                 kind, load, _ = groups[g]
                 key = (*used[:g], used[g] + 1, *used[g + 1 :])
-                # Maximum and minimum of layers for the remaining members.
+                # Maximum and minimum number of layers for the remaining members.
                 behind = [count - n for count, n in zip(counts, key, strict=True)]
                 least_end = layer_count - sum(n * longest[h] for h, n in enumerate(behind))
                 last_end = layer_count - sum(behind)
@@ -428,7 +434,9 @@ def _overlap(first: int, last: int, kind: MemberKind) -> int:
 def _name_members(
     ordered: Sequence[SplitMember], groups: Sequence[tuple[MemberKind, float, int]], path: _Path
 ) -> list[SplitStage]:
-    """Assign the ranges of each kind to its members: most KV where most of the executed layers stay."""
+    """Assign the ranges of each kind to its members, so that members with most KV keep most of their executed
+    layers.
+    """
     merged_loads = len({kind for kind, _, _ in groups}) == len(groups)
     stages: list[SplitStage] = []
     for g, (kind, load, _) in enumerate(groups):

@@ -1,4 +1,4 @@
-"""Callers that wait for an answer of the core, by request id."""
+"""Callers that wait for the core's answer, by request id."""
 
 import asyncio
 from collections.abc import Callable
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 class Answers(Generic[T]):
-    """Waiting callers by request id. Several may wait for one id: a repeated request is the same request."""
+    """Waiting callers by request id. Several may wait for one id, because a repeated request is the same request."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, list[asyncio.Future[T]]] = {}
@@ -78,7 +78,7 @@ def drain_error(planner_id: str, refusal: DrainRefusal, request_id: str) -> Ball
         case DrainRefusal.STANDBY:
             return NotActive(planner_id)
         case DrainRefusal.NO_SUCH_WORKER:
-            return NotFound("no such worker; `ballast status` names those that are there")
+            return NotFound("no such worker; `ballast status` lists the workers")
         case DrainRefusal.NOT_READY:
             return Unavailable(planner_id, "has just become active and does not know all workers yet")
         case DrainRefusal.ID_REUSED:

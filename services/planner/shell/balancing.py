@@ -1,7 +1,7 @@
-"""Periodic load balancing by migration; stateless between rounds.
+"""Periodic load balancing by migration, stateless between rounds.
 
-The two groups of an order execute it. If the planner ends, they finish or cancel it, and the next round starts from new
-reports.
+The two groups of an order execute it. If the planner ends, they finish or cancel the migration, and the next round
+starts from new reports.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ _LOOKED_AT_PER_S = 1000.0
 
 
 def look_interval_s(group_count: int) -> float:
-    """Interval of searches for nearly full groups, each of which reads the reports of all groups."""
+    """Return the interval of searches for nearly full groups, each of which reads the reports of all groups."""
     return max(1.0, group_count / _LOOKED_AT_PER_S)
 
 

@@ -26,7 +26,7 @@ def note_rejected(command: p.RejectInstance) -> None:
 
 def note_stale(command: p.IgnoreStale) -> None:
     get_logger().warning(
-        "news of an old life ignored",
+        "event of an old incarnation ignored",
         worker=command.worker_id,
         incarnation=command.have,
         newest=command.want,
@@ -36,7 +36,7 @@ def note_stale(command: p.IgnoreStale) -> None:
 
 def note_probe(command: p.ProbeInstance, found: p.Probed) -> None:
     get_logger().warning(
-        "the monitor hears nothing of an instance",
+        "an instance does not report to the monitor",
         worker=command.worker_id,
         incarnation=command.incarnation,
         address=command.address,
@@ -88,7 +88,7 @@ def note_transition(record: TransitionRecord, cause_id: str) -> None:
 def note_nothing(what: str, why: str, shortfall_bytes: int, cause_id: str) -> None:
     log = get_logger().bind(asked_by=what, why=why, cause_id=cause_id)
     if what == "overload":
-        log.warning("memory is short and stays so", shortfall_bytes=shortfall_bytes)
+        log.warning("memory remains short", shortfall_bytes=shortfall_bytes)
     else:
         log.info("no transition")
 
@@ -99,7 +99,7 @@ def note_sized(command: p.Sized) -> None:
 
 
 def describe(layout: Layout) -> str:
-    """The layout on one line, for example "w1[0:8] | w2[0:4]+w3[4:8] draining"."""
+    """Describe the layout on one line, for example "w1[0:8] | w2[0:4]+w3[4:8] draining"."""
 
     def stage(m: Member) -> str:
         what = "draining" if m.draining else "" if m.takes_new else m.standing

@@ -1,6 +1,6 @@
 """Periodically sends each worker its likely future group members, and the epoch up to which transitions are settled.
 
-Workers keep links to these open, and cancel preparations that no planner remembers.
+Workers keep links to these partners open, and cancel preparations that no planner remembers.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from ballast.service.logs import get_logger
 from services.planner.policy.partners import likely_partners
 from services.planner.shell.ports import MembersPort
 
-_INTERVAL_S = 10.0  # workers keep a link for a minute after it was last named
+_INTERVAL_S = 10.0  # workers keep a link for a minute after its partner was last sent
 _TIMEOUT_S = 2.0
 MOST = 8  # partners per worker; workers have their own bound
 
@@ -22,20 +22,20 @@ MOST = 8  # partners per worker; workers have their own bound
 @dataclass(frozen=True, slots=True)
 class AtRest:
     layout: Layout
-    settled_epoch: Epoch  # no transition up to it will be committed any more; 0: unknown
-    apart: Container[WorkerId] = ()  # workers that can share no group with others
+    settled_epoch: Epoch  # no further transition up to this epoch will be committed; 0: unknown
+    apart: Container[WorkerId] = ()  # workers that cannot share a group with others
 
 
 class PartnerNaming:
     def __init__(self, members: MembersPort, at_rest: Callable[[], AtRest | None]) -> None:
-        """`at_rest`: None while a transition is under way or another planner leads."""
+        """`at_rest`: returns None while a transition is under way or another planner leads."""
         self._members = members
         self._at_rest = at_rest
         self._due = asyncio.Event()
-        self._heard: dict[WorkerId, Epoch] = {}  # the highest epoch that each member has reported
+        self._heard: dict[WorkerId, Epoch] = {}  # highest epoch that each member has reported
 
     def soon(self) -> None:
-        """Send the partners at once, as the layout has changed or a transition has ended."""
+        """Send the partners at once, because the layout has changed or a transition has ended."""
         self._due.set()
 
     async def run(self) -> None:

@@ -26,17 +26,17 @@ from services.planner.shell.reaching import ReachTelling
 from services.planner.shell.watchers import LayoutWatcher, Watchers
 from services.planner.shell.webhook import Webhook
 
-_MAX_WATCHERS = 64  # streams of layouts that may be open at once
+_MAX_WATCHERS = 64  # maximum concurrent streams of layouts
 _LOADS_TIMEOUT_S = 2.0
-_LEARNT_S = 10.0  # minimum interval of writes of what was learnt
+_LEARNT_S = 10.0  # minimum interval of writes of learned data
 _CALL_TIMEOUT_S = 2.0  # timeout of a call to a member; the call is repeated until the transition ends
 _DRAIN_DELAYS_S = (0.0, 0.5, 2.0)
 _DRAIN_CALL_TIMEOUT_S = 3.0
 
 
 class PlannerShell:
-    """Executes the core's commands. `feed` is synchronous, so nothing interleaves with a decision; slow operations run
-    in the shell's own tasks.
+    """Executes the core's commands. `feed` is synchronous, so no other code interleaves with a decision. Slow
+    operations run in the shell's own tasks.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class PlannerShell:
         self._members = members
         self._counting = counting
         self._webhook = webhook
-        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # calls in flight: one of a kind per worker
+        self._calls: set[tuple[WorkerId, p.WorkerCall]] = set()  # calls in flight, one of each kind per worker
         self._ordering = set[WorkerId]()  # instances with an order in flight
         self._changes = Answers[p.AnswerChange]()
         self._drains = Answers[Epoch]()
@@ -82,7 +82,9 @@ class PlannerShell:
         self._bug: asyncio.Future[None] | None = None
 
     async def run(self) -> None:
-        """Runs until cancelled. Raises InvariantViolation for a broken invariant, even if a timer's event broke it."""
+        """Run until cancelled. Raises InvariantViolation for a broken invariant, even if a timer's event has broken
+        it.
+        """
         async with self._tasks:
             self._bug = asyncio.get_running_loop().create_future()
             naming = self._tasks.keep(self._naming.run, "name partners")
@@ -130,7 +132,7 @@ class PlannerShell:
         self._watchers.remove(watcher)
 
     async def drain(self, request_id: str, worker_id: WorkerId, timeout_s: float) -> Epoch:
-        """Drain a worker; returns the epoch from which on it gets no new requests."""
+        """Drain a worker and return the epoch from which on it gets no new requests."""
         event = p.WorkerDrainRequested(time.monotonic(), f"{self.planner_id}/{request_id}", request_id, worker_id)
         late = (
             f"draining {worker_id}: no new layout within {timeout_s:.1f} s (is the state server away?);"
@@ -140,7 +142,7 @@ class PlannerShell:
 
     async def change(self, event: p.ChangeRequest | p.StandingRequested, timeout_s: float) -> p.AnswerChange:
         """Request an operator's drop or restore, and return once its plan is journaled; or park or wake an instance,
-        and return once that is in the layout.
+        and return once the layout contains that.
         """
         late = (
             f"no plan was stored within {timeout_s:.1f} s (is the state server away?);"
@@ -224,7 +226,7 @@ class PlannerShell:
         return self.core.kept_out.of_another_protocol()
 
     async def _load_of_equals(self) -> p.ClusterLoad:
-        """The load without workers of another protocol, with which requests cannot be exchanged."""
+        """Read the load without workers of another protocol, with which requests cannot be exchanged."""
         return (await self.load()).without(self._apart())
 
     def _note_transition(self, record: TransitionRecord, cause_id: str) -> None:
@@ -242,7 +244,7 @@ class PlannerShell:
     def _on_timer(self) -> None:
         try:
             self.feed(p.TimerFired(time.monotonic(), self.next_cause("timer")))
-        except Exception as error:  # noqa: BLE001 the loop would swallow it: raised by `run`
+        except Exception as error:  # noqa: BLE001 the loop would swallow the error, so `run` raises it
             if self._bug is not None and not self._bug.done():
                 self._bug.set_exception(error)
 
@@ -282,7 +284,7 @@ class PlannerShell:
         try:
             await self._store.write_learnt(learnt, token)
         except BallastError as error:
-            get_logger().debug("what was learnt is not written", why=str(error))
+            get_logger().debug("learned data is not written", why=str(error))
 
     def _publish_wanted(self) -> None:
         wanted = self.core.conductor.sizing.wanted(self.core.layout) if self.core.active else None
@@ -353,4 +355,4 @@ class PlannerShell:
             else:
                 log.info("worker drains", running_requests=running)
                 return
-        log.warning("worker not told to drain; it is out of routing all the same", why=why)
+        log.warning("worker not ordered to drain, but it gets no new requests", why=why)

@@ -1,4 +1,4 @@
-"""Interfaces of the shell: state server, monitor, workers, and metrics."""
+"""Interfaces of the shell to the state server, the monitor, workers and metrics."""
 
 from collections.abc import AsyncGenerator, Sequence
 from typing import Protocol
@@ -24,11 +24,13 @@ class LayoutStore(Protocol):
     async def write_journal(self, command: p.WriteJournal) -> p.WriteOutcome: ...
 
     async def write_reach(self, reach: Reach, token: int) -> None:
-        """Publish the reach for dispatchers; a former leader writes nothing. Raises Unavailable without an answer."""
+        """Publish the reach for dispatchers. A former leader's write is ignored. Raises Unavailable without an
+        answer.
+        """
         ...
 
     async def write_learnt(self, learnt: Learnt, token: int) -> None:
-        """Store what was learnt for the next planner. Token and errors as for `write_reach`."""
+        """Store learned data for the next planner. `token` and errors are the same as for `write_reach`."""
         ...
 
 
@@ -50,32 +52,34 @@ class MembersPort(Protocol):
         ...
 
     async def probe(self, address: str, worker_id: WorkerId, incarnation: Incarnation) -> p.Probed:
-        """Check whether that incarnation is at its address."""
+        """Check whether the incarnation is at its address."""
         ...
 
     async def drain(self, address: str, worker_id: WorkerId, incarnation: Incarnation, timeout_s: float) -> int:
-        """Drain a worker; returns its number of running requests."""
+        """Drain a worker and return its number of running requests."""
         ...
 
     async def order_standing(self, member: Member, timeout_s: float, *, park: bool) -> None:
-        """Order a worker to park, or to wake. Raises BallastError: unreachable, or it refuses."""
+        """Order a worker to park, or to wake. Raises BallastError if the worker is unreachable or refuses."""
         ...
 
     async def name_partners(
         self, member: Member, partners: Sequence[Member], settled_epoch: Epoch, timeout_s: float
     ) -> Epoch:
-        """Send a worker its likely partners. Returns the highest epoch it knows. Raises BallastError: no answer."""
+        """Send a worker its likely partners. Returns the highest epoch that it knows. Raises BallastError without an
+        answer.
+        """
         ...
 
     async def migrate(self, epoch: Epoch, move: Move, within_s: float, cause_id: str, timeout_s: float) -> None:
-        """Order a migration from both groups. Raises BallastError: one is unreachable, or refuses."""
+        """Order a migration from both groups. Raises BallastError if a group is unreachable or refuses."""
         ...
 
     async def close(self) -> None: ...
 
 
 class Counting(Protocol):
-    """Counts what happens, for metrics."""
+    """Counts events for metrics."""
 
     def layout(self, layout: Layout) -> None:
         """Count a layout that took effect."""
@@ -106,7 +110,7 @@ class Counting(Protocol):
         ...
 
     def nothing_done(self, asked_by: str, shortfall_bytes: int) -> None:
-        """Count a request that no plan met, or not completely."""
+        """Count a change request that no plan met, or not completely."""
         ...
 
     def predicted(self, predicted: Predicted) -> None:

@@ -1,4 +1,4 @@
-"""Publishes for dispatchers, in the state server, the longest context of one instance and of a group."""
+"""Publishes the longest context of one instance and of a group in the state server, for dispatchers."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -12,13 +12,13 @@ from services.planner.core.survey import NoSurvey, shape_of
 from services.planner.policy.reach import reach_of
 from services.planner.shell.ports import LayoutStore
 
-INTERVAL_S = 5.0  # for instances that have not reported yet; other changes are published at once
+INTERVAL_S = 5.0  # interval for noticing new reports; other changes are published at once
 SOON_S = 0.5
 
 
 def reach_now(model: ModelInfo | None, load: ClusterLoad) -> Reach | None:
-    """The longest context over all instances that report and do not leave, including temporarily stranded ones. None:
-    too little is known.
+    """Return the longest context over all instances that report and do not leave, including temporarily stranded ones.
+    None: too little is known.
     """
     there = [one.memory for one in load.workers.values() if not (one.draining or one.parked)]
     try:
@@ -35,13 +35,13 @@ class ReachTelling:
         leads: Callable[[], tuple[ModelInfo | None, int] | None],
         load: Callable[[], Awaitable[ClusterLoad]],
     ) -> None:
-        """`leads`: the layout's model and the lease's token; None: another planner leads."""
+        """`leads`: returns the layout's model and the lease's token; None: another planner leads."""
         self._store, self._leads, self._load = store, leads, load
         self._due = asyncio.Event()
         self._told: tuple[Reach, int] | None = None
 
     def soon(self) -> None:
-        """Publish at once, as the layout has changed."""
+        """Publish at once, because the layout has changed."""
         self._due.set()
 
     async def run(self) -> None:
@@ -69,6 +69,6 @@ class ReachTelling:
                 self._told = reach, token
                 get_logger().info("longest context", of=reach.told())
         except BallastError as error:
-            get_logger().debug("reach not told", why=str(error))
+            get_logger().debug("reach not published", why=str(error))
             return False
         return True

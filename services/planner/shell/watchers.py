@@ -7,7 +7,7 @@ from ballast.common.layout import Layout
 
 
 class LayoutWatcher:
-    """Holds the newest layout that one watcher has not received; older ones are dropped."""
+    """Holds the newest layout that one watcher has not received. Older ones are dropped."""
 
     def __init__(self, first: Layout) -> None:
         self._newest: Layout | None = first
@@ -41,7 +41,7 @@ class Watchers:
     def add(self, first: Layout) -> LayoutWatcher:
         """Add a watcher that first gets `first`. Raises Overloaded if there are too many."""
         if len(self._watchers) >= self._max_count:
-            raise Overloaded(f"{self._max_count} watchers are connected already", 1.0)
+            raise Overloaded(f"{self._max_count} watchers are already connected", 1.0)
         watcher = LayoutWatcher(first)
         self._watchers.add(watcher)
         return watcher

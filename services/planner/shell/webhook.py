@@ -23,7 +23,7 @@ def post(url: str, body: bytes, signature: str) -> None:
 
 
 class Webhook:
-    """Posts the newest offered number; those in between are dropped."""
+    """Posts the newest offered number. Numbers in between are dropped."""
 
     def __init__(self, url: str, secret: bytes, *, every_s: float = EVERY_S, send: Post = post) -> None:
         self._url = url
@@ -35,7 +35,7 @@ class Webhook:
         self._news = asyncio.Event()
 
     def offer(self, wanted: Wanted | None) -> None:
-        """Set the number to post; None: another planner leads, and posts."""
+        """Set the number to post; None: another planner leads and posts."""
         self._offered = wanted
         if wanted is None:
             self._told = None
@@ -43,7 +43,7 @@ class Webhook:
             self._news.set()
 
     async def run(self) -> None:
-        """Runs until cancelled."""
+        """Run until cancelled."""
         back_off_s = _BACK_OFF_S
         while True:
             await self._news.wait()
@@ -56,7 +56,7 @@ class Webhook:
                 await asyncio.to_thread(self._send, self._url, body, sign(self._secret, body, time.time()))
             except (OSError, HTTPException) as error:
                 if back_off_s == _BACK_OFF_S:
-                    get_logger().warning("webhook not told", url=self._url, wanted=wanted.wanted, why=str(error))
+                    get_logger().warning("webhook not called", url=self._url, wanted=wanted.wanted, why=str(error))
                 self._news.set()
                 await asyncio.sleep(back_off_s)
                 back_off_s = min(2 * back_off_s, _LONGEST_BACK_OFF_S)
