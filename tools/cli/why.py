@@ -11,7 +11,7 @@ from tools.cli.arguments import Commands, add_address
 
 _ENDINGS = {
     "stop": "ended by itself",
-    "length": "ended at the length that was asked for",
+    "length": "ended at its maximum length",
     "cancelled": "was cancelled",
     "deadline": "did not end before its deadline",
     "error": "failed",
@@ -26,13 +26,13 @@ _ENDINGS = {
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "why",
-        help="what has become of a request, and what took its time",
-        description="Of a request that is being served, or one of the last that ended. Its id is in the answer, in"
-        " the access log of the dispatcher, or was given by the caller.",
+        help="show the history of a request",
+        description="Works for running requests and for recently ended ones. The id is in the answer and in the"
+        " dispatcher's access log, or was set by the client.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("request_id", metavar="REQUEST_ID", help="as the client gave it or was told it")
-    parser.add_argument("--json", action="store_true", help="everything, exact, as one JSON object")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="id of the request")
+    parser.add_argument("--json", action="store_true", help="print all details as one JSON object")
     add_address(parser)
 
 
