@@ -92,7 +92,7 @@ TASK_FAILURES = Counter(
 
 
 class Exposition(Collector):
-    """A registry's output with both additions. `model_name` is called on each scrape: at first the name is unknown."""
+    """A registry's output with both additions. `model_name` is called on each scrape; the name is unknown at first."""
 
     def __init__(self, registry: CollectorRegistry, instance: str = "") -> None:
         self.model_name: Callable[[], str] = str

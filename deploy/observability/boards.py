@@ -45,7 +45,9 @@ def _sum(metric: str, by: str = "") -> str:
 
 REQUESTS: Final = (
     Panel("Time to first token", "s", _quantiles("ballast_request_ttft_seconds"), "From a request's arrival."),
-    Panel("Time per token", "s", _quantiles("ballast_request_tpot_seconds"), "Mean per request, after its first token."),
+    Panel(
+        "Time per token", "s", _quantiles("ballast_request_tpot_seconds"), "Mean per request, after its first token."
+    ),
     Panel("Time in the backlog", "s", _quantiles("ballast_request_queue_time_seconds"), "Until placed on a worker."),
     Panel(
         "Requests waiting and running",

@@ -26,8 +26,8 @@ def add_parser(commands: Commands) -> None:
         "record",
         help="record arrivals and lengths of requests as a trace",
         description="Records arrival_s,input_tokens,output_tokens,class of the requests that arrive from now on, in the"
-        " order of arrival, as a trace for `ballast size` and `ballast sim`. Ends when these requests have ended, at most"
-        f" {_LINGER_S:.0f} s after the recording time, or with Ctrl-C, which writes the requests recorded so far.",
+        " order of arrival, as a trace for `ballast size` and `ballast sim`. Ends when these requests have ended, at"
+        f" most {_LINGER_S:.0f} s after the recording time, or with Ctrl-C, which writes the requests recorded so far.",
     )
     parser.set_defaults(run=run)
     parser.add_argument("--for", dest="for_s", type=seconds, default=3600.0, metavar="TIME", help="10m, 1h (1h)")
