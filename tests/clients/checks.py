@@ -316,7 +316,9 @@ def one_turn() -> object:
 
 @check("mini-swe-agent")
 def a_task_in_two_turns() -> object:
-    """Runs the `mini` command. A regex constrains each answer to a tool call; the model chooses only the ship's name."""
+    """Runs the `mini` command. A regex constrains each answer to a tool call; the model chooses only the ship's
+    name.
+    """
     submit = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT; cat ship.txt"
     command = f"if [ -s ship.txt ]; then {submit}; else echo NAME > ship.txt; fi"
     call = json.dumps({"name": "bash", "arguments": {"command": command}})

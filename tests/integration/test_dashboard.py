@@ -160,7 +160,9 @@ RETAINED = "[...document.querySelectorAll('.retained')].map(e => e.getBoundingCl
 
 
 def assert_understood(browser: Browser, width: int) -> None:
-    """At first sight the page says what it shows, which button to press and what each column means; nothing is cut off."""
+    """At first sight the page says what it shows, which button to press and what each column means; nothing is cut
+    off.
+    """
     assert "Press Burst" in browser.text("#lead")
     does = browser.run("return [...document.querySelectorAll('.does')].map(e => e.innerText)")
     assert "overboard" in does[0]

@@ -1,4 +1,6 @@
-"""Real dispatcher processes, real gRPC and a real state server. The workers' engines are timers whose tokens are known."""
+"""Real dispatcher processes, real gRPC and a real state server. The workers' engines are timers whose tokens are
+known.
+"""
 
 import asyncio
 import contextlib

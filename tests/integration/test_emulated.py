@@ -63,7 +63,9 @@ def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
                 seeds, over = itertools.count(), asyncio.Event()
 
                 async def load() -> None:
-                    """Sends one request after another, so that one can always be a victim, however long the drop takes."""
+                    """Sends one request after another, so that one can always be a victim, however long the drop
+                    takes.
+                    """
                     while not over.is_set():
                         assert await ask(client, next(seeds))
 

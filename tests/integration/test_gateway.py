@@ -1,4 +1,6 @@
-"""OpenAI's SDK against gateway, dispatchers and workers as real processes; answers are compared with those of our SDK."""
+"""OpenAI's SDK against gateway, dispatchers and workers as real processes; answers are compared with those of our
+SDK.
+"""
 
 import asyncio
 import json

@@ -66,7 +66,9 @@ def blocks_of(worker: GroupWorker) -> int:
 
 
 async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
-    """A stage's old capacity reaches the leader late, and the leader aborts the restore before the stage learns of it."""
+    """A stage's old capacity reaches the leader late, and the leader aborts the restore before the stage learns of
+    it.
+    """
 
     sizes = Sizes(memory_bytes=10 << 19)
     async with running_group(model_dir, ["w0", "w1"], sizes, w1=Sizes(memory_bytes=9 << 19)) as cluster:

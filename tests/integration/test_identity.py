@@ -1,4 +1,6 @@
-"""A cluster with TLS, certificates and tokens, as real processes: which calls succeed, and which are refused and why."""
+"""A cluster with TLS, certificates and tokens, as real processes: which calls succeed, and which are refused and
+why.
+"""
 
 import asyncio
 import contextlib

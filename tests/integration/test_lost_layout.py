@@ -70,7 +70,9 @@ def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
 
 
 def test_layers_come_from_those_who_have_them_when_a_member_is_lost(tmp_path: Path) -> None:
-    """The checkpoint is gone: the survivors hold two thirds of the layers, and the worker outside the group holds all."""
+    """The checkpoint is gone: the survivors hold two thirds of the layers, and the worker outside the group holds
+    all.
+    """
     model = make_tiny("llama", tmp_path / "tiny", max_len=256, layers=6)
     with running_cluster(model, workers=4, device_memory_bytes=8 << 20) as running:
         cluster = running.cluster

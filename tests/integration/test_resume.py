@@ -1,4 +1,6 @@
-"""Dispatchers are killed while they serve streams; every stream continues at another dispatcher without losing a token."""
+"""Dispatchers are killed while they serve streams; every stream continues at another dispatcher without losing a
+token.
+"""
 
 import asyncio
 import signal

@@ -28,7 +28,9 @@ ENVIRON = {
 
 
 class ControlPlane:
-    """Starts processes, and kills them when the context ends. Waits that time out fail with the logs of all processes."""
+    """Starts processes, and kills them when the context ends. Waits that time out fail with the logs of all
+    processes.
+    """
 
     def __init__(self, state: PrivateStateServer, folder: Path) -> None:
         self.state = state

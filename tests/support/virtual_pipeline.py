@@ -1,4 +1,6 @@
-"""A pipeline in virtual time, without threads: the leader's real core, and stages whose durations follow a cost model."""
+"""A pipeline in virtual time, without threads: the leader's real core, and stages whose durations follow a cost
+model.
+"""
 
 import random
 import statistics
