@@ -535,7 +535,7 @@ def test_of_waits_far_beyond_the_target_their_share_counts_and_not_their_length(
     assert lost(4.0, 0.0) > lost(2.0, 0.0)
     assert lost(199.0, 0.9) == lost(157.0, 0.9)
     assert lost(157.0, 0.9) > lost(157.0, 0.5)
-    assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens are not worth it for requests that miss their target anyway"
+    assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens do not pay for requests that are lost anyway"
 
 
 def test_waits_are_lost_by_and_by() -> None:

@@ -23,7 +23,7 @@ OTHERS: dict[str, PartSpec] = {
     "head": {"norm": TensorSpec((64,), torch.float64), "weight": TensorSpec((50, 64), torch.float16)},
 }
 OTHER_EXTENTS = 2
-KV_SHAPE = KvShape(layer_count=LAYERS, block_tokens=4, kv_heads=2, head_dim=24, dtype=torch.float32)  # 1,536 bytes a block
+KV_SHAPE = KvShape(layer_count=LAYERS, block_tokens=4, kv_heads=2, head_dim=24, dtype=torch.float32)  # 1,536 bytes
 KV_EXTENTS_PER_LAYER = 3
 REMAINDER_BYTES = 1000
 BUDGET_BYTES = (
