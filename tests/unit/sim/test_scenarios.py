@@ -1,4 +1,4 @@
-"""The scenarios in this repository can be read, and refer only to what exists."""
+"""The scenarios in this repository can be read, and name only existing models, clusters and policies."""
 
 from pathlib import Path
 
