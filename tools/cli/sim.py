@@ -89,7 +89,12 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--seed", type=int, help="seed of all random draws (0)")
     parser.add_argument("--deadline-s", type=float, metavar="S", help="deadline of each request (3600)")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens of a KV block (64)")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="maximum number of running requests (256)")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="maximum number of running requests per instance (default: as workers on the GPU)",
+    )
     parser.add_argument(
         "--tpot-target-s",
         type=float,
@@ -97,7 +102,10 @@ def add_parser(subparsers: Commands) -> None:
         help="TPOT target, which limits the number of running requests (none)",
     )
     parser.add_argument(
-        "--max-num-batched-tokens", type=int, metavar="N", help="maximum number of tokens of one step (2048)"
+        "--max-num-batched-tokens",
+        type=int,
+        metavar="N",
+        help="maximum number of tokens per step (default: as workers on the GPU)",
     )
     parser.add_argument(
         "--microbatching", metavar="WAY", help="microbatches of pipelines: lookahead (default) or token-count"
