@@ -3,8 +3,8 @@
     ballast up --jobs jobs                                           # in another terminal
     python examples/summaries.py examples/prompts.jsonl summaries.jsonl
 
-Each line of the input file is {"id": ..., "prompt": TEXT}, and each line of the output {"id": ..., "text": SUMMARY}. The
-cluster stores the batch: started again with the same files, this program finds it and continues to wait.
+Each line of the input file is {"id": ..., "prompt": TEXT}, and each line of the output {"id": ..., "text": SUMMARY}.
+The cluster stores the batch: started again with the same files, this program finds it and continues to wait.
 """
 
 import hashlib
