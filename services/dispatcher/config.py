@@ -11,7 +11,7 @@ from ballast.service.security import ServiceSettings
 
 class DispatcherSettings(ServiceSettings):
     service: ClassVar[str] = "dispatcher"
-    summary: ClassVar[str] = "Accepts requests, keeps the backlog, picks workers and relays tokens."
+    summary: ClassVar[str] = "Accepts requests, keeps the backlog, chooses workers and relays tokens."
     developer: ClassVar[frozenset[str]] = frozenset(
         {
             "long_wait_s",
@@ -35,72 +35,67 @@ class DispatcherSettings(ServiceSettings):
     dispatcher_id: str | None = Field(None, min_length=1, max_length=128)
     """Name of this replica. Default: generated at every start."""
     tokens_file: Path | None = None
-    """File with hashes of the tokens that clients need, written by `ballast tokens`; reloaded when it changes. Default:
-    every caller may do everything."""
+    """File with the hashes of the tokens that clients need, created by `ballast tokens`; reloaded when it changes.
+    Default: no authentication; every client may do everything."""
     model: Path
-    """Folder with tokenizer.json and the chat template, or org/name[@revision] to download from a hub; weights are not
-    read.
-    """
+    """Folder with tokenizer.json and the chat template, or org/name[@revision] on Hugging Face; weights are not
+    read."""
     chat_template: Path | None = None
-    """File of a chat template. Default: the model's own."""
+    """File with a chat template. Default: the model's own."""
     generation_config: str = Field("auto", min_length=1)
-    """Sampling parameters of HTTP requests that do not set them. auto: those of the model's generation_config.json;
-    ballast: none, so temperature 1 and no bounds; or a folder with another generation_config.json."""
+    """Default sampling parameters of HTTP requests. auto: from the model's generation_config.json; ballast: temperature
+    1 and no limits; or a folder with another generation_config.json."""
 
     # Admission.
     max_num_queued_reqs: int = Field(2048, ge=1, le=1 << 20)
-    """Maximum requests in the backlog. Others are refused with a retry delay."""
+    """Maximum number of waiting requests; more are refused with a retry delay."""
     max_num_queued_tokens: int = Field(4 << 20, ge=1)
-    """Maximum prompt tokens in the backlog. Others are refused with a retry delay."""
+    """Maximum number of waiting prompt tokens; more are refused with a retry delay."""
     max_offline_queued: int = Field(256, ge=1, le=1 << 20)
-    """Maximum waiting offline requests (class batch), in addition. Others are refused with a retry delay. Workers
-    request them when they have spare capacity."""
+    """Maximum number of waiting offline requests (class batch), which workers pull when they have spare capacity; more
+    are refused with a retry delay."""
     max_calls_per_connection: int = Field(16_384, ge=1, le=1 << 20)
-    """Maximum open calls of one connection. Others are refused with a retry delay."""
+    """Maximum number of concurrent calls of one connection; more are refused with a retry delay."""
     max_calls_per_token: int = Field(0, ge=0, le=1 << 20)
-    """Maximum open calls of all clients with the same token on this dispatcher, over all connections; 0: no limit."""
+    """Maximum number of concurrent calls of clients with the same token, over all connections; 0: unlimited."""
     max_connections: int = Field(0, ge=0, le=1 << 20)
-    """Maximum open connections; new ones are closed at once. 0: as many as the limit of open files allows, minus those
-    that the process needs itself."""
+    """Maximum number of open connections; more are closed immediately. 0: the process's limit on open files, less a
+    reserve."""
     max_message_bytes: int = Field(9 << 20, ge=1 << 16, le=16 << 20)
-    """Maximum size of one request with its prompt; a larger one is refused. A million token ids take 3 MiB. The default
-    accepts the longest body that gateways accept by default."""
+    """Maximum size of one request, including its prompt; larger ones are refused. A million token ids take 3 MiB. The
+    default admits the largest body that gateways accept by default."""
     max_request_bytes: int = Field(1 << 30, ge=16 << 20)
-    """Maximum total bytes of requests over 64 KiB that are being received. Others are refused with a retry delay."""
+    """Maximum total size of concurrent requests over 64 KiB; more are refused with a retry delay."""
     max_deadline_s: float = Field(3600.0, gt=0)
-    """Deadline in seconds of requests that set none or a longer one."""
+    """Maximum and default deadline of requests, in seconds."""
     no_worker_timeout_s: float = Field(30.0, gt=0)
-    """Maximum seconds that requests wait while there is no worker."""
+    """Seconds for which a request waits while there is no worker."""
     long_wait_s: float = Field(60.0, gt=0)
-    """Maximum seconds that a request too long for one instance waits until a group that can hold it is formed."""
+    """Seconds for which a request that exceeds every instance waits for a group that can hold it."""
     client_stall_timeout_s: float = Field(60.0, gt=0)
-    """Seconds after which a client that does not read is disconnected."""
+    """Seconds after which a client that reads nothing is disconnected."""
 
     # Routing.
     queue_order: Literal["first-come", "shortest-first", "deadline"] = "first-come"
-    """Order of waiting requests within a class. first-come: by arrival; shortest-first: the fewest tokens to compute
-    first, which shortens most waits but lengthens those of long prompts; deadline: the earliest deadline first."""
+    """Order of waiting requests within a class. shortest-first: fewest uncomputed tokens first, which shortens most
+    waits if compute is the bottleneck, but delays long prompts. deadline: earliest deadline first."""
     prefix_marks: int = Field(1 << 17, ge=0, le=1 << 24)
-    """Maximum prompt prefixes, in pieces of 256 tokens, for which the dispatcher remembers the workers that cache them,
-    so that similar prompts are routed there; 0: none."""
+    """Number of remembered prompt prefixes, each a multiple of 256 tokens, with the workers that cache their KV, for
+    prefix-aware routing; 0: none."""
     growth_tokens: int = Field(64, ge=0)
-    """Assumed growth of an answer in tokens before any answers are known; later it is learned for each class of
-    requests.
-    """
+    """Expected answer length in tokens until it has been learnt for the class."""
     replay_limit: int = Field(3, ge=0)
-    """Maximum times that a request is replayed after the loss of its worker."""
+    """Maximum number of replays of a request after the loss of its worker."""
     resume: bool = True
-    """Let clients resume requests here whose dispatcher has died, and let other dispatchers resume those of this
-    one.
-    """
+    """Whether clients may resume requests of a failed dispatcher here, and requests of this one elsewhere."""
 
     # Logs, metrics and traces.
     access_log: bool = True
-    """Log one line for each request, without any text of its prompt or answer."""
+    """Log one line for each request, without its prompt or answer."""
     request_history_count: int = Field(4096, ge=0, le=1 << 20)
-    """Number of ended requests that `ballast why` can explain."""
+    """Number of ended requests that `ballast why` can show."""
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for traces of requests: http://HOST:4318, OTLP over HTTP. Default: no traces."""
 
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """Maximum seconds for running requests to finish when the dispatcher is stopped."""
+    """Seconds for which running requests may finish when the dispatcher is stopped."""

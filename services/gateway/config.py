@@ -10,7 +10,7 @@ from ballast.service.security import GuardedSettings
 
 class GatewaySettings(GuardedSettings):
     service: ClassVar[str] = "gateway"
-    summary: ClassVar[str] = "Serves OpenAI's and Anthropic's HTTP interfaces on top of dispatchers."
+    summary: ClassVar[str] = "Serves the OpenAI- and Anthropic-compatible HTTP APIs on top of dispatchers."
     developer: ClassVar[frozenset[str]] = frozenset(
         {"max_choices", "body_timeout_s", "client_stall_timeout_s", "resume_s"}
     )
@@ -22,54 +22,47 @@ class GatewaySettings(GuardedSettings):
     gateway_id: str | None = Field(None, min_length=1, max_length=128)
     """Name of this replica. Default: generated at every start."""
     dispatchers: str = "127.0.0.1:50051"
-    """Addresses of dispatchers, HOST:PORT, separated by commas."""
+    """Addresses of the dispatchers: HOST:PORT, comma-separated."""
     served_model_name: str | None = None
-    """Names of the model for clients, separated by commas; answers use the first. Default: the model's own name."""
+    """Names of the model in the API, comma-separated; answers use the first. Default: the model's own name."""
     tool_call_parser: Literal[
         "auto", "hermes", "qwen3_coder", "llama3_json", "mistral", "deepseek_v3", "openai", "glm45", "pythonic"
     ] = "auto"
-    """Format in which the model writes tool calls: hermes (Hermes, Qwen 2.5 and 3), qwen3_coder, llama3_json, mistral,
-    deepseek_v3 (and V3.1), openai (GPT-OSS), glm45 or pythonic (Llama 4). auto: detected from its chat template."""
+    """Format of the model's tool calls: hermes (Hermes, Qwen 2.5 and 3), qwen3_coder, llama3_json, mistral,
+    deepseek_v3 (and V3.1), openai (GPT-OSS), glm45 or pythonic (Llama 4). auto: derived from its chat template."""
     reasoning_parser: Literal["auto", "none", "qwen3", "deepseek_r1", "mistral"] = "auto"
-    """Format in which the model writes its reasoning, which answers return as reasoning_content: qwen3 (<think> and
-    </think>), deepseek_r1 (the prompt already contains <think>), mistral ([THINK]). auto: detected from its chat
-    template. none: reasoning is text."""
+    """Format of the model's reasoning, which is returned as reasoning_content: qwen3 (<think> and </think>),
+    deepseek_r1 (opened by the prompt), mistral ([THINK]). auto: derived from its chat template. none: reasoning is
+    returned as text."""
 
     jobs: str | None = Field(None, pattern=r"^https?://")
-    """Address of the jobs service, http://HOST:PORT, for /v1/files and /v1/batches. Default: none, so these paths are
-    refused.
-    """
+    """URL of the jobs service, which serves /v1/files and /v1/batches: http://HOST:PORT. Default: none."""
     dashboard: bool = False
-    """Serve a page at /dashboard that shows the cluster live to everyone who can reach this gateway. Its drop and
-    restore buttons need a token with the role operate; they are missing if dispatchers have no tokens."""
+    """Serve a live dashboard of the cluster at /dashboard, without authentication. Its drop and restore need a token
+    with the role operate, and are disabled if the dispatchers require no tokens."""
 
     allowed_origins: str = ""
-    """Origins whose pages may read answers in a browser: https://HOST, separated by commas; * for all. Default:
-    none.
-    """
+    """Origins whose pages may call the API from a browser (CORS): https://HOST, comma-separated; * for all. Default:
+    none."""
 
     # Limits.
     max_concurrent_requests: int = Field(4096, ge=1)
-    """Maximum concurrent requests. Others are refused with status 503."""
+    """Maximum number of concurrent requests; more are refused with status 503."""
     max_body_bytes: int = Field(8 << 20, ge=1024, le=64 << 20)
-    """Maximum size of a request's body after decompression. Above 9 MiB, dispatchers need a higher
-    --max-message-bytes.
-    """
+    """Maximum size of a request body, decompressed; beyond 9 MiB dispatchers need a higher --max-message-bytes."""
     max_choices: int = Field(128, ge=1, le=4096)
-    """Maximum choices of one request: prompts times n."""
+    """Maximum number of choices of one request: prompts times n."""
     body_timeout_s: float = Field(30.0, gt=0)
-    """Maximum seconds from the head of a request to the end of its body."""
+    """Seconds within which a request's body must have arrived after its head."""
     client_stall_timeout_s: float = Field(60.0, gt=0)
-    """Seconds after which a client that does not read is disconnected."""
+    """Seconds after which a client that reads nothing is disconnected."""
 
     # Calls to dispatchers, traces, shutdown.
     resume_s: float = Field(30.0, ge=0)
-    """Maximum seconds to find another dispatcher that resumes a request whose dispatcher has died; 0: the request
-    fails.
-    """
+    """Seconds within which a request is resumed at another dispatcher after the failure of its own; 0: it fails."""
 
     otlp_traces_endpoint: str | None = Field(None, pattern=r"^https?://")
     """Collector for spans of requests: http://HOST:4318, OTLP over HTTP. Default: none."""
 
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """Maximum seconds for running requests to finish after the signal to stop."""
+    """Seconds for which running requests may finish after the signal to stop."""

@@ -12,7 +12,7 @@ _APART_FRACTION = 0.1  # minimum distance of the two thresholds, so that drops a
 
 class MonitorSettings(ServiceSettings):
     service: ClassVar[str] = "monitor"
-    summary: ClassVar[str] = "Tracks which instances are alive and how loaded they are."
+    summary: ClassVar[str] = "Tracks which instances are alive, and their load."
     developer: ClassVar[frozenset[str]] = frozenset(
         {"relief_threshold_fraction", "leadership_ttl_s", "shutdown_timeout_s"}
     )
@@ -24,22 +24,21 @@ class MonitorSettings(ServiceSettings):
     leadership_ttl_s: float = Field(default=3.0, ge=0.3)
     """Seconds after which a silent active replica loses its role to a standby."""
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
-    """Maximum seconds for open calls to end at shutdown."""
+    """Seconds for which open calls may finish."""
     lease_s: float = Field(default=3.0, gt=0)
-    """Seconds after which a silent instance counts as lost. Use a higher value if machines or networks pause for a
-    while, because all requests on an instance that counts as lost are replayed."""
+    """Seconds after which a silent instance counts as lost. Increase it if machines or networks pause: all requests of
+    an instance that counts as lost are replayed."""
     step_timeout_s: float = Field(default=60.0, gt=0)
-    """Seconds after which an instance whose engine step does not end counts as lost, until the step ends. It depends on
-    the engine: an instance that compiles may be silent for a minute."""
+    """Seconds of one engine step after which an instance counts as lost until the step ends. It must exceed the longest
+    step: compilation may take a minute."""
     overload_threshold_fraction: float = Field(default=0.95, gt=0)
-    """Fraction of the KV memory above which forecast demand is an overload, for which the planner compares layouts.
-    With a lower value it does so earlier."""
+    """The planner considers a change when the forecast KV demand exceeds this fraction of the KV capacity."""
     relief_threshold_fraction: float = Field(default=0.8, gt=0)
-    """Fraction of the KV memory with all layers loaded below which demand must be for dropped layers to be restored.
-    The rest is kept free for the next burst."""
+    """Dropped layers are restored while demand is below this fraction of the KV capacity with all layers. The rest is
+    headroom for the next burst."""
     dwell_s: float = Field(default=3.0, ge=0)
-    """Minimum seconds between two transitions. Use a higher value if bursts follow each other so quickly that drops and
-    restores alternate."""
+    """Minimum seconds between two transitions. Increase it if drops and restores alternate because bursts follow each
+    other quickly."""
 
     @model_validator(mode="after")
     def _thresholds_are_in_order(self) -> Self:

@@ -34,42 +34,37 @@ class PlannerSettings(ServiceSettings):
     otlp_traces_endpoint: str | None = Field(default=None, pattern=r"^https?://")
     """Collector for spans of drops and restores: http://HOST:4318, OTLP over HTTP. Default: none."""
     shutdown_timeout_s: float = Field(default=5.0, ge=0)
-    """Maximum seconds for open calls to end at shutdown."""
+    """Seconds for which open calls may finish."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP
-    """What to do when KV memory runs short: drop parameters if that is predicted to pay (drop), leave it to the workers
-    (recompute, swap), move requests between workers (migrate), or drop from the start (static-pipeline)."""
+    """Policy when KV memory runs short: drop parameters if that is predicted to pay off (drop), preempt in the workers
+    (recompute, swap), migrate requests between workers (migrate), or drop from the start (static-pipeline)."""
     pipeline_degree: int = Field(default=2, ge=2, le=64)
-    """With static-pipeline: instances of one pipeline, at least as many as leave enough memory for KV next to the
-    parameters.
-    """
+    """With static-pipeline: instances of one pipeline. Choose the smallest number that leaves enough memory for KV."""
     ttft_target_s: float = Field(default=0.5, gt=0, allow_inf_nan=False)
-    """With drop: seconds within which a first token is early enough, so that no drop is made to improve it. Long
-    prompts may take longer."""
+    """With drop: TTFT target in seconds; nothing is dropped to reduce TTFT below it. The prefill time of a long prompt
+    is allowed in any case."""
     restore: bool = True
-    """With drop: whether dropped parameters are restored when demand has fallen; false is for comparisons."""
+    """With drop: whether parameters are restored when demand has fallen; off is for comparisons."""
     park: bool = False
-    """Whether idle instances are parked, and woken before they are needed."""
+    """Whether idle instances are parked automatically, and woken before they are needed."""
     least_instances: int = Field(default=1, ge=1)
-    """With park: minimum number of serving instances, even without demand."""
+    """With park: minimum number of serving instances."""
     park_dwell_s: float = Field(default=10.0, ge=0)
-    """With park: seconds for which one instance less must suffice before one is parked; at least twice the time to
-    wake."""
+    """With park: seconds for which one instance fewer must suffice before one is parked; at least twice the wake
+    time."""
     park_order: Literal["emptiest", "last-name"] = "emptiest"
     """With park: which instance is parked first. Use last-name if a platform ends instances in the order of their
-    names.
-    """
+    names."""
     scale_webhook: str | None = Field(default=None, pattern=r"^(https?://.*)?$")
-    """URL that receives the number of instances that should serve whenever it changes, at most every 15 s
+    """URL to which the number of instances that should serve is posted when it changes, at most every 15 s
     (docs/parking.md). Default: none."""
     scale_webhook_secret_file: Path | None = None
     """File with the secret that signs these messages, at least 16 bytes."""
     migrate_below_tokens: float = Field(default=32.0, ge=0)
-    """With migrate: a worker with room for fewer tokens per running request gives away requests. About the tokens that
-    an answer grows until the next evaluation."""
+    """With migrate: a worker with room for fewer tokens per running request than this migrates requests away. About the
+    number of tokens that an answer grows by until the next check."""
     migrate_above_tokens: float = Field(default=96.0, ge=0)
-    """With migrate: a worker with room for more tokens per running request receives requests. Should be well above the
-    other threshold, because otherwise requests move back and forth."""
+    """With migrate: a worker with room for more tokens per running request than this receives them. Must be well above
+    migrate_below_tokens, or requests oscillate."""
     restore_timeout_s: float = Field(default=600.0, gt=0)
-    """Maximum seconds for restoring dropped parameters. Use a higher value if there are many and the network is
-    slow.
-    """
+    """Seconds within which missing parameters must be loaded. Increase it for large models on slow networks."""

@@ -44,141 +44,132 @@ class WorkerSettings(ServiceSettings):
     monitor_address: str | None = None
     """HOST:PORT of the monitor. Default: looked up in the state server."""
     worker_id: str | None = Field(None, min_length=1, max_length=128)
-    """Name of this worker, which stays the same over restarts. Default: machine and port."""
+    """Name of this worker, the same after a restart. Default: machine and port."""
     report_interval_s: float = Field(0.1, gt=0, le=60)
     """Seconds between two load reports."""
 
     # Model.
     model: Path
-    """Folder of a Hugging Face checkpoint, or org/name[@revision] to download from a hub."""
+    """Folder of a Hugging Face checkpoint, or org/name[@revision], which is downloaded."""
     engine: Literal["torch", "emulated"] = "torch"
-    """torch computes the model; emulated computes nothing and takes as long as a profile states."""
+    """torch: compute the model; emulated: compute nothing and take the time given by a profile."""
     profile: Path | None = None
-    """With the emulated engine: a file with measured durations."""
+    """With the emulated engine: file with the durations of operations."""
     served_model_name: str | None = None
     """Name of the model for clients. Default: the folder's name, or org/name."""
     dtype: Literal["auto", "float32", "bfloat16", "float16", "float64"] = "auto"
-    """Number format of parameters and, unless --kv-cache-dtype says otherwise, of KV; auto: the checkpoint's own."""
+    """Number format of parameters and, by default, of KV; auto: the checkpoint's own."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3"] = "auto"
-    """Number format of KV: fp8 (the same as fp8_e4m3) takes half the memory of bfloat16, with a precision of 3 bits and
-    the scales of the checkpoint, if any; auto: that of --dtype. The same for all workers of a cluster. Not with
+    """Number format of KV: fp8 (the same as fp8_e4m3) takes half the memory of bfloat16, with 3 bits of mantissa and
+    the scales of the checkpoint, if any; auto: that of --dtype. Must be the same on all workers of a cluster. Not with
     FlashInfer."""
     model_impl: Literal["auto", "ballast", "transformers"] = "auto"
-    """What computes the model: Ballast's own classes (ballast), or the modelling code of transformers with Ballast's KV
-    memory (transformers). auto: Ballast's classes if they support the model, else transformers."""
+    """Implementation of the model: Ballast's own (ballast), or the modelling code of transformers on Ballast's memory;
+    auto: Ballast's own for supported architectures, otherwise transformers."""
     lora_modules: dict[str, Path] = Field(default_factory=dict[str, Path])
-    """LoRA adapter served alongside the model, NAME=FOLDER; may be repeated. Requests select it by name as their model.
-    The same for all workers of a cluster."""
+    """LoRA adapter to serve in addition to the model, NAME=FOLDER; may be repeated. Requests use its name as their
+    model. Must be the same on all workers of a cluster."""
     device: str = Field("cpu", pattern=r"^(cpu|cuda(:(\d+|auto))?)$")
-    """Where to compute: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first that no other worker has claimed."""
+    """Device: cpu, cuda (the first GPU), cuda:N, or cuda:auto, the first GPU that no other worker has claimed."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """Ranks that compute one instance, each on its own device, counted from --device on. Heads and MLP are split among
-    them. The same for all workers of a cluster. On CPUs this implies --kernels torch."""
+    """Ranks of one instance, each on its own device from --device on; they share heads and MLP. Must be the same on all
+    workers of a cluster. On CPUs it implies torch's kernels."""
     nnodes: int = Field(1, ge=1, le=64)
-    """Hosts of one instance, each with an equal part of --tensor-parallel-size."""
+    """Hosts of one instance; each has an equal part of the ranks."""
     node_rank: int = Field(0, ge=0)
-    """Index of this host among them. The worker runs on host 0. Other hosts only run their ranks and need --model and
-    --device; all other settings come from host 0."""
+    """Number of this host. Host 0 runs the worker and its ranks; the others run only ranks, with their own --model and
+    --device and all other settings from host 0."""
     dist_init_addr: str | None = Field(None, pattern=r"^.+:\d{1,5}$")
-    """With several hosts: HOST:PORT of host 0, to which the ranks of the other hosts connect."""
+    """With several hosts: HOST:PORT at which ranks on other hosts reach host 0."""
     device_memory_bytes: ByteSize = Field(ByteSize(1 << 30), gt=0)
-    """Memory of each rank for parameters and KV cache together, such as 512MiB or 16GiB."""
+    """Memory budget of each rank for parameters and KV cache: 512MiB, 16GiB."""
     host_copy: str = Field("off", pattern=r"^(auto|off|\d+)$")
-    """Bytes of host memory (/dev/shm) for one copy of the parameters, shared by all workers of this host with the same
-    model. The first worker makes it; others load from it when they start, restore layers or lose a peer. auto: if a
-    tenth of the memory remains available; off: no copy. Not with several ranks, or transformers' code."""
+    """One copy of the parameters in this host's memory (/dev/shm) for all its workers of the same model. The first
+    worker creates it; others start from it, and restores and recovery after losses read it. auto: if a tenth of the
+    memory remains available; a number: maximum size in bytes; off: none. Not with several ranks or transformers."""
     gpu_memory_utilization: float = Field(0.9, gt=0, le=1)
-    """Share of a GPU's memory for everything, if --device-memory-bytes does not set what parameters and KV get."""
+    """Fraction of a GPU's memory to use in total; ignored if --device-memory-bytes is set."""
     enforce_eager: CliImplicitFlag[bool] = False
-    """On a GPU, launch kernels one by one instead of capturing decode steps as CUDA graphs."""
+    """On a GPU, launch decode kernels one by one instead of capturing CUDA graphs."""
     attention_backend: Literal["auto", "triton", "flashinfer"] = "auto"
-    """Attention kernels on a GPU: Ballast's own (triton) or those of FlashInfer, an optional extra that implies
-    --enforce-eager. auto: triton, since we have not run FlashInfer on a GPU."""
+    """Attention kernels on a GPU: Ballast's own (triton), or FlashInfer, an extra, which implies --enforce-eager. auto:
+    triton, as FlashInfer has not been run on a GPU by us."""
     batch_invariant: bool = False
-    """On a GPU, use matrix kernels with fixed tiles, so that a request's tokens do not depend on the rest of its batch;
-    slower. Not with FlashInfer, several ranks, adapters or transformers' code. CPUs always compute like this."""
+    """On a GPU, use matmul kernels with fixed tiles, so that tokens do not depend on other requests in the batch;
+    slower. Not with FlashInfer, several ranks, adapters or transformers. On CPUs this always holds."""
     block_size: int = Field(16, ge=1, le=1024)
     """Tokens of one KV block."""
     max_model_len: int | None = Field(None, ge=2)
-    """Maximum tokens of a prompt and its answer together. Default: the model's own."""
+    """Maximum length of prompt and answer together, in tokens. Default: the model's own."""
 
     # Scheduling.
     max_num_seqs: int | None = Field(None, ge=1, le=4096)
-    """Maximum running requests. Default: 64 on CPUs; on a GPU 256, or 512 from 70 GiB of memory on."""
+    """Maximum number of running requests. Default: 64; on a GPU 256, with at least 70 GiB of memory 512."""
     tpot_target_s: str | None = None
-    """Target for the average time per output token, in seconds. No more requests are admitted than meet it, according
-    to the costs that a worker learns; others wait. One number (0.05), or one per class (interactive=0.03,default=0.1),
-    or a JSON file with such an object. The strictest target among running requests applies. Default: none."""
+    """Target for the mean time per output token, in seconds. Only as many requests are admitted as run within it,
+    according to the learnt costs; the others wait. 0.05, or by class interactive=0.03,default=0.1, or a JSON file with
+    such an object; the strictest target of the running requests applies. Default: none."""
     ttft_target_s: str | None = None
-    """Target for the time to first token, in seconds, in the same formats. Offline work (class batch) never delays a
-    first token beyond it; see also --preempt-within-step. Default: none."""
+    """Target for the time to first token, in the same format: offline requests (class batch) never delay a first token
+    beyond it. See also --preempt-within-step. Default: none."""
     preempt_within_step: Literal["auto", "off"] = "auto"
-    """Whether a step that contains only offline work yields to an online request between two slices of layers. auto: if
-    such a step takes more than a quarter of --ttft-target-s; off: it runs to its end."""
+    """Whether an online request may preempt a step of only offline requests between two slices of layers. auto: if such
+    a step takes more than a quarter of --ttft-target-s; off: never."""
     offline_slowdown: float = Field(0.25, ge=0, le=10)
-    """Fraction by which offline requests (class batch) may lengthen a step of online decodes if --tpot-target-s sets no
-    bound; 0: they are added only if that costs no time. A step with an online prompt that has no target for its first
-    token is not lengthened."""
+    """Fraction by which offline requests (class batch) may lengthen a step of online decodes without --tpot-target-s;
+    0: only if they cost nothing. A step with an online prompt without a TTFT target is not lengthened."""
     max_num_batched_tokens: int | None = Field(None, ge=1, le=1 << 20)
-    """Maximum tokens of one engine step. Default: 512 on CPUs; on a GPU 2048, 4096 from 70 GiB of memory on, 8192 from
-    160 GiB on; never fewer than --max-num-seqs."""
+    """Maximum number of tokens of one engine step. Default: 512; on a GPU 2048, with at least 70 GiB of memory 4096,
+    160 GiB 8192; never fewer than --max-num-seqs."""
     max_num_queued_reqs: int | None = Field(None, ge=1, le=1 << 16)
-    """Maximum requests that wait on this worker; most wait in the dispatcher's backlog. Default: 64 on CPUs,
-    --max-num-seqs on a GPU.
-    """
+    """Maximum number of requests that wait at this worker, in addition to the dispatchers' backlog. Default: 64; on a
+    GPU --max-num-seqs."""
     max_num_queued_tokens: int = Field(1 << 20, ge=1)
-    """Maximum prompt tokens that wait on this worker."""
+    """Maximum number of prompt tokens that wait at this worker."""
     admission_reserve_fraction: float = Field(0.05, ge=0, lt=1)
-    """Share of the KV blocks reserved for the growth of running requests."""
+    """Fraction of the KV blocks reserved for the growth of running requests."""
     async_scheduling: Literal["auto", "on", "off"] = "auto"
     """Whether a step is launched before the tokens of the previous one are known, so that a GPU never waits for the
-    host; a token then reaches its client one launch later. auto: on for GPUs, off for CPUs, where one thread schedules
-    and computes."""
+    host; tokens then reach clients one launch later. auto: on GPUs only."""
     microbatching: Literal["token-count", "lookahead"] = "lookahead"
-    """How work is divided into microbatches of a pipeline: of equal predicted cost (lookahead), or of equal token
-    counts (token-count).
-    """
+    """Microbatches of a pipeline: of equal predicted cost (lookahead), or of equal token counts."""
     enable_prefix_caching: CliImplicitFlag[bool] = True
-    """Compute the KV of a shared prompt prefix once, in whole blocks, and cache it until the memory is needed."""
+    """Compute the KV of equal prompt prefixes once, in whole blocks, and retain it until its memory is needed."""
     transfers: Literal["coordinated", "naive"] = "coordinated"
-    """How KV and layers are transferred: at lower priority than activations (coordinated), or in one queue with them
-    (naive, as a baseline for measurements)."""
+    """Transfers of KV and layers: with lower priority than activations (coordinated), or in one queue with them (naive,
+    as a baseline)."""
     transport: Literal["auto", "tcp", "nccl"] = "auto"
-    """Transport of the links between workers, the same for all workers of a cluster. auto: NCCL between GPUs, else TCP.
-    Two workers on one GPU need tcp."""
+    """Transport between workers, the same for all workers of a cluster. auto: NCCL between GPUs, otherwise TCP. Two
+    workers on one GPU need tcp."""
     link_bytes_per_s: ByteSize | None = Field(None, gt=0)
-    """Emulate links of this speed in bytes per second, such as 1GB. Default: no limit."""
+    """Emulated speed of links: 1GB. Default: their actual speed."""
     overload_policy: OverloadPolicy = OverloadPolicy.DROP
-    """What to do when KV memory runs short. With swap, preempted requests keep their KV in host memory."""
+    """Policy when KV memory runs short; with swap, a preempted request keeps its KV in host memory."""
     fallback_policy: Literal["recompute", "swap"] = "recompute"
-    """With --overload-policy drop, what happens to a request that is preempted all the same: its KV is recomputed
-    (recompute), or copied to host memory and back (swap).
-    """
+    """With drop: how requests are preempted if a worker still runs out of KV memory."""
     swap_space_bytes: ByteSize = Field(ByteSize(1 << 30), ge=0)
-    """Host memory for KV of preempted requests (of offline ones with any policy) and, with prefix caching, for prefixes
-    evicted from the device. 0: such KV is recomputed."""
+    """Host memory for the KV of preempted requests (offline ones with any policy) and, with prefix caching, for evicted
+    KV of prompts. 0: their KV is recomputed."""
     activation_log_bytes: ByteSize = Field(ByteSize(0), ge=0)
-    """Host memory in which a stage of a pipeline stores the activations that it has sent to the next stage, about 5 %
-    of their KV. If that stage is lost, a stand-in computes only the lost layers. 0: the group's requests are
-    recomputed."""
+    """Host memory for a log of the activations that a pipeline stage has sent to the next one, about 5 % of the KV. If
+    that stage is lost, a stand-in recomputes only its layers. 0: the group's requests are recomputed."""
     swap_blocks_per_step: int = Field(0, ge=0)
-    """Maximum KV blocks swapped out and in during one step; 0: as many as the step hides."""
+    """KV blocks that are swapped in each direction during one step; 0: as many as overlap with it."""
     threads: int = Field(1, ge=1, le=1024)
-    """Threads that compute one engine step."""
+    """Threads of the engine."""
     kernels: Literal["auto", "native", "torch"] = "auto"
-    """The compiled kernels (native) or torch's; auto: native if possible."""
+    """CPU kernels: compiled (native) or torch's; auto: compiled ones if possible."""
 
     # Known speed as a pipeline stage.
     cost_profile: Path | None = None
-    """A file from `ballast profile`, made for this model on this machine. Without one, a worker learns its speed while
-    it serves."""
+    """File from `ballast profile`, of the same model and machine. Without one a worker learns its costs while it
+    serves."""
     self_profile_s: float = Field(0.0, ge=0, le=600)
-    """Measure for about this many seconds at the start, instead of reading a file."""
+    """Approximate seconds of measuring costs at startup, instead of using a file."""
 
     # Shutdown.
     shutdown_timeout_s: float = Field(30.0, ge=0)
-    """When the worker is stopped: maximum seconds for running requests to finish, and for its pipeline to continue
-    without it."""
+    """Seconds for which running requests may finish, and its pipeline may be dissolved, when the worker is stopped."""
     step_timeout_s: float = Field(60.0, gt=0)
     """Seconds after which a hanging engine step makes the worker not ready."""
 
@@ -186,7 +177,8 @@ class WorkerSettings(ServiceSettings):
     """Collector for spans of requests: http://HOST:4318, OTLP over HTTP. Default: none."""
 
     check_every_steps: int = Field(0, ge=0)
-    """Check all invariants every this many steps; 0: never. For tests and debugging; a check costs more than a step."""
+    """Interval, in steps, of checking all invariants; 0: never. For tests and debugging; a check takes longer than a
+    step."""
 
     @field_validator("tpot_target_s", "ttft_target_s")
     @classmethod
