@@ -34,7 +34,7 @@ def test_an_overload_groups_workers_of_one_protocol_only() -> None:
     assert groups(planner) == [["old"], ["w1", "w2"]]
     [(name, why)] = planner.core.kept_out.why(planner.now_s).items()
     assert name == "old"
-    assert "protocol 0, most workers use protocol 1" in why
+    assert "protocol 0, but most workers use protocol 1" in why
     assert planner.core.kept_out.why(planner.now_s + 40.0)[WorkerId("old")] == f"{why} (for 40 s)"
 
 
@@ -75,7 +75,7 @@ def test_a_group_that_broke_at_once_is_not_made_again_for_a_while_and_longer_eac
     breaks(planner)
     kept_out = planner.core.kept_out
     assert set(kept_out.why(planner.now_s)) == {"w0", "w1"}
-    assert "broke soon after it was made" in kept_out.why(planner.now_s)[WorkerId("w0")]
+    assert "broke soon after it was formed" in kept_out.why(planner.now_s)[WorkerId("w0")]
     stages = len(planner.journal)
     planner.tell(OverloadRaised(planner.now_s, "o1", 16 * EXTENT))
     assert len(planner.journal) == stages

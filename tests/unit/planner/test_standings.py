@@ -78,9 +78,9 @@ def test_what_is_refused() -> None:
         return refusal.why
 
     planner = started("w0", "w1", "w2")
-    assert refused(planner, "w7") == "w7 is not in the layout; `ballast status` names who is"
+    assert refused(planner, "w7") == "w7 is not in the layout; `ballast status` lists its instances"
     planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
-    assert refused(planner, "w2") == "w2 drains: it is about to end"
+    assert refused(planner, "w2") == "w2 is draining"
     ask(planner, "w1", away=True)
     assert refused(planner, "w0") == "nobody but w0 serves"
     standby = Planner()

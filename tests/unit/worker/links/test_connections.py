@@ -115,7 +115,7 @@ def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair
         w1.connect("w2", w2.store_address, 2, 0.1)
     link.send(TrafficClass.ACTIVATION, 0)
     pair.recorders["w2"].wait("messages", 1)  # this message arrives after the notice that w1 has left the epoch
-    with pytest.raises(DeadlineExceeded, match="epoch 2: w1 did not come"):
+    with pytest.raises(DeadlineExceeded, match="epoch 2: w1 did not connect"):
         w2.connect("w1", w1.store_address, 2, 0.1)
     assert [link.epoch for link in pair.connect(3)] == [3, 3]
     assert pair.planes["w1"].link("w2", 1) is not None
