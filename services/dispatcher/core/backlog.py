@@ -178,7 +178,7 @@ class Backlog:
             raise InvariantViolation(f"backlog counts {self.count} requests and {self.token_count} tokens")
         marks = Counter(itertools.chain.from_iterable(self._marks.values()))
         if marks != self._mark_counts or self._repeated_count != marks.total() - len(marks):
-            raise InvariantViolation(f"backlog counts {self._repeated_count} repeated marks, but {marks} are right")
+            raise InvariantViolation(f"backlog counts {self._repeated_count} repeated marks, of {marks}")
 
 
 class DrainRate:
