@@ -49,7 +49,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wishes:
-    """What the client wants in an answer besides its text, and how to parse the text.
+    """Parts of an answer that the client wants in addition to the text, and how to parse the text.
 
     Attributes:
         logprobs: Whether to return logprobs of generated tokens.

@@ -116,7 +116,7 @@ class Sizing:
         return Learnt(self._jumps.largest, self._dwell_s)
 
     def begin(self, before: Learnt) -> None:
-        """Continue from what the previous planner has learnt."""
+        """Continue with the data that the previous planner has learned."""
         self._jumps.begin(before.jumps)
         self._dwell_s = max(self._dwell_s, min(_MOST_DWELL_S, before.dwell_s))
 

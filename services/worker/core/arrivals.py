@@ -234,7 +234,7 @@ class KvArrivals:
         return self._ask(arrival)
 
     def _ask(self, arrival: _KvArrival) -> list[TargetCommand]:
-        """Have the stages reserve blocks; `Want` is sent when all have them."""
+        """Make the stages reserve blocks; `Want` is sent when all have them."""
         arrival.unready = {stage.worker_id for stage in arrival.takers}
         arrival.writing = set(arrival.unready)
         first, last = arrival.landed_blocks, arrival.block_count

@@ -98,7 +98,7 @@ class Draining:
             self.over = not group.batches_in_flight.to_remove
 
     def empty(self, now_s: float, group: GroupScheduler, lost: Collection[WorkerId]) -> Iterator[Event]:
-        """Hand over all sequences without KV, because the members in `lost` are gone and the group can run no batch."""
+        """Hand over all sequences without KV, because the members in `lost` are lost and the group can run no batch."""
         self._targets = {worker_id: target for worker_id, target in self._targets.items() if worker_id not in lost}
         yield BatchesLost(now_s)
         yield from self._send_away(group.may_leave(running=True), now_s, group, by_tokens=True)

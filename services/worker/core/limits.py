@@ -26,7 +26,7 @@ class WorkerLimits:
     swap_blocks_per_step: int = 0  # 0: as many as can be copied during the step
     async_scheduling: bool = False  # a lone instance forms a batch before the tokens of the previous one are known
     prefix_caching: bool = False  # share the KV blocks of common prompt prefixes
-    prefix_seed: bytes = b""  # hashed into keys: everything besides tokens that KV depends on, and a secret
+    prefix_seed: bytes = b""  # hashed into keys: data other than tokens on which KV depends, and a secret
     handover_timeout_s: float = 10.0  # how long a moved request waits for its KV, and KV for its request
     max_moving_count: int = 1024  # maximum requests that wait for their KV
 

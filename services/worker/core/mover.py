@@ -326,7 +326,7 @@ class Mover:
         """Return the events for a transfer that has reached its receiver."""
         return [KvSent(at_s, send.epoch, block_range.piece.sequence_id, send.to) for block_range in send.block_ranges]
 
-    # ------------------------------------------------------------ layers given up
+    # ------------------------------------------------------------ dropped layers
 
     def retire(self) -> int:
         """Copy the block tables for the dropped layers, while the book is still that of the old layout. Returns the

@@ -60,7 +60,7 @@ class Header:
     shape: tuple[int, ...] = ()  # MESSAGE
     inline: bool = False  # the payload follows the meta within the frame
     more: bool = False  # another frame follows
-    on_device: bool = False  # the payload goes from device memory to the peer's device memory, not from host to host
+    on_device: bool = False  # the payload is sent from device memory to the peer's device memory, not from host to host
 
     def pack(self) -> bytes:
         if self.kind is FrameKind.MESSAGE:

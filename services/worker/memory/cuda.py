@@ -56,7 +56,7 @@ class VmmDriver(Protocol):
     def map(self, address: int, size_bytes: int, handle: Handle) -> None: ...
 
     def allow_access(self, address: int, size_bytes: int) -> None:
-        """Let the device read and write `size_bytes` from `address`; which may span several mappings."""
+        """Let the device read and write `size_bytes` from `address`, which may span several mappings."""
         ...
 
     def unmap(self, address: int, size_bytes: int) -> None:
