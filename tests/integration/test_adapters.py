@@ -75,7 +75,7 @@ def test_models_are_listed_with_their_parent(running: RunningCluster) -> None:
     assert [one["parent"] for one in listed.values()] == [None, "tiny", "tiny"]
     assert [one["root"] for one in listed.values()] == ["tiny", "clerk", "poet"]
     assert client(running).models.retrieve("poet").id == "poet"
-    with pytest.raises(openai.NotFoundError, match="'pirate' is not served here; what is: tiny, clerk, poet"):
+    with pytest.raises(openai.NotFoundError, match="'pirate' is not served here; served: tiny, clerk, poet"):
         client(running).completions.create(model="pirate", prompt="a")
 
 
@@ -133,7 +133,7 @@ def test_an_adapter_that_nobody_has(running: RunningCluster) -> None:
         async with AsyncClient(running.cluster.address) as sdk:
             await ask(sdk, "pirate", 0)
 
-    with pytest.raises(InvalidRequest, match="'pirate' is not served; what is: clerk, poet"):
+    with pytest.raises(InvalidRequest, match="'pirate' is not served; served: clerk, poet"):
         running.run(story())
 
 

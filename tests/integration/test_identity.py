@@ -165,7 +165,7 @@ def test_a_token_is_good_for_its_classes_only(secured: Secured) -> None:
                         assert len((await client.generate("A ship", GREEDY)).token_ids) == 8
                         break
                     await asyncio.sleep(0.2)
-            async with refusal(PermissionDenied, "nightly may use the classes default, and not interactive"):
+            async with refusal(PermissionDenied, "nightly may use the classes default, but not interactive"):
                 await client.generate("A ship", GREEDY, priority=PriorityClass.INTERACTIVE)
 
     secured.running.run(story())

@@ -18,7 +18,7 @@ PREEMPTED = "online work waits"  # `failure` of a batch of offline work that was
 
 
 class Preempted(Exception):
-    """Raised for a batch that was preempted at a safepoint: it has no result."""
+    """Raised for a batch that was preempted at a safepoint and therefore has no result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ class NewSequence:
 class Slice(NamedTuple):
     """One sequence's share of a step: the tokens at positions `[first_position, first_position + len(token_ids))`.
 
-    A named tuple for speed: one is made for each token.
+    A named tuple for speed, because one is created per token.
     """
 
     sequence_id: SequenceId

@@ -89,7 +89,7 @@ class BlockBook:
         """Extend the sequence's table until it covers `token_count` tokens, and return it. Its existing blocks stay in
         place.
 
-        The same tuple object is returned until the table changes: an engine may use its identity as a cache key.
+        The same tuple object is returned until the table changes, so an engine may use its identity as a cache key.
         """
         table = self._tables.get(sequence_id, ())
         missing = -(-token_count // self._block_tokens) - len(table)

@@ -199,7 +199,7 @@ class KvAdmitted:
 
 @dataclass(frozen=True, slots=True)
 class KvArrived:
-    """All stages have all KV of the sequence: it resumes."""
+    """All stages have all KV of the sequence, so it resumes."""
 
     at_s: float
     sequence_id: SequenceId

@@ -132,7 +132,7 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Landed:
-    """This stage has received a span in its layers. `span` None: it will not receive the span, and no write is under
+    """This stage has received a span in its layers. `span`: None if it will not receive the span, and no write is under
     way.
     """
 

@@ -35,7 +35,7 @@ _Going = tuple[SequenceId, WorkerId]  # a sequence and the receiver of its KV
 
 
 class Mode(Enum):
-    EXCHANGE = "exchange"  # the sequence is suspended: a failed send is final and ends the link
+    EXCHANGE = "exchange"  # the sequence is suspended, so a failed send is final and ends the link
     AHEAD = "ahead"  # the sequence continues to run, and stays here if the send fails
     LAST = "last"  # its blocks are freed at once, so a copy is sent
 

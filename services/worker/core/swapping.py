@@ -91,7 +91,7 @@ class SwapSpace:
         return self._online and self._limit > 0
 
     def limit(self, block_count: int) -> bool:
-        """Set the number of host blocks. Returns False if more are in use: the caller then drops swapped KV."""
+        """Set the number of host blocks. Returns False if more are in use, so that the caller drops swapped KV."""
         self._limit = min(block_count, self._host.block_count)
         self.prefixes.make_room(self._host.used_count - self._limit)
         return self._host.used_count <= self._limit

@@ -282,7 +282,7 @@ class ShrinkGroup:
 
 @dataclass(frozen=True, slots=True)
 class WithdrawRoom:
-    """A restore has failed before its commit: its leader must lift the group's limit."""
+    """A restore has failed before its commit, so its leader must lift the group's limit."""
 
     epoch: Epoch
 
@@ -403,7 +403,7 @@ class SendKvComplete:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Resume the sequence: every stage has its KV."""
+    """Resume the sequence, because every stage has its KV."""
 
     epoch: Epoch
     sequence_id: SequenceId

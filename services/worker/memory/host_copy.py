@@ -24,7 +24,7 @@ class HostCopy:
         shared: SharedCopy | None = None,
     ) -> None:
         """`copied(tensor)` returns a copy in host memory; `copy(to, from)` copies back. `shared`: a copy shared by all
-        workers of this host, used instead of an own copy.
+        workers of this host, used instead of a private one.
         """
         self._shared = shared
         self._copied = copied

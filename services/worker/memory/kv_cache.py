@@ -143,7 +143,7 @@ class KvWindow:
     def shrink(self, extents_per_layer: int, *, used_blocks_end: int) -> int:
         """Unmap and free `extents_per_layer` extents at the tail of every held layer. Returns the new `block_count`.
 
-        No block from `used_blocks_end` on may be in use: the caller must have copied them down.
+        No block from `used_blocks_end` on may be in use, so the caller must have copied them down.
         """
         left = (self.extents_per_layer - extents_per_layer) * self._pool.extent_bytes
         if left < 0 or self._blocks_in(left) < used_blocks_end:

@@ -179,7 +179,7 @@ def test_tokens_of_answers_that_go_on_are_those_of_no_answer_that_has_ended() ->
     assert (found.open_tokens, found.ended_tokens) == (111, 2)
     assert read_traffic(write_traffic(found)) == found
     assert sum_traffic([found, found]).open_tokens == 222
-    with pytest.raises(InvariantViolation, match="110 tokens, 111 were counted"):
+    with pytest.raises(InvariantViolation, match="110 tokens, but 111 were counted"):
         counter.check(set(), 110)
 
 

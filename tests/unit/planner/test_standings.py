@@ -82,7 +82,7 @@ def test_what_is_refused() -> None:
     planner.tell(p.WorkerDrainRequested(planner.now_s, "c", "d", WorkerId("w2")))
     assert refused(planner, "w2") == "w2 is draining"
     ask(planner, "w1", away=True)
-    assert refused(planner, "w0") == "nobody but w0 serves"
+    assert refused(planner, "w0") == "no instance but w0 serves"
     standby = Planner()
     ask(standby, "w0", away=True)
     assert [c.refusal for c in standby.said if isinstance(c, p.RefuseChange)] == [p.ChangeRefusal.STANDBY]
