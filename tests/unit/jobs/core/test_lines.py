@@ -51,7 +51,7 @@ def test_lines_are_found_again_by_their_place() -> None:
         (line(method="GET"), "invalid_method", "must be POST"),
         (line(url="/v1/completions"), "invalid_url", "/v1/chat/completions, got"),
         (line(body="text"), "invalid_body", "must be an object"),
-        (line(body={"stream": True}), "invalid_body", "no streams"),
+        (line(body={"stream": True}), "invalid_body", "not streamed"),
         (line(body={"text": "x" * 200_000}), "line_too_large", "at most 150000"),
     ],
 )

@@ -30,7 +30,7 @@ def test_what_is_sound_passes() -> None:
         (snapshot(WHOLE._replace(held_layers=(1, 0, 2, 3))), "does not hold the layers that it executes"),
         (snapshot(WHOLE._replace(budget_bytes=4499)), "exceed its budget"),
         (snapshot(WHOLE, blocks=-1), "below zero"),
-        (Snapshot(SHAPE, (group(SHAPE, WHOLE), group(SHAPE, WHOLE)._replace(group_id=GroupId("b")))), "two places"),
+        (Snapshot(SHAPE, (group(SHAPE, WHOLE), group(SHAPE, WHOLE)._replace(group_id=GroupId("b")))), "occurs twice"),
         (
             Snapshot(
                 SHAPE, (group(SHAPE, WHOLE), group(SHAPE, stage("b", 0, 4, SHAPE))._replace(group_id=GroupId("a")))
