@@ -498,8 +498,8 @@ async def _measure(args: argparse.Namespace) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--streams", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=600, help="of each stream")
-    parser.add_argument("--step-s", type=float, default=0.008, help="a worker's step")
+    parser.add_argument("--tokens", type=int, default=600, help="answer tokens of each stream")
+    parser.add_argument("--step-s", type=float, default=0.008, help="duration of a worker's step")
     parser.add_argument("--gateways", type=int, nargs="+", default=[0, 1], metavar="N", help="processes, one run each")
     parser.add_argument("--rate", type=float, nargs="+", default=[200.0], metavar="R", help="requests/s on each route")
     parser.add_argument("--seconds", type=float, default=15.0)
