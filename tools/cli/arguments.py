@@ -55,10 +55,10 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy sampling (1)")
     group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of probability to sample from (1)")
     group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: all")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="least share of the best probability (0)")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="minimum relative to the best token (0)")
     group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repeats (1)")
-    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="above 0: new tokens (0)")
-    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="above 0: rare tokens (0)")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="penalty on used tokens (0)")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="penalty per earlier use (0)")
     group.add_argument("--seed", type=int, help="random seed; the same seed gives the same tokens")
     group.add_argument(
         "--stop", action="append", default=[], metavar="TEXT", help="stop there; may be given repeatedly"

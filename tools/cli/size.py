@@ -81,7 +81,7 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--seed", type=int, help="seed of all random choices (default: 0)")
     parser.add_argument("--json", type=output_file, metavar="OUT", help="write the result as JSON; -: standard output")
     parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="figure of the result (needs matplotlib)")
-    parser.add_argument("--html", type=output_file, metavar="OUT.html", help="HTML page of the result, to pass on")
+    parser.add_argument("--html", type=output_file, metavar="OUT.html", help="HTML page of the result, to share")
 
 
 def run(args: argparse.Namespace) -> int:
