@@ -60,9 +60,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="penalty on used tokens (0)")
     group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="penalty per earlier use (0)")
     group.add_argument("--seed", type=int, help="random seed; the same seed gives the same tokens")
-    group.add_argument(
-        "--stop", action="append", default=[], metavar="TEXT", help="stop there; may be given repeatedly"
-    )
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop there; may be repeated")
     group.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="stop there")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
     group.add_argument("--logprobs", type=int, metavar="N", help="with --json: N best alternatives to each token")

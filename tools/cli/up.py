@@ -52,7 +52,7 @@ _WORKER_FLAGS = {
     "--device": "cpu (default), cuda (a GPU for each worker) or cuda:N",
     "--tensor-parallel-size": "ranks of each worker, on as many devices",
     "--nnodes": "hosts of each worker, which divide its ranks (docs/hosts.md)",
-    "--dist-init-addr": "with --nnodes: HOST:PORT of the first worker for other hosts; the next workers use the next ports",
+    "--dist-init-addr": "with --nnodes: HOST:PORT of the first worker for other hosts; others use the next ports",
     "--gpu-memory-utilization": "share of each GPU to use without --device-memory-bytes (default: 0.9)",
     "--attention-backend": "on a GPU: auto, triton or flashinfer",
     "--transport": "transport of links between workers: auto, tcp or nccl",
