@@ -26,7 +26,7 @@ def test_nothing_is_lost_while_everything_breaks(
     assert list(tmp_path.iterdir()) == [], "a successful run writes no logs unless asked to"
 
 
-def test_what_cannot_be_asked_for_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert ballast(["chaos", "--workers", "1"]) == 2
     assert "at least 2" in capsys.readouterr().err
     with pytest.raises(SystemExit):

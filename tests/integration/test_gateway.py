@@ -122,9 +122,7 @@ def test_chat_says_what_the_sdk_says(running: RunningCluster, ai: OpenAI) -> Non
     assert len([chunk for chunk in long if chunk.choices[0].delta.content]) > 1
 
 
-def test_what_was_computed_for_another_request_is_said_and_a_salt_keeps_it_apart(
-    running: RunningCluster, ai: OpenAI
-) -> None:
+def test_cached_tokens_are_reported_and_a_salt_separates_caches(running: RunningCluster, ai: OpenAI) -> None:
     def cached_tokens(salt: str) -> int:
         answer = ai.completions.create(
             model=MODEL, prompt=list(range(40, 104)), max_tokens=2, extra_body={"cache_salt": salt}
@@ -389,7 +387,7 @@ def test_request_ids_are_echoed_and_may_repeat(running: RunningCluster, ai: Open
 # ----------------------------------------------------------------------------------------------- disconnects
 
 
-def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
+def test_a_disconnect_cancels_the_request(running: RunningCluster) -> None:
     async def story() -> None:
         endless: Any = {"model": MODEL, "messages": MESSAGES, "extra_body": {"ignore_eos": True}}
         async with AsyncOpenAI(base_url=running.cluster.http_urls[0], api_key="x", max_retries=0) as ai:

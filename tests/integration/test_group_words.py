@@ -65,7 +65,7 @@ def blocks_of(worker: GroupWorker) -> int:
     return worker.shell.load().block_count
 
 
-async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
+async def test_an_old_capacity_does_not_count_after_an_aborted_restore(model_dir: Path) -> None:
     """A stage's old capacity reaches the leader late, and the leader aborts the restore before the stage learns of
     it.
     """

@@ -265,7 +265,7 @@ def test_a_query_of_a_board_or_of_the_page_returns_a_value(prometheus: Prometheu
 
 
 @pytest.mark.parametrize("name", alert_values())
-def test_what_an_alert_looks_at_has_a_value(prometheus: Prometheus, name: str) -> None:
+def test_every_alert_expression_has_a_value(prometheus: Prometheus, name: str) -> None:
     assert prometheus.values(alert_values()[name].replace("[5m]", "[20s]").replace("[15m]", "[20s]"))
 
 

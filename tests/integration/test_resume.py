@@ -141,7 +141,7 @@ async def test_a_dispatcher_that_has_stopped_is_left_and_ends_what_it_had_when_i
 
 
 @pytest.mark.parametrize("collect", [False, True])
-async def test_what_waits_in_a_dispatcher_that_dies_is_not_lost(collect: bool) -> None:
+async def test_queued_requests_of_a_dead_dispatcher_are_not_lost(collect: bool) -> None:
     async with (
         Arena(TimedSettings(max_running=1, max_waiting=1), dispatchers=2) as arena,
         client_of(*arena.dispatchers) as client,
@@ -175,7 +175,7 @@ async def test_the_state_server_may_be_away_too() -> None:
         assert (await going)[1] == 1
 
 
-async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
+async def test_without_resuming_the_error_tells_the_client_what_to_do() -> None:
     async with (
         Arena(TimedSettings(), dispatchers=2, flags=["--dev", "resume=false"]) as arena,
         client_of(*arena.dispatchers) as client,
@@ -286,7 +286,7 @@ async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere(
         assert other.token_ids == scripted_tokens([1, 2, 3], 7, 30)
 
 
-async def test_what_makes_no_sense_is_refused_by_name() -> None:
+async def test_invalid_resume_fields_are_refused_by_name() -> None:
     async with Arena(TimedSettings()) as arena:
         ask = arena.dispatcher.generate
         without_seed = resumed([1], attempt=2)

@@ -146,7 +146,7 @@ def test_health_of_every_service(running: Up) -> None:
     assert ballast("health", "worker", first) == (1, "", told)
 
 
-def test_what_the_cluster_refuses_is_said_in_one_line(running: Up) -> None:
+def test_refusals_of_the_cluster_are_one_line(running: Up) -> None:
     for arguments, word in (
         (["--max-tokens", "100000"], "max_model_len"),
         (["--token-ids", "99999"], "vocabulary"),

@@ -243,7 +243,7 @@ def scrape(url: str) -> dict[str, float]:
 
 
 @pytest.mark.rotating
-async def test_it_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
+async def test_startup_waits_for_the_state_server_and_says_so(model: Path, tmp_path: Path) -> None:
     port = free_port()
     child = start(tmp_path, model, f"redis://127.0.0.1:{port}/0")
     try:

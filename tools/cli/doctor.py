@@ -25,10 +25,10 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("doctor", help="check this machine and suggest remedies")
     parser.set_defaults(run=run)
     parser.add_argument("--model", metavar="MODEL", help="also check whether this model fits: a folder, or org/name")
-    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers planned here (2)")
+    parser.add_argument("--workers", type=int, default=2, metavar="N", help="number of workers to run here (2)")
     parser.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="ranks of each worker (1)")
     parser.add_argument("--port", type=int, default=50051, help="port of the first dispatcher (default: 50051)")
-    parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="number planned here (1)")
+    parser.add_argument("--dispatchers", type=int, default=1, metavar="N", help="number to run here (1)")
     parser.add_argument(
         "--device-memory-bytes",
         type=size,

@@ -58,7 +58,7 @@ def test_lists_of_contestants_are_understood(words: tuple[str, ...]) -> None:
     assert len({json.dumps([spec.policy, dict(spec.knobs)]) for spec in specs}) == len(words)
 
 
-def test_it_says_how_long_it_takes_and_fits_into_what_is_given(
+def test_the_duration_is_estimated_and_fits_into_the_given_minutes(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     command = ["bench", "overload", "--out", str(tmp_path / "o"), "--workloads", "burst,extreme:answers", "--plan-only"]

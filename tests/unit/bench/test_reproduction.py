@@ -35,7 +35,7 @@ def test_the_ratio_is_to_the_nearest_end_of_what_the_paper_says(value: float, ra
     assert line(value).within is within
 
 
-def test_what_was_not_measured_is_no_figure() -> None:
+def test_missing_measurements_have_no_figure() -> None:
     assert line(None).ratio is None
     assert not line(None).within
     assert table([line(None), line(8.0)]).splitlines()[2:] == [

@@ -130,7 +130,7 @@ def test_tokens_are_in_the_file_if_recorded() -> None:
         ('{"schema_version": 1, "extra": 1}', "created_unix_s: Field required"),
     ],
 )
-def test_what_is_no_result_file_is_refused(text: str, named: str, tmp_path: Path) -> None:
+def test_other_files_than_results_are_refused(text: str, named: str, tmp_path: Path) -> None:
     (tmp_path / "r.json").write_text(text)
     with pytest.raises(ConfigError, match=named):
         read_result(tmp_path / "r.json")
@@ -166,7 +166,7 @@ def test_every_field_is_documented() -> None:
     assert documented == defined
 
 
-def test_what_overloaded_requests_met_is_no_goal() -> None:
+def test_overloaded_periods_do_not_set_the_slo_reference() -> None:
     """The SLO reference of a lone run excludes overloaded periods, because waits for memory would otherwise set the
     target.
     """

@@ -174,7 +174,7 @@ def test_ctrl_c_writes_what_was_seen_and_says_so(tmp_path: Path) -> None:
     assert [r.outcome for r in result.policies["unknown"].requests] == [RequestOutcome.FINISHED]
 
 
-def test_nobody_there_is_said_at_once(tmp_path: Path) -> None:
+def test_an_unreachable_address_is_reported_at_once(tmp_path: Path) -> None:
     import subprocess
 
     trace = write_trace(tmp_path, [(0.0, 5, 3)])

@@ -21,7 +21,7 @@ def test_only_what_was_added_counts() -> None:
         ({"w0": (1.0, 0.5)}, {"w0": (2.0, 0.1)}),  # the worker restarted
     ],
 )
-def test_what_cannot_be_compared_is_not_known(
+def test_readings_that_cannot_be_compared_give_none(
     before: dict[str, tuple[float, float]] | None, after: dict[str, tuple[float, float]] | None
 ) -> None:
     assert bubble_fraction(before, after) is None

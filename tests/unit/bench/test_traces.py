@@ -150,7 +150,7 @@ def test_clamped_requests_fit_and_the_rest_is_untouched(
     assert scaled.clamped_count == changed
 
 
-def test_what_is_written_reads_back(tmp_path: Path) -> None:
+def test_a_written_trace_reads_back(tmp_path: Path) -> None:
     trace = _trace((0.125, 5, 6), (3.0, 7, 8))
     write_trace(tmp_path / "t.csv", trace.requests)
     assert read_trace(tmp_path / "t.csv").requests == trace.requests

@@ -40,7 +40,7 @@ def test_waits_below_a_second_are_equal() -> None:
     assert not found.faults("drop")
 
 
-def test_so_are_waits_below_five_times_the_calm_median() -> None:
+def test_waits_below_five_times_the_calm_median_are_equal() -> None:
     assert row(run("recompute", 1.1), run("drop", 4.0), calm_s=0.8).ttft_regret("drop") == 1.0
     assert row(run("recompute", 1.1), run("drop", 6.0), calm_s=0.8).ttft_regret("drop") == pytest.approx(1.5)
 
@@ -89,7 +89,7 @@ def test_memory_is_short_where_computing_is_not() -> None:
     assert not row(run("recompute", 1.0, peak_demand=1.2, prompt_share=0.8), ours).memory_is_short
 
 
-def test_where_memory_is_just_full_nothing_may_be_worse_than_with_recompute() -> None:
+def test_with_memory_just_full_no_figure_may_be_worse_than_with_recompute() -> None:
     rows = [
         row(run("recompute", 0.5, peak_demand=1.01), run("drop", 0.6)),
         row(run("recompute", 0.5, peak_demand=1.5), run("drop", 0.9)),
@@ -124,7 +124,7 @@ def test_predictions_are_judged_by_what_then_happened() -> None:
     assert "3 decisions: median error 2.00 x (goal 1.5), 67% within 3 x" in found
 
 
-def test_what_the_planner_foretells_is_taken_down_with_what_followed() -> None:
+def test_predictions_of_the_planner_are_recorded_with_their_outcomes() -> None:
     made = world("drop", check_every=0)
     done = made.run()
     assert done.predicted

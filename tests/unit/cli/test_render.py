@@ -114,7 +114,7 @@ def test_an_empty_cluster_says_what_to_do() -> None:
     assert "no request yet" in text
 
 
-def test_it_fits_a_terminal_of_eighty_columns() -> None:
+def test_the_page_fits_a_terminal_of_eighty_columns() -> None:
     worker = worker_status("worker-10", used=9_000)
     worker.load.block_count = 10_240
     text = shown(cluster(worker), width=80, rates={"worker-10": 1234.5})
@@ -256,7 +256,7 @@ def test_offline_work_has_a_line_of_its_own_with_its_rate() -> None:
     )
 
 
-def test_what_waits_at_several_dispatchers_is_summed() -> None:
+def test_backlogs_of_several_dispatchers_are_summed() -> None:
     one = dataclasses.replace(cluster(worker_status()), backlog_request_count=2, offline_queued_count=5)
     both = added_up([one, dataclasses.replace(one, offline_queued_count=7)])
     assert (both.backlog_request_count, both.offline_queued_count) == (4, 12)

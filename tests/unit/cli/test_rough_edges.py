@@ -370,7 +370,7 @@ def test_errors_name_this_distribution_and_no_other_ones() -> None:
         (["profile", "--model", "m", "--out", "/nope/p.json"], "there is no folder /nope"),
     ],
 )
-def test_what_cannot_be_written_or_read_is_said_before_any_work(
+def test_unusable_paths_are_reported_before_any_work(
     command: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -388,7 +388,7 @@ def test_replay_names_the_missing_trace_before_it_looks_for_a_cluster(
     assert "/nowhere/t.csv" in capsys.readouterr().err
 
 
-def test_what_would_be_ignored_in_silence_is_refused(
+def test_flags_that_would_have_no_effect_are_refused(
     dispatcher: ScriptedDispatcher, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["generate", "x", "--logprobs", "3"]) == 2

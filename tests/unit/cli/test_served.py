@@ -30,7 +30,7 @@ def test_info_of_a_quantised_model_says_what_a_parameter_takes(
     assert told.count("parameters  ") == 1
 
 
-def test_of_our_own_nobody_is_asked(
+def test_models_of_our_own_classes_need_no_subprocess(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("tools.cli.served.described", None)

@@ -67,7 +67,7 @@ def test_the_sdk_exports_its_errors_and_types() -> None:
         ),
     ],
 )
-def test_what_is_of_the_wrong_kind_is_named(given: dict[str, Any], why: str) -> None:
+def test_arguments_of_the_wrong_type_are_named(given: dict[str, Any], why: str) -> None:
     with Client("127.0.0.1:1") as client, pytest.raises(InvalidRequest) as refused:
         client.generate(**given)
     assert str(refused.value) == why

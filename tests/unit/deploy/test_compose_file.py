@@ -231,7 +231,7 @@ def test_circles_and_strangers_are_refused() -> None:
         ("{", "cannot be read"),
     ],
 )
-def test_what_the_reader_does_not_understand_is_named(tmp_path: Path, text: str, where: str) -> None:
+def test_unsupported_keys_are_named(tmp_path: Path, text: str, where: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(where)):
         read_compose(written(tmp_path, text), {})
 

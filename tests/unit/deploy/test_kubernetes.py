@@ -198,7 +198,7 @@ def test_workers_are_scaled_by_what_the_planner_wants() -> None:
     assert max(before - after for before, after in pairwise(counts)) <= 1
 
 
-def test_who_is_parked_is_whom_kubernetes_ends() -> None:
+def test_the_planner_parks_the_pod_that_kubernetes_removes() -> None:
     """Kubernetes removes the highest-numbered pod of a StatefulSet. If the planner parked the emptiest pod instead, a
     busy one would be removed (see `test_the_last_by_name_leaves_where_platforms_end_that_one` in test_sizing.py).
     """

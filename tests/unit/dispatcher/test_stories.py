@@ -108,7 +108,7 @@ def test_only_so_many_ended_requests_are_remembered_and_none_of_their_prompts() 
     assert not any(hasattr(account.facts, name) for name in ("request", "prompt_token_ids", "output_token_ids"))
 
 
-def test_what_a_trace_has_of_requests_is_listed_once_and_only_the_last_thousands() -> None:
+def test_ended_requests_are_listed_once_and_their_number_is_bounded() -> None:
     story = Story("a")
     chronicle = Chronicle(story.core, keep_count=0, log_each=False)
     endings: list[Finish] = []

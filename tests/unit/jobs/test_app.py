@@ -139,7 +139,7 @@ def test_lists_go_page_by_page(tmp_path: Path) -> None:
     run(story())
 
 
-def test_what_is_no_upload_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+def test_an_invalid_upload_is_refused_and_leaves_no_file(tmp_path: Path) -> None:
     async def story() -> None:
         async with serving(tmp_path) as service:
             kind = {"content-type": f"multipart/form-data; boundary={EDGE}"}

@@ -142,7 +142,7 @@ def test_without_room_nothing_is_taken_and_it_is_said(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
+def test_a_replaced_process_writes_nothing(tmp_path: Path) -> None:
     async def check() -> None:
         first = stored(tmp_path)
         gateway = ScriptedGateway(4, takes_s=0.02)
@@ -164,7 +164,7 @@ def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
     asyncio.run(check())
 
 
-def test_who_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
+def test_the_process_that_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
     """The process that holds the lock was stopped in the middle of a write."""
     first = stored(tmp_path)
     first.close()

@@ -114,7 +114,7 @@ def test_only_the_leader_of_a_pipeline_counts() -> None:
     ]
 
 
-def test_what_a_dissolving_pipeline_keeps_to_grow_into_is_no_demand() -> None:
+def test_spare_blocks_of_a_dissolving_pipeline_are_no_demand() -> None:
     """The members cannot use these spare blocks yet, but no request needs them, and they are free once the pipeline is
     gone.
     """
@@ -154,7 +154,7 @@ def test_a_monitor_that_comes_into_a_drop_knows_the_undropped_memory_from_the_on
     assert early.entries[W1].whole is None, "a new incarnation may have another budget"
 
 
-def test_who_is_outside_the_layout_or_drains_neither_wants_nor_has() -> None:
+def test_workers_outside_the_layout_or_draining_do_not_count() -> None:
     only_w0 = layout(3, (member(W0, 0, 4),))
     cluster = Cluster(only_w0, w0=load(30), w1=load(99))
     cluster.pass_time(1.0)

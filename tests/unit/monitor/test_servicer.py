@@ -248,7 +248,7 @@ async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
         ([announce(), placed(group_id="")], "group.group_id"),
     ],
 )
-def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
+def test_an_invalid_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         error = await refusal(stub, *requests)
         assert isinstance(error, InvalidRequest)
@@ -265,7 +265,7 @@ def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], 
     tell(story)
 
 
-def test_who_sends_nonsense_is_counted_by_name_and_a_thousand_names_cost_no_memory() -> None:
+def test_senders_of_invalid_reports_are_counted_in_bounded_memory() -> None:
     def count(sender: str) -> float:
         return REGISTRY.get_sample_value("ballast_messages_refused_total", {"sender": sender}) or 0.0
 

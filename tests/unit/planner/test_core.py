@@ -116,7 +116,7 @@ def test_a_loss_is_planned_at_once_and_says_why() -> None:
     assert (write.layout.epoch, write.expected_epoch) == (2, 1)
 
 
-def test_what_changes_while_a_layout_is_written_goes_into_the_next() -> None:
+def test_changes_during_a_write_go_into_the_next_layout() -> None:
     planner = leader("w1", "w2", "w3")
     (write,) = planner.lose("w1")
     assert planner.lose("w2") == []

@@ -26,7 +26,7 @@ def say(planner: Planner, tokens: int, where: str = "") -> None:
     planner.tell(LongRequestRaised(planner.now_s, "long", tokens, 0 if where else tokens, WorkerId(where)))
 
 
-def test_it_gets_a_group() -> None:
+def test_a_long_request_gets_a_group() -> None:
     planner = started("w0", "w1", "w2")
     say(planner, ROOM + 100)
     assert planner.journal == [Stage.PREPARING]

@@ -128,7 +128,7 @@ def served(traffic: Traffic, waits: tuple[int, ...], later_count: int, later_s: 
     return replace(traffic, first_counts=waits, later_count=later_count, later_s=later_s)
 
 
-def test_what_was_predicted_of_nothing_stands_beside_what_came() -> None:
+def test_the_prediction_for_doing_nothing_is_logged_with_its_outcome() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = served(CALM, (7,), 100, 3.0)
     planner.start("w0", "w1")
@@ -162,7 +162,7 @@ def test_tokens_that_came_are_told_though_no_request_had_its_first_one() -> None
     assert "no request had its first token, TPOT 50 ms" in one.told(planner.now_s)
 
 
-def test_what_lacks_is_told_when_nothing_is_done() -> None:
+def test_the_shortage_is_logged_if_nothing_is_done() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")

@@ -24,7 +24,7 @@ def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
     assert planner.core.layout.epoch == 58
 
 
-def test_what_is_settled_is_said_only_at_rest() -> None:
+def test_epochs_are_settled_only_at_rest() -> None:
     """Members that are still prepared for a settled epoch roll back, so an epoch that may yet be committed must never
     be settled.
     """
@@ -386,7 +386,7 @@ def test_without_restore_dropped_parameters_stay_away() -> None:
     assert planner.shape == ["w0[0:2]+w1[2:4]"]
 
 
-def test_what_an_operator_has_dropped_stays_away_for_as_long_as_was_said() -> None:
+def test_an_operators_drop_is_held_for_the_requested_time() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     names = (WorkerId("w0"), WorkerId("w1"))
@@ -516,7 +516,7 @@ def test_a_restore_of_its_own_gives_way_to_an_operator() -> None:
     assert planner.shape == ["w0[0:4]", "w1[0:4]"]
 
 
-def test_it_gives_way_to_who_is_to_leave_and_to_who_comes() -> None:
+def test_an_automatic_restore_yields_to_leaving_and_joining_workers() -> None:
     planner = restoring_by_itself()
     planner.tell(p.InstanceDraining(planner.now_s, "c", WorkerId("w1"), Incarnation(1)))
     planner.wait(3.0)

@@ -55,7 +55,7 @@ def test_every_setting_is_on_the_page() -> None:
     )
 
 
-def test_what_the_page_on_gpus_says_of_workers_may_be_said_to_up() -> None:
+def test_worker_flags_on_the_page_on_gpus_are_flags_of_up() -> None:
     page = (DOCS / "gpu.md").read_text()
     flags = {f"--{name.replace('_', '-')}" for name in WorkerSettings.model_fields} - {"--model"}
     given = {
@@ -146,7 +146,7 @@ def test_the_architecture_page_is_short_and_its_paths_are_there() -> None:
                 assert (ROOT / f"{before}{one}{after}").exists(), name
 
 
-def test_what_the_architecture_page_sends_to_is_there() -> None:
+def test_targets_of_the_architecture_page_exist() -> None:
     table = (DOCS / "architecture.md").read_text().partition("## Where do I change ...?")[2].partition("\n## ")[0]
     rows = [row for row in table.splitlines() if re.match(r"\d\.|\| (?!question)", row)]
     assert len(rows) > 15

@@ -146,7 +146,7 @@ logging.getLogger("redis").warning("retrying %s", url)
         ("mail a@b.c", "mail a@b.c"),
     ],
 )
-def test_what_is_a_secret(text: str, shown: str) -> None:
+def test_secrets_are_recognised(text: str, shown: str) -> None:
     assert redact(text) == shown
 
 

@@ -148,7 +148,7 @@ _TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  
 _NO_POLICY = {*_OF_REPLICAS, *_TOLD, *ServiceSettings.model_fields}
 
 
-def test_what_decides_when_and_how_to_drop_can_be_explained() -> None:
+def test_settings_that_decide_on_drops_are_explained() -> None:
     found = {
         f"{settings.service}.{path}": field.description or ""
         for settings in (MonitorSettings, PlannerSettings)

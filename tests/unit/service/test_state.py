@@ -148,7 +148,7 @@ def test_an_operation_without_an_answer_is_unavailable_and_works_again_later() -
     tell(story)
 
 
-def test_who_starts_while_nothing_can_be_written_asks_now_and_then() -> None:
+def test_startup_retries_while_the_state_server_accepts_no_writes() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         async def allow_writing(needed_replica_count: int) -> None:
             await state.redis.config_set("min-replicas-to-write", needed_replica_count)  # pyright: ignore[reportUnknownMemberType]

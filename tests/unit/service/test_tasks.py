@@ -9,7 +9,7 @@ from ballast.service.metrics import TASK_FAILURES
 from ballast.service.tasks import Work, run_supervised, unless_it_fails
 
 
-def test_what_is_asked_for_is_done_before_the_group_ends() -> None:
+def test_requested_work_is_done_before_the_group_ends() -> None:
     done: list[int] = []
 
     async def note(number: int) -> None:
@@ -121,7 +121,7 @@ def test_a_call_that_was_cancelled_does_not_end_who_waited_for_it() -> None:
 
 @pytest.mark.parametrize("is_grouped", [False, True])
 @pytest.mark.parametrize("error", [InvariantViolation("blocks do not add up"), ConfigError("port", "taken")])
-def test_what_may_end_a_service_does(error: Exception, is_grouped: bool) -> None:
+def test_errors_that_may_end_a_service_end_it(error: Exception, is_grouped: bool) -> None:
     async def broken() -> None:
         if is_grouped:
             raise ExceptionGroup("inner", [KeyError("beside it"), error])
@@ -136,7 +136,7 @@ def test_what_may_end_a_service_does(error: Exception, is_grouped: bool) -> None
     assert caught.value.subgroup(type(error)) is not None
 
 
-def test_something_that_fails_once_is_counted_and_others_go_on() -> None:
+def test_a_single_failure_is_counted_and_other_tasks_continue() -> None:
     done: list[str] = []
 
     async def fails() -> None:

@@ -135,7 +135,7 @@ def test_a_cluster_may_have_gpus_of_several_kinds() -> None:
 
 
 @pytest.mark.parametrize("text", ["8xA800+", "A800", "8", "8xB300", "0xA800", "8xA100", ""])
-def test_what_is_no_cluster_is_said_to_be_none(text: str) -> None:
+def test_invalid_clusters_are_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"^cluster"):
         find_cluster(text)
 

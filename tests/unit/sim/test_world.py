@@ -133,7 +133,7 @@ def test_most_tokens_come_by_steps_taken_together(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("host_bytes", [0, 64 << 30])
-def test_so_do_they_where_prompts_begin_alike(host_bytes: int) -> None:
+def test_with_common_prefixes_too_most_tokens_come_by_steps_taken_together(host_bytes: int) -> None:
     arrivals = [
         arrival._replace(hash_ids=(place % 25, 100 + place % 25, 1000 + place), hash_tokens=512)
         for place, arrival in enumerate(burst(burst_per_s=12.0))
@@ -241,7 +241,7 @@ def test_a_cruise_ends_where_no_block_is_left() -> None:
 
 
 @pytest.mark.parametrize("policy", ["drop", "recompute"])
-def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
+def test_objects_created_for_events_form_no_cycles(policy: str) -> None:
     """The garbage collector is off during a run, so reference cycles would stay until the end."""
     kept = world(policy, check_every=0)
     gc.collect()

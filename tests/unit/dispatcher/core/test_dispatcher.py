@@ -287,7 +287,7 @@ def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
     assert finishes(story.finish("a", "good")) == {"good": "length"}
 
 
-def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
+def test_a_request_that_only_a_lost_group_could_hold_is_no_client_error() -> None:
     """A request that only a lost group could hold fails as `Overloaded` rather than as `InvalidRequest`."""
     story = Story("a", "b")
     story.connect("a", load(block_count=256))

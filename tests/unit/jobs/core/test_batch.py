@@ -56,7 +56,7 @@ def test_a_refused_file_ends_a_batch_with_its_problems() -> None:
     assert (failed.state, failed.problems) == (BatchState.FAILED, (problem,))
 
 
-def test_what_has_ended_stays_as_it_is() -> None:
+def test_an_ended_batch_does_not_change() -> None:
     done = sending(0).due(12.0, calls=0).finished(None, None, 13.0)
     assert done.due(99999.0, calls=0) is done
     with pytest.raises(NotPossible, match="is completed and cannot become cancelling"):

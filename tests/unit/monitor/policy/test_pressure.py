@@ -57,14 +57,14 @@ def test_fast_growth_far_below_capacity_is_no_overload() -> None:
     assert said == []
 
 
-def test_what_waits_while_workers_have_memory_to_spare_waits_for_something_else() -> None:
+def test_waiting_requests_are_no_overload_while_workers_have_free_memory() -> None:
     slots_taken = series(20, lambda t: sample(t, 9000, engaged_bytes=840, used_bytes=650))
     assert tell(Pressure(RULES), slots_taken) == []
     memory_taken = series(1, lambda t: sample(t, 9000, engaged_bytes=860, used_bytes=650))
     assert [at_s for at_s, _ in tell(Pressure(RULES), memory_taken)] == [0.0]
 
 
-def test_what_waits_while_instances_with_little_memory_are_full_is_an_overload() -> None:
+def test_waiting_requests_are_an_overload_while_small_instances_are_full() -> None:
     def groups(small: int, large: int) -> tuple[GroupLoad, ...]:
         sizes = ((W0, small, 100), (W1, small, 100), (W2, large, 800))
         return tuple(
@@ -174,7 +174,7 @@ def gives_back_after(pressure: Pressure, from_s: float) -> float:
 
 
 @pytest.mark.parametrize(("calm_s", "waits_s"), [(20.0, 22.0), (80.0, RULES.relief_after_s)])
-def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next(calm_s: float, waits_s: float) -> None:
+def test_between_close_bursts_parameters_stay_dropped(calm_s: float, waits_s: float) -> None:
     pressure = Pressure(RULES)
     tell(pressure, series(8, lambda t: sample(t, 900, capacity_bytes=3000, groups=MERGED)))
     first_s = gives_back_after(pressure, 8.0)

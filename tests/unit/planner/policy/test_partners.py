@@ -34,7 +34,7 @@ def test_the_own_group_comes_first_then_the_neighbours() -> None:
     assert found["a"] == "bc"
 
 
-def test_whoever_leaves_is_named_to_nobody_and_one_alone_has_none() -> None:
+def test_leaving_workers_are_no_partners_and_a_lone_worker_has_none() -> None:
     assert named(layout("a", "b", "c", draining="b"), 8) == {"a": "c", "c": "a"}
     assert named(layout("a", "b", "C"), 8) == {"a": "b", "b": "a"}
     assert named(layout("a"), 8) == {"a": ""}

@@ -35,7 +35,7 @@ def test_sources_share_the_work() -> None:
     assert max(asked.values()) == 1
 
 
-def test_nobody_left_to_ask_means_host_or_disk() -> None:
+def test_without_a_source_layers_come_from_host_or_disk() -> None:
     shape = model(8)
     left = group(shape, stage("a", 0, 4, shape), stage("b", 4, 7, shape))  # the last layer was held by another member
     (restored,) = plan_restore(Snapshot(shape, (left,))).dissolutions

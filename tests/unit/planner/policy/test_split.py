@@ -43,7 +43,7 @@ def test_seven_layers_on_three_members() -> None:
     assert [last - first for _, first, last in found] == [3, 2, 2]
 
 
-def test_who_has_most_kv_leads_and_takes_the_larger_part() -> None:
+def test_the_member_with_most_kv_leads_and_takes_the_larger_part() -> None:
     shape = model(5)
     assert ranges(Splitter(shape).split([full("a", shape, 10), full("b", shape, 90)])) == [("b", 0, 3), ("a", 3, 5)]
 
@@ -152,7 +152,7 @@ def test_many_kinds_of_members_still_find_a_pipeline() -> None:
         assert set(range(s.first_layer, s.last_layer)) <= set(s.candidate.instance.held_layers)
 
 
-def test_who_has_more_kv_never_takes_fewer_layers() -> None:
+def test_a_member_with_more_kv_never_takes_fewer_layers() -> None:
     shape = model(23)
     found = Splitter(shape).split([full(f"w{i:02d}", shape, i) for i in range(10)])
     assert found is not None

@@ -31,7 +31,7 @@ def test_the_lowest_free_ids_are_given_first_so_that_the_tail_stays_empty() -> N
     book.check()
 
 
-def test_what_was_freed_is_free_once() -> None:
+def test_freed_blocks_are_free_once() -> None:
     book = BlockBook(4, 1)
     book.hold(1, 3)
     assert book.release(1) == 3
@@ -172,7 +172,7 @@ def test_trim_gives_back_what_is_beyond() -> None:
 
 
 @given(st.data())
-def test_whatever_happens_nobody_loses_a_block(data: st.DataObject) -> None:
+def test_no_block_is_lost_in_any_history(data: st.DataObject) -> None:
     block_count, first, next_id = data.draw(st.integers(1, 24)), data.draw(st.sampled_from([0, 1000])), 0
     book, held = BlockBook(block_count, 1, first), dict[int, int]()
     for _ in range(data.draw(st.integers(0, 30))):

@@ -148,7 +148,9 @@ def test_a_group_whose_leader_has_committed_already_gives_more_of_its_room() -> 
 
 @pytest.mark.parametrize("me", [W0, W1])
 @pytest.mark.parametrize("begin", [begun, loading, prepared])
-def test_what_an_abort_leaves_is_undone(begin: Callable[[WorkerId], Transition], me: WorkerId) -> None:
+def test_the_effects_of_an_aborted_preparation_are_undone(
+    begin: Callable[[WorkerId], Transition], me: WorkerId
+) -> None:
     transition = begin(me)
     assert transition.handle(AbortRequested(0.0, NEW, "demand")) == ([WithdrawRoom(NEW)] if me == W0 else [])
     assert (transition.phase, transition.why, transition.undoing) == (Phase.ABORTED, "demand", True)

@@ -68,7 +68,7 @@ def test_a_closed_stream_takes_its_requests_with_it_and_leaves_the_others() -> N
     made.assert_empty()
 
 
-def test_what_comes_over_a_closed_stream_is_ignored() -> None:
+def test_messages_of_a_closed_stream_are_ignored() -> None:
     made = driver()
     made.feed(w.StreamClosed(0.0, 1))
     made.submit(prompt(3))

@@ -84,7 +84,7 @@ def test_results_come_in_the_order_of_the_batches() -> None:
         leader.done(second)
 
 
-def test_who_needs_the_block_of_a_sequence_in_flight_skips_a_batch() -> None:
+def test_a_sequence_that_needs_a_block_in_flight_skips_a_batch() -> None:
     leader = Leader(4, stages=2, block_tokens=4, max_running_count=2, max_batch_tokens=8)
     first = leader.submit("first", (1, 2, 3, 4, 5, 6, 7))
     leader.step()
@@ -159,7 +159,7 @@ def test_lent_blocks_are_not_given_to_anybody_and_harm_nobody() -> None:
     assert leader.heard(key)[0] == [5]
 
 
-def test_who_does_not_fit_into_the_smaller_group_even_alone_ends() -> None:
+def test_a_sequence_too_large_for_the_smaller_group_ends() -> None:
     leader = Leader(8, block_tokens=4)
     key = leader.submit("r", tuple(range(1, 20)))
     leader.feed(w.CapacityChanged(leader.at_s, 4))
@@ -168,7 +168,7 @@ def test_who_does_not_fit_into_the_smaller_group_even_alone_ends() -> None:
     assert (ending.finish_reason, ending.invalid) == (FinishReason.ERROR, False)
 
 
-def test_who_needs_what_may_come_back_soon_waits_for_it() -> None:
+def test_a_sequence_waits_for_blocks_that_return_soon() -> None:
     leader = Leader(8, block_tokens=4)
     key = leader.submit("r", tuple(range(1, 16)))
     leader.step()
@@ -357,7 +357,7 @@ def test_news_of_kv_that_nobody_waits_for_is_stale(event: w.Event) -> None:
 # ---------------------------------------------------------------- sequences that wait for room
 
 
-def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
+def test_a_sequence_waiting_for_room_holds_no_blocks() -> None:
     leader = Leader(12, stages=2, block_tokens=4, max_running_count=4)
     for name in ("first", "second"):
         leader.submit(name, (1, 2, 3, 4, 5, 6, 7), sampling=greedy(9))

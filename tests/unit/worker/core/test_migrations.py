@@ -214,7 +214,7 @@ def test_a_hand_over_is_foreseen() -> None:
     assert coming.prompt_limit_blocks(2.0) is None
 
 
-def test_what_has_no_room_is_refused_before_anything_moves() -> None:
+def test_a_migration_without_room_is_refused_before_any_transfer() -> None:
     (said,) = offered(arrivals(5), 0.0)
     assert said == m.Say(W1, m.Off(MIGRATION, "full"))
     (said,) = offered(arrivals(), 0.0, why_not="no time")
@@ -263,7 +263,7 @@ def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_u
 # ---------------------------------------------------------------- groups of several stages
 
 
-def test_what_travels_is_what_two_stages_have_in_common() -> None:
+def test_stages_exchange_the_layers_that_they_have_in_common() -> None:
     """Every layer is sent once, from the stage that has it to the stage that will have it."""
     assert hops(GIVERS, PAIR) == [Hop(W1, W2, 0, 5), Hop(W1, W3, 5, 8)]
     assert hops(PAIR, GIVERS) == [Hop(W2, W1, 0, 5), Hop(W3, W1, 5, 8)]

@@ -46,7 +46,7 @@ def judge(made: Driver, key: SequenceKey, asked: tuple[int, ...]) -> None:
     assert tuple(made.received[key].token_ids) == made.expected(key, asked).token_ids
 
 
-def test_who_yields_is_away_at_once_and_comes_back_with_its_full_blocks() -> None:
+def test_a_yielding_sequence_leaves_at_once_and_returns_with_its_full_blocks() -> None:
     made = mirroring(block_count=8)
     mine = offline(made)
     steps(made, 5)
@@ -78,7 +78,7 @@ def test_without_host_memory_all_is_computed_anew() -> None:
     assert made.engine.copied_blocks == 0
 
 
-def test_who_yields_on_its_way_back_loses_nothing_and_keeps_its_mirror() -> None:
+def test_a_returning_sequence_that_yields_again_retains_its_mirror() -> None:
     made = mirroring(block_count=16, per_step=1)
     beside = made.submit(prompt(4, 70), greedy(40))  # its steps limit copies to one block each
     mine = offline(made)

@@ -113,7 +113,7 @@ def standing(sequence_id: int, *shared: int, own: int = 3, home: WorkerId = A) -
     return MovedSequence(one, 0, (0.0, sequence_id), own, own, frozenset({home}), frozenset(shared))
 
 
-def test_who_shares_fits_where_all_by_themselves_would_not() -> None:
+def test_sequences_that_share_blocks_fit_where_separate_ones_would_not() -> None:
     waves = Waves((A, B), [standing(n, -1, -2, -3, -4) for n in range(4)])
     first = waves.first({A: 16, B: 16}, 16)
     assert (len(first.admitted), first.lost, first.last) == (4, (), True)
@@ -121,7 +121,7 @@ def test_who_shares_fits_where_all_by_themselves_would_not() -> None:
     assert (len(short.admitted), [v.sequence_id for v in short.lost]) == (3, [3])
 
 
-def test_what_waiting_sequences_share_counts_on_every_stage() -> None:
+def test_blocks_shared_by_waiting_sequences_count_on_every_stage() -> None:
     waves = Waves((A, B), [standing(n, -1, -2, own=4) for n in range(4)])
     first = waves.first({A: 22, B: 10}, 40)
     assert [v.sequence_id for v in first.admitted] == [0], "needs 2 shared blocks, 4 of its own, 1 in reserve"

@@ -50,7 +50,7 @@ def computed_tokens(driver: Driver) -> int:
 
 
 @pytest.mark.parametrize("per_step", [0, 1, 2, 50])
-def test_who_gives_way_comes_back_and_nothing_is_computed_twice(per_step: int) -> None:
+def test_a_swapped_out_sequence_returns_and_nothing_is_recomputed(per_step: int) -> None:
     driver = swapping(per_step=per_step)
     asked = submit(driver, (8, 30), (8, 30), (8, 30))
     driver.run_to_end()
@@ -175,7 +175,7 @@ def test_a_dispatcher_hears_of_what_is_swapped_out_when_its_blocks_are_free_and_
     driver.run_to_end()
 
 
-def test_what_is_handed_over_takes_no_host_blocks_along() -> None:
+def test_a_handed_over_sequence_takes_no_host_blocks_along() -> None:
     driver = swapping()
     submit(driver, (8, 30), (8, 30), (8, 30))
     until_away(driver)

@@ -34,7 +34,7 @@ def test_a_prompt_is_computed_in_chunks_and_then_decoded() -> None:
     assert ending(made, key) == w.Ending(key.handle, FinishReason.LENGTH)
 
 
-def test_what_a_first_batch_says_about_a_sequence_is_said_once() -> None:
+def test_a_sequence_is_described_only_in_its_first_batch() -> None:
     made = driver()
     made.submit(prompt(3), greedy(2))
     first, second = made.step(), made.step()
@@ -110,7 +110,7 @@ def test_admission_asks_for_the_whole_prompt_not_for_its_first_chunk() -> None:
     assert (load.used_block_count, load.waiting_block_count, load.waiting_count) == (8, 4, 1)
 
 
-def test_nobody_overtakes_the_head_of_the_line() -> None:
+def test_no_request_overtakes_the_head_of_the_queue() -> None:
     made = driver(block_count=10, block_tokens=4)
     made.submit(prompt(30), greedy(3))
     made.submit(prompt(12), greedy(2))
@@ -184,7 +184,7 @@ def test_a_dispatcher_is_told_once_that_a_request_waits_again_and_once_that_it_r
     assert told == [((young.handle,), ()), ((), (young.handle,))]
 
 
-def test_what_ends_while_it_waits_again_is_not_told_to_run() -> None:
+def test_a_preempted_request_that_ends_is_not_reported_as_resumed() -> None:
     made = driver(block_count=6, block_tokens=4, max_batch_tokens=16)
     made.submit(prompt(6), greedy(14))
     young = made.submit(prompt(6, first=30), greedy(14))
@@ -207,7 +207,7 @@ def test_a_newcomer_that_waits_is_not_told_to_and_one_with_an_answer_is() -> Non
     assert not made.preempted
 
 
-def test_what_gives_way_to_less_memory_is_told_behind_its_tokens() -> None:
+def test_a_preemption_by_a_smaller_capacity_is_reported_after_its_tokens() -> None:
     made = driver(block_count=8, block_tokens=4, max_batch_tokens=32)
     keys = [made.submit(prompt(6, first=10 * i), greedy(9)) for i in range(3)]
     made.want_batch()
@@ -228,7 +228,7 @@ def test_an_interactive_request_never_gives_way_to_one_of_the_default_class() ->
     assert made.core.totals.preemptions >= 1
 
 
-def test_whoever_gave_way_does_not_take_the_room_of_the_same_step() -> None:
+def test_a_preempted_sequence_does_not_return_in_the_same_step() -> None:
     made = driver(block_count=4, block_tokens=4, max_batch_tokens=16)
     made.submit(prompt(7), greedy(9))
     made.submit(prompt(7, first=30), greedy(9))

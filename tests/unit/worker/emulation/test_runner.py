@@ -100,7 +100,7 @@ def test_a_layer_with_other_parameters(engine: EmulatedEngine) -> None:
     assert step(engine, 2, 0, PROMPT, added=True) == ANSWER[0]
 
 
-def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
+def test_the_contents_of_dropped_layers_are_gone(engine: EmulatedEngine) -> None:
     step(engine, 1, 0, PROMPT, added=True)
     before = engine.block_count
     after = engine.memory.drop_layers([2, 3])

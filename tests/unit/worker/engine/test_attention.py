@@ -141,7 +141,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16)
     dtype=st.sampled_from(DTYPES),
 )
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_what_others_left_in_the_cache_changes_nothing(
+def test_other_sequences_kv_in_the_cache_changes_nothing(
     kernels: str, shares: list[tuple[int, int]], dtype: torch.dtype
 ) -> None:
     """One of two caches has NaN in every slot that no sequence owns."""

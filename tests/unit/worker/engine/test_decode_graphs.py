@@ -96,7 +96,7 @@ def refusing_share(
 
 
 @pytest.mark.parametrize(("refusing", "once_aborted"), [(0, RankLost), (2, RankLost), (2, RuntimeError)])
-def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
+def test_a_rank_that_cannot_record_is_reported_at_once_and_no_rank_waits(
     refusing: int, once_aborted: type[Exception], tmp_path: Path
 ) -> None:
     """The first rank may be aborted while it records a sum, and must not report the abort as the reason."""
@@ -124,7 +124,7 @@ def test_a_sum_that_cannot_be_recorded_is_no_lost_rank(monkeypatch: pytest.Monke
             group.sum(torch.zeros(1))
 
 
-def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
+def test_results_of_an_aborted_sum_are_discarded(model_dir: Path) -> None:
     """On a GPU, an aborted sum ends without an error, whether launched or replayed."""
 
     class Summing:

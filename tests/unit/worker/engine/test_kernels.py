@@ -21,7 +21,7 @@ def test_padding_costs_a_sixteenth_and_leaves_few_sizes() -> None:
     assert len({padded[rows] for rows in range(257, 513)}) == 16
 
 
-def test_what_the_operator_has_set_stays() -> None:
+def test_values_set_by_the_operator_stay() -> None:
     environ = {"DNNL_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "9"}
     bound_kernel_caches(environ)
     assert environ == {"DNNL_PRIMITIVE_CACHE_CAPACITY": "7", "LRU_CACHE_CAPACITY": "9"}

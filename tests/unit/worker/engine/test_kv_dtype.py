@@ -110,9 +110,7 @@ def test_ranks_together_say_what_one_alone_says(tiny: Path) -> None:
         ({"device": "cuda", "attention_backend": "flashinfer"}, "FlashInfer has not been tried with it"),
     ],
 )
-def test_what_is_not_supported_is_refused_before_anything_is_loaded(
-    options: dict[str, str], why: str, tiny: Path
-) -> None:
+def test_unsupported_settings_are_refused_before_loading(options: dict[str, str], why: str, tiny: Path) -> None:
     given = {"model_impl": "auto", "dtype": "auto", "device": "cpu", "kernels": "torch", "kv_cache_dtype": FP8}
     with pytest.raises(ConfigError, match=why):
         choose_model(tiny, **(given | options))  # pyright: ignore[reportArgumentType]

@@ -75,7 +75,7 @@ def test_a_revision_is_of_the_weights_and_of_what_makes_tokens(model_dir: Path, 
     assert revision_of(copy) != revision
 
 
-def test_what_is_told_of_the_model_does_not_depend_on_the_memory(model_dir: Path) -> None:
+def test_reported_facts_do_not_depend_on_the_memory(model_dir: Path) -> None:
     with load(model_dir) as engine, load(model_dir, device_memory_bytes=8 * MEMORY_BYTES + 4096) as large:
         assert engine.info == large.info
         assert engine.memory_report().extent_bytes == engine.memory.pool.extent_bytes

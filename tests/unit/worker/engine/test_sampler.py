@@ -256,7 +256,7 @@ def test_allowed_tokens_are_all_that_an_answer_has() -> None:
 
 
 @pytest.mark.parametrize("given", [{"allowed_token_ids": (7,)}, {"allowed_token_ids": (EOS,), "min_tokens": 1}])
-def test_where_no_token_is_left_the_sequence_fails(given: dict[str, Any]) -> None:
+def test_a_sequence_without_allowed_tokens_fails(given: dict[str, Any]) -> None:
     sampling = SamplingParams(temperature=0.0, bad_words_token_ids=((7,), (8, 9)), **given)
     [(row, why)] = once(sampling, logits(9)[0]).errors
     assert row == 0

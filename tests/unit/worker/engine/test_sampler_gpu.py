@@ -61,7 +61,7 @@ def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
         assert done.shared_bytes <= 48 << 10, kernel.fn.__name__
 
 
-def test_what_sequences_held_is_given_to_others() -> None:
+def test_table_rows_are_reused_by_other_sequences() -> None:
     """Tables have as many rows as sequences have run at once. A history starts empty."""
     sampler = GpuSampler(40, [2], CPU)
     for first in range(0, 3000, 300):

@@ -76,7 +76,7 @@ def as_on_a_gpu(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> Driver:
     return driver
 
 
-def test_it_is_nobody_elses_and_what_is_computed_goes_first(driver: Driver) -> None:
+def test_the_engines_stream_is_its_own_and_has_priority(driver: Driver) -> None:
     """torch hands out 32 streams of each priority in turn. All other streams here have the default priority."""
     enter = streams.own_stream(GPU)
     [stream] = driver.made
@@ -111,7 +111,7 @@ class Launches(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def test_whatever_loading_and_a_step_launch_goes_there(model_dir: Path, as_on_a_gpu: Driver) -> None:
+def test_loading_and_steps_launch_on_the_engines_stream(model_dir: Path, as_on_a_gpu: Driver) -> None:
     with Launches(as_on_a_gpu) as launches, load_engine(model_dir, device_memory_bytes=8 << 20) as engine:
         assert launches.on
         generate(engine, [Job(0, (3, 4, 5), 2)])

@@ -108,7 +108,7 @@ def test_a_link_is_up_when_both_sides_take_part_and_not_before(pair: Pair) -> No
     assert late.is_up
 
 
-def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair: Pair) -> None:
+def test_a_side_that_waits_in_vain_abandons_the_epoch_and_notifies_the_other(pair: Pair) -> None:
     [link, _] = pair.connect(1)
     w1, w2 = pair.planes.values()
     with pytest.raises(DeadlineExceeded, match="epoch 2: w2 did not come"):

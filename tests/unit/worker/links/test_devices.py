@@ -140,7 +140,7 @@ def test_hidden_states_land_on_the_device(ends: Ends, rows: int) -> None:
     assert torch.equal(touchable(tensor), hidden)
 
 
-def test_what_is_read_by_the_host_lands_on_the_host(ends: Ends) -> None:
+def test_data_that_the_host_reads_arrives_in_host_memory(ends: Ends) -> None:
     said = bytes(range(256)) * 400  # too long to be sent within a frame
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=ends.links[0].as_tensor(said)).result(30)
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=on_device(ends.links[0].as_tensor(said))).result(30)
@@ -179,7 +179,7 @@ def test_words_do_not_wait_for_what_is_still_computed_and_activations_keep_their
 
 
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
-def test_what_cannot_be_read_from_the_device_breaks_the_link(ends: Ends, copies: DeviceCopies) -> None:
+def test_unreadable_device_memory_breaks_the_link(ends: Ends, copies: DeviceCopies) -> None:
     copies.held = []
     sent = ends.links[0].send(TrafficClass.ACTIVATION, HIDDEN, tensor=on_device(torch.ones(9)))
     copies.held[0](False)

@@ -181,7 +181,7 @@ def test_a_flood_of_noise_leaves_the_lobby_as_it_was(rendezvous: Rendezvous) -> 
     meet(rendezvous)
 
 
-def test_who_drips_is_waited_for_by_nobody_and_not_for_long(
+def test_a_dripping_caller_delays_no_one_and_is_soon_dropped(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.6)

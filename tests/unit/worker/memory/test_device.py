@@ -182,7 +182,7 @@ def test_a_member_may_give_all_of_its_kv_back() -> None:
         memory.check()
 
 
-def test_what_a_stage_may_keep_leaves_every_layer_a_little_room_in_the_other_window() -> None:
+def test_retained_kv_leaves_every_layer_some_room_in_the_other_window() -> None:
     shape = dataclasses.replace(KV_SHAPE, head_dim=32)  # eight blocks per extent
     with open_small(HostBackend(), BUDGET_BYTES + 13 * LAYERS * EXTENT_BYTES, kv_shape=shape) as memory:
         assert memory.kv.extents_per_layer == 16

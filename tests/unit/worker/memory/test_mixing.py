@@ -30,7 +30,7 @@ def compare(device: str) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=300_000), st.data())
-def test_it_is_another_for_any_byte_that_is_wrong_missing_or_elsewhere(content: bytes, data: st.DataObject) -> None:
+def test_the_checksum_detects_wrong_missing_and_moved_bytes(content: bytes, data: st.DataObject) -> None:
     said = mixed(as_tensor(content))
     assert said == mixed(as_tensor(content))
     if len(set(content)) < 2:
@@ -49,7 +49,7 @@ def as_tensor(content: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else torch.empty(0, dtype=torch.uint8)
 
 
-def test_it_stays_what_it_is() -> None:
+def test_the_checksum_is_stable_across_versions() -> None:
     """Workers of different versions compare their checksums."""
     assert mixed(torch.arange(1003, dtype=torch.int64).to(torch.uint8)).hex() == "cbdf717b366469d79d5b2c9ed1000ebe"
 

@@ -100,7 +100,7 @@ def test_dropped_layers_become_kv_and_come_back_equal(memory: DeviceMemory) -> N
     assert kv[:blocks].unique().tolist() == [0.5]
 
 
-def test_what_an_extent_held_before_does_not_enter_the_checksum(memory: DeviceMemory) -> None:
+def test_old_contents_of_an_extent_do_not_affect_the_checksum(memory: DeviceMemory) -> None:
     """Checksums leave out the padding between tensors."""
     fill_layer(memory, 1)
     before = memory.parameters.layer_checksum(1)

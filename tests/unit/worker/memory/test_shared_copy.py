@@ -90,7 +90,7 @@ def test_pieces_that_change_places_are_seen() -> None:
     assert copy_summed(target, source) != copy_summed(target, swapped)
 
 
-def test_who_cannot_make_it_lets_the_next_one_try(tmp_path: Path) -> None:
+def test_after_a_failed_attempt_the_next_worker_may_make_the_copy(tmp_path: Path) -> None:
     found = open_copy(tmp_path, "model")
     assert isinstance(found, Maker)
     found.give_up()

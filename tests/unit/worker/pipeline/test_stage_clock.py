@@ -9,7 +9,7 @@ def batch(step_id: int, quiet_s: float = 0.0) -> Batch:
     return Batch(step_id, (), (), (Slice(1, 0, (5, 6, 7), False),), quiet_s)
 
 
-def test_what_lies_between_two_batches_is_a_bubble() -> None:
+def test_the_time_between_two_batches_is_a_bubble() -> None:
     clock = StageClock()
     clock.ran(batch(1), 4, 10.0, 13.0)
     clock.ran(batch(2), 4, 14.0, 16.0)

@@ -42,7 +42,7 @@ def test_the_smallest_group_gives_up_block_by_block() -> None:
         (900, [(0.5, 1000), (0.5, 2000)], True),
     ],
 )
-def test_what_has_no_room_in_the_members_goes_on_and_leaves_sooner_where_memory_is_short(
+def test_sequences_without_room_on_the_members_leave_earlier_if_memory_is_short(
     reserved: int, stages: list[tuple[float, int]], fits: bool
 ) -> None:
     assert over_at_s(100.0, 140.0, reserved, stages, is_short=False) == (110.0 if fits else 740.0)

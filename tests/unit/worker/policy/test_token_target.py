@@ -63,14 +63,14 @@ def test_prompts_of_those_that_come_in_between_count() -> None:
     assert made.place_count(TEN, 64) == 43  # each adds a hundredth of a 15 ms prompt
 
 
-def test_what_ended_long_ago_does_not_count() -> None:
+def test_requests_that_ended_long_ago_do_not_count() -> None:
     made = target(0.0605)
     for prompt_tokens in [1000] * 64 + [10] * 64:
         made.ended(prompt_tokens, 100)
     assert made.turnover == Turnover(10, 100.0)
 
 
-def test_one_may_always_run_and_any_number_where_no_cost_is_known() -> None:
+def test_one_sequence_may_always_run_and_any_number_without_known_costs() -> None:
     assert target(1e-9).place_count(Decoders(0, 0), 64) == 64  # no limit until the first runs
     assert target(1e-9).place_count(Decoders(1, 100), 64) == 1
     assert target(1e-9, None).place_count(TEN, 64) == 64
