@@ -81,9 +81,13 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--seed", type=int, help="seed of all random choices (default: 0)")
     parser.add_argument("--deadline-s", type=float, metavar="S", help="deadline of each request (default: 3600)")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="tokens per KV block (default: 64)")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="running requests per instance (256)")
+    parser.add_argument(
+        "--max-num-seqs", type=int, metavar="N", help="running requests per instance (default: as workers on the GPU)"
+    )
     parser.add_argument("--tpot-target-s", type=float, metavar="S", help="limit requests to meet this TPOT (none)")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="limit of tokens per step (2048)")
+    parser.add_argument(
+        "--max-num-batched-tokens", type=int, metavar="N", help="tokens per step (default: as workers on the GPU)"
+    )
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
     parser.add_argument("--network-gbps", type=float, metavar="X", help="each GPU's network speed (catalogue's)")
     parser.add_argument("--burst-scale", type=float, metavar="X", help="factor on requests in the densest 30 s")
