@@ -132,7 +132,7 @@ class StageProfile:
         return BatchCost(parts.layer.batch_cost_s(chunks), head_s, parts.step.plus(parts.first).batch_cost_s(chunks))
 
 
-# ------------------------------------------------------------ what is run
+# ------------------------------------------------------------ workloads and runs
 
 
 def draw(workload: FidelityWorkload, machine: Machine, span_s: float, seed: int) -> Trace:

@@ -47,7 +47,7 @@ _TRACE_BLOCK_TOKENS = 512
 _SHARED_PIECES, _SHARED_PIECE_TOKENS, _SHARED_COUNT = 10, 256, 20  # pieces per prompt, tokens per piece, prefixes
 _CHAT_CELLS = "chat-13b-40g-x1.1,chat-14b-80g-x2,chat-70b-160g-x1"
 _HEAD = ("| | | requests | hits | P50 / P99 TTFT ms | P99, x cached | P50 TPOT ms |", f"|{'---|' * 7}")
-Told = Callable[[Sequence[str]], None]  # called with the rows so far, so that a run that is stopped early keeps them
+Told = Callable[[Sequence[str]], None]  # called with the rows so far, so that an interrupted run preserves them
 _AGAIN, _LEAST_GAP_S = 0.7, 8.0  # share of requests that continue a chat, where possible; minimum time between turns
 
 

@@ -358,7 +358,7 @@ def draw(rows: Sequence[RegretRow], policies: Sequence[str], path: Path) -> None
 
 
 class RegretRuns:
-    """Figures of runs, kept in one file each."""
+    """Figures of runs, stored in one file each."""
 
     def __init__(self, out: Path, traces: Path | None) -> None:
         self._folder = out / "runs"

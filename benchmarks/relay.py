@@ -376,7 +376,7 @@ def _percentiles_ms(times_s: Sequence[float]) -> list[float]:
     return [float(p) * 1e3 for p in np.percentile(times_s, [50, 90, 99])]
 
 
-# ---------------------------------------------------------------- beside an older gateway
+# ---------------------------------------------------------------- alongside an older gateway
 
 
 def _kinds() -> dict[str, bytes]:

@@ -85,7 +85,7 @@ async def test_an_old_capacity_does_not_count_after_an_aborted_restore(model_dir
         most = home
         while w1.book.block_count == home or blocks_of(w0) != before:
             counted_on = blocks_of(w0)
-            most = max(most, counted_on if w1.book.block_count == home else 0)  # not changed meanwhile
+            most = max(most, counted_on if w1.book.block_count == home else 0)  # if w1 has not changed since
             await asyncio.sleep(0.001)
         assert most == home
         assert (p := w1.progress(3)) is not None

@@ -231,7 +231,7 @@ def test_a_group_that_is_lost_waits_for_nothing() -> None:
     assert stands.lands(W1, piece(0, 5, KvRange(0, 3, 50))) is None
 
 
-# ---------------------------------------------------------------- layers that have been given up
+# ---------------------------------------------------------------- dropped layers
 
 
 def filled(rng: random.Random, sequences: int) -> BlockBook:

@@ -8,7 +8,7 @@ from services.worker.policy.leaving import over_at_s, tightened
 @pytest.mark.parametrize(
     ("limit", "reserved", "running", "kept"),
     [
-        (80, 80, 4, 80),  # all blocks are held: none is given up
+        (80, 80, 4, 80),  # all blocks are held: none is released
         (80, 48, 4, 80),  # the held blocks and their growth need the eighth that would be next
         (80, 47, 4, 70),
         (80, 30, 25, 80),  # many short sequences grow, too
