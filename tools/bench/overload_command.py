@@ -43,24 +43,22 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]", 
     parser = commands.add_parser(
         "overload",
         help="compare overload policies on the same bursts",
-        description="Every policy replays every workload, each time on a fresh cluster, in interleaved order. A"
-        " second call with the same arguments continues where the first one stopped. `ballast bench plot`"
-        " draws the results.",
+        description="Every policy replays every workload on fresh clusters of its own, in interleaved order. Called"
+        " again with the same arguments it goes on where it was. `ballast bench plot` draws the results.",
     )
     parser.set_defaults(run=run, emulate=emulate)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for plan.json, runs/ and logs/")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="plan.json, runs/ and logs/ go there")
     _add_contestants(parser)
     parser.add_argument(
         "--workloads",
         required=True,
         metavar="W,...",
-        help="trace files, `burst`, `spike` or `answers`. FILE+LENGTHS takes lengths from another file or a"
-        " fitted data set, extreme:W repeats the burst of W, twice:W repeats all of W, FILE@SECONDS uses a"
-        " window of that length around the burst",
+        help="trace files, `burst`, `spike` or `answers`; FILE+LENGTHS takes lengths from another file or a fitted"
+        " data set, extreme:W repeats the burst of W, twice:W all of W, FILE@SECONDS is so much of it around its burst",
     )
     parser.add_argument("--engine", choices=["torch", "emulated"], default="torch", help=_EMULATED)
     parser.add_argument(
-        "--profile", metavar="GPU", help="GPU that workers emulate: one of the catalogue, or a FILE.yaml"
+        "--profile", metavar="GPU", help="how fast emulated workers are: of the catalogue, or a FILE.yaml"
     )
     parser.add_argument(
         "--model",
@@ -72,11 +70,11 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]", 
         "--workers",
         default="2",
         metavar="N,...",
-        help="workers of each cluster (default: 2); with several numbers, each has its own folder in OUT",
+        help="of each cluster (default: 2); with several numbers each has a folder of its own in OUT",
     )
-    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="runs of each policy and workload (3)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of arrivals, lengths and prompts")
-    parser.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="deadline of each request")
+    parser.add_argument("--repetitions", type=int, default=3, metavar="N", help="(default: 3)")
+    parser.add_argument("--seed", type=int, default=0, help="of arrivals, lengths and prompts")
+    parser.add_argument("--deadline-s", type=float, default=300.0, metavar="S", help="of each request")
     parser.add_argument(
         "--demand",
         type=float,
@@ -88,12 +86,12 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]", 
         "--peak",
         type=float,
         metavar="X",
-        help="scale arrivals less if their forecast peak would exceed X times that capacity",
+        help="scale arrivals less than that where their forecast peak would exceed X times that capacity",
     )
     span = parser.add_mutually_exclusive_group()
-    span.add_argument("--span-s", type=float, metavar="S", help="compress or stretch each trace to this many seconds")
-    span.add_argument("--max-minutes", type=float, metavar="M", help="likewise, so that all runs take this long")
-    parser.add_argument("--plan-only", action="store_true", help="print the estimated duration and exit")
+    span.add_argument("--span-s", type=float, metavar="S", help="squeeze or stretch each trace to this many seconds")
+    span.add_argument("--max-minutes", type=float, metavar="M", help="likewise, to what lets all of it take so long")
+    parser.add_argument("--plan-only", action="store_true", help="say how long it would take, and end")
     parser.add_argument(
         "--mean-tokens",
         type=float,
@@ -104,25 +102,24 @@ def add_overload_parser(commands: "_SubParsersAction[argparse.ArgumentParser]", 
         "--answer-share",
         type=float,
         metavar="X",
-        help="answers' share of the mean request's tokens (default: that of the trace); scales prompts and"
-        " answers separately",
+        help="of the tokens of the mean request (default: that of the trace): prompts and answers are shortened apart",
     )
-    parser.add_argument("--sequences-each", type=int, metavar="N", help="mean requests that fit into a worker (8)")
+    parser.add_argument("--sequences-each", type=int, metavar="N", help="mean requests that a worker has room for (8)")
     parser.add_argument(
-        "--probe-s", type=float, metavar="S", help=f"duration of each of two speed measurements (default: {PROBE_S:g})"
+        "--probe-s", type=float, metavar="S", help=f"of each of two measurements (default: {PROBE_S:g})"
     )
     parser.add_argument(
         "--max-num-seqs",
         type=int,
         metavar="N",
-        help="maximum running requests per worker (default: 64; 256 with emulated workers)",
+        help="requests that run in a worker (default: 64; 256 with emulated ones)",
     )
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="set a setting of the services in all runs, such as monitor.dwell_s=5; may be repeated",
+        help="a setting of the services, of all runs: monitor.dwell_s=5; may be repeated",
     )
 
 
@@ -140,15 +137,10 @@ def _add_contestants(parser: argparse.ArgumentParser) -> None:
         action="store_const",
         dest="policies",
         const=",".join(ABLATION),
-        help="compare drop with naive transfers and microbatches of equal token counts, with coordinated"
-        " transfers, and with both",
+        help="drop with naive transfers and microbatches of equal token counts; with coordinated transfers; with both",
     )
     contestants.add_argument(
-        "--sweep",
-        action="store_const",
-        dest="policies",
-        const=",".join(SWEEP),
-        help="compare several settings of every policy's own knobs",
+        "--sweep", action="store_const", dest="policies", const=",".join(SWEEP), help="every policy's own knobs"
     )
 
 

@@ -27,14 +27,13 @@ def add_address(parser: argparse.ArgumentParser) -> None:
         "--address",
         default=default_address(),
         metavar="HOST:PORT",
-        help="dispatcher to call; of several, separated by commas, the first that answers is used (default:"
-        " BALLAST_ADDRESS, or 127.0.0.1:50051)",
+        help="dispatcher to ask; several with commas are tried in turn (default: BALLAST_ADDRESS, or 127.0.0.1:50051)",
     )
     add_access(parser)
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object on standard output (docs/json.md)")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output (docs/json.md)")
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
@@ -42,34 +41,33 @@ def add_formats(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--quantization",
         metavar="FORMAT",
-        help="format of the layers' parameters: fp8, int8, w8a16, w4a16 or mxfp4 (default: that of"
-        " config.json, or bfloat16)",
+        help="of the layers' parameters: fp8, int8, w8a16, w4a16 or mxfp4 (bfloat16, or as the config.json says)",
     )
-    parser.add_argument("--kv-cache-dtype", metavar="FORMAT", help="format of the KV cache: fp8 (default: bfloat16)")
+    parser.add_argument("--kv-cache-dtype", metavar="FORMAT", help="of KV: fp8 (bfloat16)")
 
 
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("sampling")
-    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="limit on generated tokens (256)")
-    group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="minimum before the end (0)")
-    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: greedy sampling (1)")
-    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="share of probability to sample from (1)")
-    group.add_argument("--top-k", type=int, default=0, metavar="K", help="sample from the K likeliest tokens; 0: all")
-    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="minimum relative to the best token (0)")
-    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: fewer repeats (1)")
-    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="penalty on used tokens (0)")
-    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="penalty per earlier use (0)")
-    group.add_argument("--seed", type=int, help="random seed; the same seed gives the same tokens")
-    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="stop there; may be repeated")
-    group.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="stop there")
+    group.add_argument("--max-tokens", type=int, default=256, metavar="N", help="longest answer (256)")
+    group.add_argument("--min-tokens", type=int, default=0, metavar="N", help="no end before so many (0)")
+    group.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0: always the likeliest token (1)")
+    group.add_argument("--top-p", type=float, default=1.0, metavar="P", help="of the likeliest with this sum (1)")
+    group.add_argument("--top-k", type=int, default=0, metavar="K", help="of so many likeliest tokens; 0: all")
+    group.add_argument("--min-p", type=float, default=0.0, metavar="P", help="of those this likely beside the best (0)")
+    group.add_argument("--repetition-penalty", type=float, default=1.0, metavar="X", help="above 1: repeat less (1)")
+    group.add_argument("--presence-penalty", type=float, default=0.0, metavar="X", help="above 0: new words (0)")
+    group.add_argument("--frequency-penalty", type=float, default=0.0, metavar="X", help="above 0: varied words (0)")
+    group.add_argument("--seed", type=int, help="the same seed gives the same tokens")
+    group.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there; may be given repeatedly")
+    group.add_argument("--stop-token-id", action="append", default=[], type=int, metavar="ID", help="end there")
     group.add_argument("--ignore-eos", action="store_true", help="do not stop at the end-of-sequence token")
-    group.add_argument("--logprobs", type=int, metavar="N", help="with --json: N best alternatives to each token")
+    group.add_argument("--logprobs", type=int, metavar="N", help="with --json: the N best alternatives of each token")
     group = parser.add_argument_group("request")
     group.add_argument(
-        "--priority", choices=[str(c) for c in PriorityClass], default=str(PriorityClass.DEFAULT), help="priority class"
+        "--priority", choices=[str(c) for c in PriorityClass], default=str(PriorityClass.DEFAULT), help="class"
     )
     group.add_argument("--deadline-s", type=float, metavar="S", help="the request ends by then, finished or not")
-    group.add_argument("--overload-retries", type=int, default=0, metavar="N", help="retries after an overload (0)")
+    group.add_argument("--overload-retries", type=int, default=0, metavar="N", help="try again when refused (0)")
 
 
 def sampling_of(args: argparse.Namespace) -> SamplingParams:

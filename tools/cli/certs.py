@@ -17,31 +17,30 @@ _HERE = ("localhost", "127.0.0.1", "::1")
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "certs",
-        help="create certificates for the services of a cluster",
-        description="Creates a CA, a folder with a certificate for each role (monitor, planner, dispatcher, worker,"
-        " gateway, operator) for the service's --tls-dir, and the secret for --cluster-secret-file."
-        " Existing files stay unchanged.",
+        help="make certificates for the services of a cluster",
+        description="Makes a CA, a folder with a certificate for each role (monitor, planner, dispatcher, worker,"
+        " gateway, operator) to give to a service as --tls-dir, and the secret for --cluster-secret-file. What is"
+        " there is left as it is.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for all of these files")
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="folder for all of it")
     parser.add_argument(
         "--host",
         action="append",
         default=[],
         metavar="NAME",
-        help="name or address by which clients reach dispatchers and gateways, in addition to this machine's;"
-        " may be repeated",
+        help="by which clients reach dispatchers and gateways, beside this machine's; may be given several times",
     )
     parser.add_argument(
         "--worker",
         action="append",
         default=[],
         metavar="ID",
-        help="create a certificate for this worker only; may be repeated",
+        help="a certificate for this worker alone; may be given several times",
     )
-    parser.add_argument("--days", type=int, default=365, metavar="N", help="validity in days (default: 365)")
-    parser.add_argument("--renew", action="store_true", help="replace all certificates, signed by the same CA")
-    parser.add_argument("--json", action="store_true", help="print the folders as one JSON object")
+    parser.add_argument("--days", type=int, default=365, metavar="N", help="the certificates are valid (default: 365)")
+    parser.add_argument("--renew", action="store_true", help="make all certificates anew, by the same CA")
+    parser.add_argument("--json", action="store_true", help="the folders as one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:

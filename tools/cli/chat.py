@@ -17,9 +17,9 @@ _HELP = "/reset forgets the conversation, /system TEXT sets the instruction, /ex
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("chat", help="chat with the model", description=_HELP)
+    parser = commands.add_parser("chat", help="talk with the model", description=_HELP)
     parser.set_defaults(run=run)
-    parser.add_argument("--system", metavar="TEXT", help="system prompt of the conversation")
+    parser.add_argument("--system", metavar="TEXT", help="instruction at the beginning of the conversation")
     add_address(parser)
     add_sampling(parser)
 

@@ -11,10 +11,10 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "completion",
         help="print the completion script of a shell",
-        description='For bash, add this to ~/.bashrc: eval "$(ballast completion bash)"',
+        description='For bash: eval "$(ballast completion bash)", best in ~/.bashrc.',
     )
     parser.set_defaults(run=run)
-    parser.add_argument("shell", choices=_SHELLS, help="name of the shell")
+    parser.add_argument("shell", choices=_SHELLS, help="which one")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -30,38 +30,37 @@ _POLL_S = 0.1
 def add_parser(commands: Commands) -> None:
     plan = commands.add_parser(
         "plan",
-        help="show what would be dropped now, and why; changes nothing",
-        description="Shows what `ballast drop` with the same arguments would do. Changes nothing.",
+        help="what would be dropped now, and why; changes nothing",
+        description="What `ballast drop` with the same arguments would do. Changes nothing.",
     )
     plan.set_defaults(run=run_plan)
-    plan.add_argument("--explain", action="store_true", help="also show groups, layers and KV")
-    plan.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what is lacking)")
+    plan.add_argument("--explain", action="store_true", help="groups, layers and KV too, not only the outcome")
+    plan.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand lacks)")
     drop = commands.add_parser(
         "drop",
-        help="drop replicated layers now and use their memory for KV",
-        description="Merges groups into pipelines. Requests continue; running ones are moved with their KV. Without"
-        " --bytes and --workers it frees as much memory as demand exceeds the capacity by, and refuses if"
-        " it does not. The planner restores the layers once demand has fallen, but not before --hold is"
-        " over.",
+        help="drop replicated layers now, so that their memory becomes KV",
+        description="Merges groups into pipelines. Requests go on; the ones that run are moved with their KV. Without"
+        " --bytes and --workers it frees what demand lacks, and refuses if nothing lacks. The planner brings the layers"
+        " back when demand has fallen, but not before --hold is over.",
     )
     drop.set_defaults(run=run_drop)
     what = drop.add_mutually_exclusive_group()
-    what.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what is lacking)")
-    what.add_argument("--workers", metavar="A,B", help="merge exactly these workers, in this order")
-    drop.add_argument("--hold", type=seconds, default=0.0, metavar="TIME", help="no restore for 10m, 2h ...")
+    what.add_argument("--bytes", type=size, metavar="SIZE", help="KV memory to free: 1GiB (default: what demand lacks)")
+    what.add_argument("--workers", metavar="A,B", help="merge exactly these, in this order")
+    drop.add_argument("--hold", type=seconds, default=0.0, metavar="TIME", help="keep them away for 10m, 2h ...")
     restore = commands.add_parser(
-        "restore", help="restore all dropped layers now", description="Dissolves all pipelines, regardless of the load."
+        "restore", help="bring all dropped layers back now", description="Dissolves all pipelines, whatever the load."
     )
     restore.set_defaults(run=run_restore)
-    listing = commands.add_parser("transitions", help="list drops and restores: the current one and the latest ones")
+    listing = commands.add_parser("transitions", help="drops and restores: the one under way and the last ones")
     listing.set_defaults(run=run_transitions)
-    listing.add_argument("-v", "--verbose", action="store_true", help="also show groups, layers and bytes of each")
+    listing.add_argument("-v", "--verbose", action="store_true", help="groups, layers and bytes of each, too")
     for parser in (plan, drop, restore, listing):
         add_address(parser)
-        parser.add_argument("--planner", metavar="HOST:PORT", help="call this planner directly, without a dispatcher")
+        parser.add_argument("--planner", metavar="HOST:PORT", help="ask this planner itself, past the dispatchers")
         add_json(parser)
     for parser in (drop, restore):
-        parser.add_argument("--no-wait", action="store_true", help="return as soon as the plan is journaled")
+        parser.add_argument("--no-wait", action="store_true", help="return once the plan is journaled")
 
 
 def run_plan(args: argparse.Namespace) -> int:

@@ -24,24 +24,24 @@ _POLL_S = 0.2
 def add_parser(commands: Commands) -> None:
     park = commands.add_parser(
         "park",
-        help="empty a worker and release its device memory until it is woken",
-        description="The worker accepts no new requests, moves its running requests to other workers, copies its"
-        " parameters to host memory and releases its device memory. Its process continues: `ballast wake`"
-        " takes it back into service within seconds, or at once if it is not empty yet.",
+        help="empty a worker and give its device memory back, until it is woken",
+        description="It takes no new requests, gives those that run there to others, keeps its parameters in host"
+        " memory and gives its device memory back. Its process lives on: `ballast wake` takes it back into service"
+        " within seconds, and at once as long as it is not empty yet.",
     )
     park.set_defaults(run=run_park)
     wake = commands.add_parser(
         "wake",
         help="take a parked worker back into service",
-        description="The worker's parameters are restored from host memory, and it accepts requests again; at once if"
-        " it is still being emptied.",
+        description="Its parameters come back from host memory, and it takes requests again. One that is just being"
+        " emptied takes them at once.",
     )
     wake.set_defaults(run=run_wake)
     for parser in (park, wake):
-        parser.add_argument("worker", metavar="WORKER", help="worker as named by `ballast status`")
+        parser.add_argument("worker", metavar="WORKER", help="as `ballast status` names it")
         add_address(parser)
-        parser.add_argument("--planner", metavar="HOST:PORT", help="call this planner directly, without a dispatcher")
-        parser.add_argument("--wait", action="store_true", help="return once the worker is parked, or serves again")
+        parser.add_argument("--planner", metavar="HOST:PORT", help="ask this planner itself, past the dispatchers")
+        parser.add_argument("--wait", action="store_true", help="return once it is parked, or serves")
         add_json(parser)
 
 
@@ -68,7 +68,7 @@ async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace
     process. With `--wait`, poll until the standing is `wanted`.
 
     Raises:
-        Unavailable: it should serve, but its process has ended.
+        Unavailable: it is to serve, but its process has ended.
     """
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)

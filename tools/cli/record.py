@@ -24,15 +24,14 @@ _TELL_S = 30.0
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "record",
-        help="record the arrivals and lengths of requests",
-        description="Writes arrival_s,input_tokens,output_tokens,class of the requests that arrive from now on, in"
-        " order of arrival: a trace for `ballast size` and `ballast sim`. It ends once these requests have"
-        f" ended, at most {_LINGER_S:.0f} s after the recording time, or with Ctrl-C, which preserves the"
-        " records so far.",
+        help="record when requests come and how long they are",
+        description="Writes arrival_s,input_tokens,output_tokens,class of the requests that come from now on, in the"
+        f" order of arrival: a trace for `ballast size` and `ballast sim`. Ends when these have ended, at most"
+        f" {_LINGER_S:.0f} s after the time is over, or with Ctrl-C, which keeps what there is.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--for", dest="for_s", type=seconds, default=3600.0, metavar="TIME", help="10m, 1h ... (1h)")
-    parser.add_argument("--out", type=output_file, metavar="FILE", help="output file (default: standard output)")
+    parser.add_argument("--for", dest="for_s", type=seconds, default=3600.0, metavar="TIME", help="10m, 1h (1h)")
+    parser.add_argument("--out", type=output_file, metavar="FILE", help="instead of standard output")
     add_address(parser)
 
 

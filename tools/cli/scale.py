@@ -16,18 +16,17 @@ _PLACE = "{wanted}"
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "scale",
-        help="start and stop workers with your own command, as a planner requests",
-        description=f"Listens for the webhook of planners (--scale-webhook), and runs the command with {_PLACE}"
-        " replaced by the wanted number of workers: `ballast scale --secret-file FILE -- docker compose up"
-        f" -d --no-recreate --scale worker={_PLACE}`. Runs one command at a time; of the numbers that"
-        " arrive meanwhile, only the latest is used.",
+        help="start and end workers by a command of yours, as a planner wants",
+        description="Listens for the webhook of planners (--scale-webhook), and runs the command with the number in the"
+        f" place of {_PLACE}: `ballast scale --secret-file FILE -- docker compose up -d --no-recreate --scale"
+        f" worker={_PLACE}`. One at a time; of what is told meanwhile, the newest comes next.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("--listen", default="127.0.0.1:9100", metavar="HOST:PORT", help="default: 127.0.0.1:9100")
-    parser.add_argument("--secret-file", type=Path, required=True, metavar="FILE", help="the planners' secret")
-    parser.add_argument("--least", type=int, default=1, metavar="N", help="minimum number of workers (default: 1)")
-    parser.add_argument("--most", type=int, default=256, metavar="N", help="maximum number of workers (default: 256)")
-    parser.add_argument("command", nargs="+", metavar="COMMAND", help=f"command to run, after --; contains {_PLACE}")
+    parser.add_argument("--listen", default="127.0.0.1:9100", metavar="HOST:PORT", help="(default: 127.0.0.1:9100)")
+    parser.add_argument("--secret-file", type=Path, required=True, metavar="FILE", help="that the planners have, too")
+    parser.add_argument("--least", type=int, default=1, metavar="N", help="never fewer (default: 1)")
+    parser.add_argument("--most", type=int, default=256, metavar="N", help="never more (default: 256)")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help=f"after --; with {_PLACE}")
 
 
 def run(args: argparse.Namespace) -> int:

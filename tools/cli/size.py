@@ -45,43 +45,39 @@ _HOURS_A_MONTH = 730.0
 def add_parser(subparsers: Commands) -> None:
     parser = subparsers.add_parser(
         "size",
-        help="find the smallest number of GPUs that serves your traffic",
-        description="Finds by simulation the fewest GPUs that meet a goal on a trace, without drops and with"
-        " parameters dropped when needed. A trace is a CSV file with arrival_s,input_tokens,output_tokens,"
-        " as `ballast record` writes it; the published files of BurstGPT, Azure and Mooncake can be read,"
-        " too.",
+        help="how few GPUs your traffic can be served with",
+        description="Finds the fewest GPUs that keep a goal on a trace, static and with parameters dropped at need, by"
+        " simulation. A trace is a CSV of arrival_s,input_tokens,output_tokens, as `ballast record` writes it; the"
+        " published files of BurstGPT, Azure and Mooncake are read too.",
         epilog=f"Models: {', '.join(models())}. GPUs: {', '.join(gpus())}.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("trace", metavar="TRACE", help="trace of requests: arrival times and token counts")
+    parser.add_argument("trace", metavar="TRACE", help="who arrives when, with how many tokens")
     parser.add_argument(
-        "--model",
-        required=True,
-        metavar="NAME",
-        help="model in the list below, or a folder or org/name with a config.json",
+        "--model", required=True, metavar="NAME", help="of the list below; or a folder or org/name with a config.json"
     )
     add_formats(parser)
-    parser.add_argument("--gpu", required=True, metavar="NAME", help="from the list below; or FILE.yaml (docs/gpus.md)")
-    parser.add_argument("--slo-ttft-s", type=float, default=2.0, metavar="S", help="limit on time to first token (2)")
-    parser.add_argument("--slo-tpot-s", type=float, metavar="S", help="limit on TPOT; none: unlimited")
-    parser.add_argument("--slo-share", type=float, default=0.99, metavar="X", help="requests within both limits (0.99)")
-    parser.add_argument("--price", type=float, metavar="X", help="price of one GPU for an hour, in any currency")
+    parser.add_argument("--gpu", required=True, metavar="NAME", help="of the list below; or FILE.yaml (docs/gpus.md)")
+    parser.add_argument("--slo-ttft-s", type=float, default=2.0, metavar="S", help="time to the first token (2)")
+    parser.add_argument("--slo-tpot-s", type=float, metavar="S", help="time per further token; none: whatever it is")
+    parser.add_argument("--slo-share", type=float, default=0.99, metavar="X", help="of the requests in time (0.99)")
+    parser.add_argument("--price", type=float, metavar="X", help="of one GPU for an hour, in any currency")
     parser.add_argument("--policy", default=f"recompute,{DROP}", metavar="NAMES", help="what to compare (%(default)s)")
     parser.add_argument(
-        "--parking", action="store_true", help="also simulate releasing idle GPUs, alone and with drops"
+        "--parking", action="store_true", help="also with GPUs given back while nobody needs them, alone and with drops"
     )
-    parser.add_argument("--max-gpus", type=int, default=256, metavar="N", help="largest number to try (256)")
-    parser.add_argument("--rate-scale", type=float, metavar="X", help="factor on requests, in the same pattern")
-    parser.add_argument("--burst-scale", type=float, metavar="X", help="factor on requests in the densest 30 s")
-    parser.add_argument("--time-scale", type=float, metavar="X", help="factor on arrival times; 0.5: twice as fast")
-    parser.add_argument("--length-scale", type=float, metavar="X", help="factor on input and output lengths")
-    parser.add_argument("--answer-scale", type=float, metavar="X", help="factor on answer lengths, instead")
+    parser.add_argument("--max-gpus", type=int, default=256, metavar="N", help="that are tried (256)")
+    parser.add_argument("--rate-scale", type=float, metavar="X", help="times as many requests, in the same pattern")
+    parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")
+    parser.add_argument("--time-scale", type=float, metavar="X", help="times arrivals; 0.5: twice as fast")
+    parser.add_argument("--length-scale", type=float, metavar="X", help="times input and output tokens")
+    parser.add_argument("--answer-scale", type=float, metavar="X", help="times output tokens, in place of that")
     parser.add_argument("--lengths", metavar="NAME", help="lengths of another data set, or of a file: longbench ...")
-    parser.add_argument("--limit", type=int, metavar="N", help="use only the first N requests of the trace")
-    parser.add_argument("--seed", type=int, help="seed of all random choices (default: 0)")
-    parser.add_argument("--json", type=output_file, metavar="OUT", help="write the result as JSON; -: standard output")
-    parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="figure of the result (needs matplotlib)")
-    parser.add_argument("--html", type=output_file, metavar="OUT.html", help="HTML page of the result, to share")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N requests of the trace")
+    parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")
+    parser.add_argument("--json", type=output_file, metavar="OUT", help="what was found; -: standard output")
+    parser.add_argument("--plot", type=figure_file, metavar="OUT.png", help="a figure of it (needs matplotlib)")
+    parser.add_argument("--html", type=output_file, metavar="OUT.html", help="a page of it, to pass on")
 
 
 def run(args: argparse.Namespace) -> int:

@@ -14,8 +14,8 @@ from tools.cli.render import render_status
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "status",
-        help="show the layout, load and memory of the cluster",
-        description="Counts of several dispatchers (--address A,B) are summed, since each knows only its own requests.",
+        help="layout, load and memory of the cluster",
+        description="What several dispatchers say (--address A,B) is added up: each knows only its own requests.",
     )
     parser.set_defaults(run=run)
     add_json(parser)

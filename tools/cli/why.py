@@ -26,13 +26,13 @@ _ENDINGS = {
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "why",
-        help="explain what happened to a request, and where its time went",
-        description="Works for running requests and for the most recent ones that have ended. The id of a request is"
-        " in its answer, in the dispatcher's access log, or was given by the caller.",
+        help="what has become of a request, and what took its time",
+        description="Of a request that is being served, or one of the last that ended. Its id is in the answer, in"
+        " the access log of the dispatcher, or was given by the caller.",
     )
     parser.set_defaults(run=run)
-    parser.add_argument("request_id", metavar="REQUEST_ID", help="as set by the client or returned to it")
-    parser.add_argument("--json", action="store_true", help="print all details as one JSON object")
+    parser.add_argument("request_id", metavar="REQUEST_ID", help="as the client gave it or was told it")
+    parser.add_argument("--json", action="store_true", help="everything, exact, as one JSON object")
     add_address(parser)
 
 
