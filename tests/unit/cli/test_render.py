@@ -252,7 +252,7 @@ def test_offline_work_has_a_line_of_its_own_with_its_rate() -> None:
         "3 waiting",
         "5,000 tokens",
         "1,234 tokens/s",
-        "7 times given way, 1.0% computed twice",
+        "7 preemptions, 1.0% recomputed",
     )
 
 

@@ -207,7 +207,7 @@ def test_transitions_are_a_table_and_the_details_are_for_those_who_ask(
     shown = capsys.readouterr().out
     assert re.search(r"^4 +drop +done +1 min 1 +500.0 ms +-75.0 GiB +24.0 GiB +220 +250.0 ms *$", shown, re.MULTILINE)
     assert re.search(r"^4 +overload: 3.0 MiB of KV needed *$", shown, re.MULTILINE)
-    assert "held: nothing comes back by itself for 1 min 30 s" in shown
+    assert "held: no automatic restore for 1 min 30 s" in shown
     assert "dropped layers" not in shown
     assert main(["transitions", "--verbose"]) == 0
     shown = capsys.readouterr().out

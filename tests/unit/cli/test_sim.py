@@ -145,7 +145,7 @@ def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest
     capsys.readouterr()
     find = ("--gpu", str(own), "--model", "llama-2-13b", "--slo-ttft-s", "60", "--limit", "5")
     assert main(["size", str(trace), *find]) == 0
-    assert "With dropping, 1 own keeps it" in " ".join(capsys.readouterr().out.split())
+    assert "With dropping, 1 own meets it" in " ".join(capsys.readouterr().out.split())
     assert catalogue_machine(str(own), "llama-2-13b").name == "1 x own"
     wide, narrow = (
         emulated_model(tmp_path / "model", str(own), Path("llama-2-13b"), None, each).machine
@@ -218,4 +218,4 @@ def test_requests_that_were_cut_to_the_models_length_are_told_of(
     trace.write_text("arrival_s,input_tokens,output_tokens\n0,100000,10\n1,100,10\n")
     find = ("--gpu", "A100-40G", "--model", "llama-2-13b", "--slo-ttft-s", "60")
     assert main(["size", str(trace), *find]) == 0
-    assert "1 request is longer than the model takes and was cut" in " ".join(capsys.readouterr().out.split())
+    assert "1 request exceeds the model's maximum length and was shortened" in " ".join(capsys.readouterr().out.split())

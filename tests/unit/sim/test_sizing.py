@@ -167,7 +167,7 @@ def test_the_command_writes_a_table_a_paragraph_a_page_and_a_figure(
     words = " ".join(capsys.readouterr().out.split())
     assert "The goal: 99 % of the requests get their first token within 2.00 s." in words
     found = json.loads(told.read_text())
-    assert f"Static, {found['gpus']['recompute']} A100-40G keep it." in words
+    assert f"Static, {found['gpus']['recompute']} A100-40G meet it." in words
     assert found["words"] in html.read_text()
     assert figure.read_bytes().startswith(b"\x89PNG")
 
@@ -178,7 +178,7 @@ def test_if_compute_is_short_the_command_reports_no_savings(tmp_path: Path, caps
     path.write_text("\n".join(["arrival_s,input_tokens,output_tokens", *rows]) + "\n")
     assert main(["size", str(path), "--model", "llama-2-13b", "--gpu", "A100-40G"]) == 0
     words = " ".join(capsys.readouterr().out.split())
-    assert "Dropping parameters saves nothing here. Computing is what is short: prompts alone take" in words
+    assert "Dropping parameters saves nothing here. Compute is the bottleneck: prompts alone need" in words
 
 
 @pytest.mark.rotating
