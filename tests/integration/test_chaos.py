@@ -11,7 +11,7 @@ from tools.cli.main import main as ballast
 pytestmark = pytest.mark.rotating
 
 
-def test_nothing_is_lost_while_everything_breaks(
+def test_no_request_is_lost_under_faults(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -45,7 +45,7 @@ async def test_streams_tokens_text_and_usage_in_order() -> None:
         assert len({r.request_id for r in unseeded.responses}) == 1
 
 
-async def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
+async def test_bad_requests_are_refused_by_name_and_affect_no_others() -> None:
     def with_sampling(**values: float) -> pb.GenerateRequest:
         message = request()
         for name, value in values.items():
@@ -234,7 +234,7 @@ async def test_serving_goes_on_without_the_state_server() -> None:
             assert len(newcomer.submitted) == 1
 
 
-async def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> None:
+async def test_sigterm_finishes_running_requests_refuses_new_ones_and_exits_0() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         dispatcher = arena.dispatcher
         running = asyncio.create_task(dispatcher.generate(request(max_tokens=100)))

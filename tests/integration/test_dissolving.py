@@ -277,7 +277,7 @@ async def test_a_move_changes_no_draw_and_no_word(
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("lost", ["w0", "w1", "w2"])
-async def test_a_member_lost_while_the_pipeline_dissolves_takes_nobody_with_it(
+async def test_losing_a_member_while_the_pipeline_dissolves_loses_no_other(
     lost: str, model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loses the leader, the middle or the last member: when its links break, the leader moves every request by

@@ -239,7 +239,7 @@ def test_a_crowd_leaves_nothing_behind_and_others_are_served(running: RunningClu
 
 
 @pytest.mark.rotating
-def test_ten_thousand_mutated_messages_end_nobody(running: RunningCluster) -> None:
+def test_ten_thousand_mutated_messages_end_no_process(running: RunningCluster) -> None:
     async def story() -> None:
         report = await Fuzz(running.cluster, seed=7, ports=await link_addresses(running.cluster)).run(10_000)
         assert report.ended == []

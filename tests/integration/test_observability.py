@@ -133,7 +133,7 @@ def samples_of(cluster: LocalCluster) -> list[Sample]:
     return found
 
 
-def test_the_boards_are_what_their_program_writes() -> None:
+def test_the_boards_are_up_to_date() -> None:
     for name in BOARDS:
         assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), (
             "run python -m deploy.observability.boards"
@@ -278,7 +278,7 @@ def test_no_alert_is_raised_on_a_healthy_cluster(prometheus: Prometheus) -> None
     assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
 
 
-def test_the_files_are_what_prometheus_takes(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_files(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     config = (FOLDER / "prometheus.yml").read_text().replace("/etc/prometheus/alerts.yml", str(ALERTS))

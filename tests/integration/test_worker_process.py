@@ -195,7 +195,7 @@ async def test_a_killed_dispatcher_frees_its_blocks(model: Path, state_url: str,
         assert await worker.is_ready()
 
 
-async def test_metrics_tell_what_the_load_report_tells(model: Path, state_url: str, tmp_path: Path) -> None:
+async def test_metrics_equal_the_load_report(model: Path, state_url: str, tmp_path: Path) -> None:
     port = free_port()
     async with serving(start(tmp_path, model, state_url, "--metrics-port", str(port))) as worker:
         attached = await Attached.open(worker.channel)

@@ -204,7 +204,7 @@ def test_failed_data_is_not_delivered_although_its_work_counts_as_completed() ->
     pair.close()
 
 
-def test_an_abort_ends_every_wait_and_what_it_cut_off_is_not_delivered() -> None:
+def test_an_abort_ends_every_wait_and_interrupted_data_is_not_delivered() -> None:
     pair = Pair(Wires([Fate.NEVER_ENDS]))
     posted = [end for lane in Lane for rank in (0, 1) for end in pair.send(rank, lane, torch.ones(9)).ends()]
     outcomes = list[bool]()

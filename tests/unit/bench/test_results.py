@@ -67,7 +67,7 @@ def test_figures_of_a_run() -> None:
     assert policy.series.kv_demand_bytes == [100 << 20, 300 << 20]
 
 
-def test_the_planners_word_on_a_transition_takes_the_place_of_what_was_seen() -> None:
+def test_a_transition_reported_by_the_planner_replaces_the_observed_one() -> None:
     run = dropped_run()
     run.samples.append(sample(80.0, 10, epoch=5))
     drop, restore, other = policy_result(run, "drop").transitions

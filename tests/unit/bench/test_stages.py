@@ -5,7 +5,7 @@ import pytest
 from tools.bench.stages import bubble_fraction
 
 
-def test_only_what_was_added_counts() -> None:
+def test_only_the_increase_of_counters_counts() -> None:
     before = {"w0": (10.0, 90.0), "w1": (5.0, 0.0)}
     after = {"w0": (16.0, 91.0), "w1": (7.0, 1.0)}
     assert bubble_fraction(before, after) == pytest.approx(2 / 10)

@@ -34,7 +34,7 @@ def test_memory_calls_are_made_and_undone() -> None:
     assert (driver.counts, driver.violation) == ((0, 0, 0, 0), "")
 
 
-def test_a_page_says_what_failed() -> None:
+def test_the_page_names_failed_parts() -> None:
     verdicts = [CheckVerdict(PARTS[0], True, 3.0, "9 passed"), CheckVerdict(PARTS[1], False, 1.0, "1 failed")]
     text = page(["- a GPU"], verdicts, [("map", 1.5)], [("inside the device", 900.0)], [("tcp, idle: median", 0.25)])
     assert "| memory | proven | 3 |" in text

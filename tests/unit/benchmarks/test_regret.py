@@ -64,7 +64,7 @@ def test_whether_a_cell_is_saturated_is_not_for_the_judged_policy_to_say() -> No
     assert not is_saturated([run("recompute", 12.0), run("static-pipeline", 2.0)])
 
 
-def test_every_rule_names_what_is_missed() -> None:
+def test_every_violated_rule_is_named() -> None:
     plain = run("recompute", 0.5, tpot_ms=40.0)
     ours = run("drop", 3.0, tpot_ms=60.0, tokens_per_s=900.0)
     assert row(plain, ours).faults("drop") == [
@@ -113,7 +113,7 @@ def test_text_has_every_cell_and_each_policys_worst() -> None:
     assert "drop: 4.00 (cell)" in told
 
 
-def test_predictions_are_judged_by_what_then_happened() -> None:
+def test_predictions_are_judged_by_their_outcomes() -> None:
     decided = [
         {"predicted_s": 2.0, "was_s": 1.0},
         {"predicted_s": 0.0, "was_s": 0.3},  # both waits are short enough to count as equal

@@ -112,7 +112,7 @@ async def test_a_client_that_does_not_read_delays_others_once_and_briefly() -> N
     assert got == list(range(40))
 
 
-async def test_a_request_that_ends_before_its_wave_holds_up_nobody() -> None:
+async def test_a_request_that_ends_before_its_wave_delays_no_other() -> None:
     pacer, loop = Pacer(), asyncio.get_running_loop()
     sends, ends, goes_on = (stream(name, pacer) for name in ("sends", "ends", "goes on"))
     for one in (sends, ends, goes_on):

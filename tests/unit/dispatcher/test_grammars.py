@@ -150,7 +150,7 @@ async def test_a_process_that_ends_before_it_is_ready_is_started_anew(
     assert len(started) == 2
 
 
-def test_its_process_is_polite_before_it_loads_what_takes_long() -> None:
+def test_the_process_lowers_its_priority_before_slow_imports() -> None:
     """Without a low priority, streams would stutter while it starts."""
     code = "import sys, services.dispatcher.grammar_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()

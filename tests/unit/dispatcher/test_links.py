@@ -41,7 +41,7 @@ def link_that_meets(error: Exception, met: list[Event]) -> WorkerLink:
         RuntimeError("unable to perform operation on <TCPTransport closed=True>"),
     ],
 )
-def test_an_error_that_nobody_expects_is_the_loss_of_the_worker(error: Exception) -> None:
+def test_an_unexpected_error_counts_as_the_loss_of_the_worker(error: Exception) -> None:
     met: list[Event] = []
 
     async def story() -> None:

@@ -185,7 +185,7 @@ async def test_lines_of_many_endings_at_once_are_written_a_few_in_each_turn_of_t
     assert [line["request_id"] for line in lines] == [f"r{number}" for number in range(100)]
 
 
-def test_lines_that_nobody_writes_are_bounded() -> None:
+def test_unwritten_log_lines_are_bounded() -> None:
     chronicle = Chronicle(Story("a").core, keep_count=3, log_each=True)
     with structlog.testing.capture_logs() as lines:
         for number in range(9000):

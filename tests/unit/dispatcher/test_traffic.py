@@ -24,7 +24,7 @@ def test_a_steady_rate() -> None:
     assert (found.queued_count, found.queued_tokens) == (3, 40)
 
 
-def test_a_burst_does_not_change_what_is_calm() -> None:
+def test_a_burst_does_not_change_the_calm_rate() -> None:
     steady = [float(second) for second in range(300)]
     burst = [290.0 + i / 20 for i in range(200)]
     found = counted(sorted(steady + burst), 299.9)

@@ -119,7 +119,7 @@ def streamed(pieces: list[str], reason: FinishReason = FinishReason.STOP) -> lis
 
 
 @pytest.mark.parametrize("size", [1, 3, 7, 200])
-def test_a_stream_puts_together_what_a_complete_answer_has(size: int) -> None:
+def test_a_stream_assembles_the_complete_answer(size: int) -> None:
     events = streamed([ANSWER[at : at + size] for at in range(0, len(ANSWER), size)])
     assert events[0]["message"]["usage"] == {"input_tokens": 7, "output_tokens": 0}
     blocks: list[Any] = []

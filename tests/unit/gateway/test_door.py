@@ -153,7 +153,7 @@ async def test_bodies_may_be_packed_and_are_bounded_unpacked() -> None:
     assert (client.status, client.error["code"]) == (415, "unsupported_encoding")
 
 
-async def test_long_answers_are_packed_for_who_takes_them() -> None:
+async def test_long_answers_are_compressed_for_clients_that_accept_it() -> None:
     async def long(_: Call) -> Reply:
         return {"text": "ship " * 10_000}
 

@@ -56,7 +56,7 @@ def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None
     asyncio.run(check())
 
 
-def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_path: Path) -> None:
+def test_after_a_kill_at_any_write_the_next_process_finishes_the_job(tmp_path: Path) -> None:
     """Copies the folder before each write of a job. From every copy, another process must finish the job."""
     folder, images = tmp_path / "whole", list[Path]()
 
@@ -177,7 +177,7 @@ def test_the_process_that_holds_the_lock_is_waited_for_and_named(tmp_path: Path)
     stuck.close()
 
 
-def test_a_cancelled_batch_breaks_its_calls_off_and_keeps_what_it_has(tmp_path: Path) -> None:
+def test_a_cancelled_batch_aborts_its_calls_and_preserves_its_results(tmp_path: Path) -> None:
     async def check() -> None:
         store = stored(tmp_path)
         gateway = ScriptedGateway(5, takes_s=0.3)
@@ -262,7 +262,7 @@ def test_a_bad_file_fails_its_batch_with_the_lines_number(tmp_path: Path) -> Non
     asyncio.run(check())
 
 
-def test_keys_share_what_is_in_flight_and_calls_stay_within_their_bound(tmp_path: Path) -> None:
+def test_keys_share_the_calls_in_flight_which_stay_within_their_limit(tmp_path: Path) -> None:
     class Counting(ScriptedGateway):
         now, most = 0, 0
 

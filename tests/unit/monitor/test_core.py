@@ -184,7 +184,7 @@ def test_a_monitor_that_slept_does_not_blame_the_workers() -> None:
     assert lost(monitor.tell(m.Ticked(62.5, "c"))) == [("w1", 1)]
 
 
-def test_a_standby_takes_nobody_and_a_deposed_monitor_lets_everybody_go() -> None:
+def test_only_the_active_monitor_accepts_streams() -> None:
     standby = Monitor(active=False)
     assert standby.announce(1.0, 1) == [m.CloseStream(1, m.CloseReason.STANDBY)]
     deposed = Monitor()

@@ -339,7 +339,7 @@ def test_the_bound_on_instances_is_a_clear_refusal() -> None:
     tell(story)
 
 
-def test_a_standby_sends_everybody_on() -> None:
+def test_a_standby_redirects_all_callers() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         assert isinstance(await refusal(stub, announce()), NotActive)
         with pytest.raises(grpc.RpcError) as caught:
@@ -350,7 +350,7 @@ def test_a_standby_sends_everybody_on() -> None:
     tell(story, active=False)
 
 
-def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_leadership() -> None:
+def test_a_watcher_gets_the_snapshot_then_events_then_the_end_of_leadership() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         worker = stub.Report()
         await worker.write(announce())

@@ -90,7 +90,7 @@ def test_the_last_word_of_a_stopped_dispatcher_is_reason_enough_where_its_line_d
     assert isinstance(decided("burst", age, "fresh", "fresh", "fresh"), Approved)
 
 
-def test_a_great_lack_that_lasts_is_met_by_need_where_nobody_knows_how_fast_instances_are() -> None:
+def test_without_known_costs_a_lasting_large_shortage_is_met_by_need() -> None:
     planner = Planner(planning=Planning())
     planner.pace, planner.traffic, planner.load = None, STORIES["burst"][0], FULL  # pyright: ignore[reportAttributeAccessIssue]
     planner.start("w0", "w1")

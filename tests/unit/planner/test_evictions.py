@@ -44,7 +44,7 @@ def new_monitor(planner: Planner, hears: Sequence[str] = ()) -> None:
     planner.tell(p.SnapshotEnded(planner.now_s, "c"))
 
 
-def test_a_new_monitor_that_hears_nobody_empties_no_layout() -> None:
+def test_a_new_monitor_without_reports_empties_no_layout() -> None:
     planner = cluster("w1", "w2", "w3")
     epoch = planner.core.layout.epoch
     new_monitor(planner)
@@ -124,7 +124,7 @@ def test_evidence_of_the_monitor_needs_no_probe() -> None:
     assert asked(planner) == []
 
 
-def test_a_planner_that_leads_no_more_suspects_nobody() -> None:
+def test_a_deposed_planner_probes_no_members() -> None:
     planner = cluster("w1", "w2")
     silent(planner, "w1")
     planner.tell(p.LeadershipChanged(planner.now_s, "c", None))

@@ -43,7 +43,7 @@ def prepared(planner: Planner) -> set[str]:
     return {c.member.worker_id for c in calls}
 
 
-def test_a_stopped_member_that_comes_back_is_placed_as_what_it_is() -> None:
+def test_a_returning_member_is_placed_with_the_layers_that_it_holds() -> None:
     planner, pair = paired("w2")
     lose(planner, "w1", "w2", "w0")
     planner.wait(3.0)
@@ -134,7 +134,7 @@ def test_a_step_that_does_not_end_holds_up_no_commit_for_ever() -> None:
     assert "w2[0:4]" in planner.shape
 
 
-def test_an_abort_that_nobody_answers_ends() -> None:
+def test_an_unanswered_abort_ends() -> None:
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -182,7 +182,7 @@ def test_a_journal_that_has_gone_back_behind_a_commit_goes_forward_again() -> No
     assert later.shape == ["w0[0:2]+w1[2:4]"], "the layout can change again"
 
 
-def test_a_layout_that_its_members_contradict_gives_way_to_what_they_are() -> None:
+def test_a_layout_is_corrected_by_its_members_reports() -> None:
     """The planner believes that w1 holds all layers, but w1 keeps reporting only half of them."""
     planner = Planner()
     planner.start("w0", "w1", "w2")

@@ -57,7 +57,7 @@ def test_an_overload_is_not_looked_at_for_ever() -> None:
     assert 20 <= len([c for c in planner.said if isinstance(c, p.ReadLoads)]) <= 28
 
 
-def test_without_comparing_what_lacks_is_dropped() -> None:
+def test_without_comparing_the_shortage_is_dropped() -> None:
     planner = Planner(planning=Planning(compares=False))
     planner.traffic = CALM
     planner.start("w0", "w1")
@@ -65,7 +65,7 @@ def test_without_comparing_what_lacks_is_dropped() -> None:
     assert planner.journal == [Stage.PREPARING]
 
 
-def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves_and_is_looked_at_behind_it() -> None:
+def test_a_burst_after_a_restores_commit_hurries_it_and_is_handled_afterwards() -> None:
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")
@@ -172,7 +172,7 @@ def test_the_shortage_is_logged_if_nothing_is_done() -> None:
     assert {one.shortfall_bytes for one in said} == {7 * EXTENT}
 
 
-def test_a_drop_ends_what_was_predicted_of_nothing_and_one_that_fails_was_never_predicted() -> None:
+def test_a_drop_ends_the_prediction_for_doing_nothing_and_a_failed_one_has_none() -> None:
     planner = Planner(planning=Planning())
     planner.traffic = CALM
     planner.start("w0", "w1")

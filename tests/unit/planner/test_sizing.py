@@ -39,7 +39,7 @@ def go_on(planner: Planner, seconds: float) -> None:
         planner.fire()
 
 
-def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> None:
+def test_half_of_the_instances_stay_in_the_first_minute() -> None:
     planner = Planner(sizing=SizingRules(parks=True))
     planner.load, planner.traffic = IDLE, CALM
     planner.start(*(f"w{number}" for number in range(6)))
@@ -54,7 +54,7 @@ def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> 
     assert any(isinstance(command, Sized) for command in planner.said)
 
 
-def test_a_planner_begins_with_what_the_one_before_has_learnt() -> None:
+def test_a_planner_inherits_the_learnt_values() -> None:
     """The first planner sees two minutes without jumps. A successor that does not inherit this knowledge keeps half of
     the instances.
     """
@@ -205,7 +205,7 @@ def test_a_restore_that_is_wanted_comes_before_a_leave() -> None:
     assert planner.journal[-1] is Stage.PREPARING
 
 
-def test_an_overload_wakes_first_and_what_is_dropped_then_is_compared_with_those_that_wake() -> None:
+def test_an_overload_first_wakes_instances_and_drops_are_compared_with_them() -> None:
     planner = started()
     go_on(planner, 11.0)
     [parked] = away(planner)
@@ -215,7 +215,7 @@ def test_an_overload_wakes_first_and_what_is_dropped_then_is_compared_with_those
     assert standings(planner)[parked] is Standing.WAKING
 
 
-def test_without_parking_the_number_is_told_and_nobody_leaves() -> None:
+def test_without_parking_the_number_is_reported_and_no_instance_leaves() -> None:
     planner = Planner(sizing=SizingRules(advises=True))
     planner.load, planner.traffic = IDLE, CALM
     planner.start(*NAMES)

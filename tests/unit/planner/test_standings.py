@@ -96,7 +96,7 @@ def test_a_request_id_stands_for_one_change() -> None:
     assert [c.request_id for c in planner.said if isinstance(c, p.AnswerChange)] == ["r"]
 
 
-def test_a_new_leader_goes_on_with_what_the_layout_says() -> None:
+def test_a_new_leader_continues_from_the_layout() -> None:
     planner = started("w0", "w1", "w2")
     ask(planner, "w1", away=True)
     ask(planner, "w2", away=True)

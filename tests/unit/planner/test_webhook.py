@@ -95,7 +95,7 @@ def test_undelivered_messages_are_sent_again(monkeypatch: pytest.MonkeyPatch) ->
     assert [count for _, count in receiver.heard] == [2]
 
 
-def test_a_planner_that_leads_again_tells_what_it_wants() -> None:
+def test_a_planner_that_leads_again_sends_its_number() -> None:
     receiver = Receiver()
 
     async def story() -> None:

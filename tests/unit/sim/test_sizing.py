@@ -90,7 +90,7 @@ def test_a_run_ends_as_soon_as_the_goal_is_missed_for_certain() -> None:
 
 
 @pytest.mark.parametrize("least", [1, 3, 10])
-def test_the_search_finds_what_there_is_wherever_it_begins(least: int) -> None:
+def test_the_search_finds_the_result_from_any_start(least: int) -> None:
     for needed in range(least, 41):
         for guess in range(least, 41):
             asked: list[int] = []

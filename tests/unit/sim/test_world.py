@@ -70,7 +70,7 @@ def test_dropping_serves_the_burst_sooner(runs: dict[str, SimRun]) -> None:
     assert runs["recompute"].bubble_fraction is None
 
 
-def test_the_first_token_of_a_lone_request_takes_what_the_machine_takes() -> None:
+def test_the_ttft_of_a_lone_request_follows_from_the_machine() -> None:
     lone = world(arrivals=[Arrival(0.0, 1000, 3)]).run().records[0]
     # 2 FLOPs for each of 12.7 G parameters and 1,000 tokens at 0.72 of 312 TFLOPS, plus attention.
     assert lone.token_times_s[0] == pytest.approx(0.125, rel=0.1)
@@ -267,7 +267,7 @@ def p50_tpot_s(run: SimRun) -> float:
 
 @pytest.mark.rotating(2)
 @pytest.mark.parametrize(("policy", "beyond"), [("recompute", 0.1), ("static-pipeline", 0.25)])
-def test_at_overload_tokens_take_what_they_may_and_requests_wait_instead(policy: str, beyond: float) -> None:
+def test_under_overload_tokens_meet_their_target_and_requests_wait(policy: str, beyond: float) -> None:
     """More requests arrive than the instances can compute, but memory suffices for all."""
     free, bound = (with_target(policy, it, burst(base_per_s=9.0), "2xA100-80G") for it in (None, 0.06))
     assert p50_tpot_s(free) > 0.07

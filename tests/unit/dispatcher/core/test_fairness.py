@@ -116,7 +116,7 @@ def test_a_class_that_has_waited_takes_turns_with_the_one_above() -> None:
     assert len({tracked.serial for tracked in made.backlog}) == len(made.backlog)
 
 
-def test_a_slice_is_what_would_be_served_in_that_order() -> None:
+def test_a_slice_has_the_order_of_service() -> None:
     rng = random.Random(3)
     for _ in range(30):
         made = Waiting(lift_s=5.0)

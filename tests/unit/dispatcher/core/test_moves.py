@@ -57,7 +57,7 @@ def test_moves_pass_by_backlog_room_and_holds() -> None:
     assert story.move("a", "r", "b").places[:1] == [("r", "b")]
 
 
-def test_a_draining_worker_gets_what_was_handed_over_to_it() -> None:
+def test_a_draining_worker_gets_requests_handed_over_to_it() -> None:
     story = Story("a", "b")
     story.submit("r")
     story.adopt(key("a"), key("b"), draining=[key("b")])

@@ -175,7 +175,7 @@ def test_the_one_that_has_waited_the_longest_since_it_was_preempted_is_asked_bac
     assert [asked.handle for asked in asked_back(story, "a")] == [story.handle_of("late")]
 
 
-def test_between_two_full_workers_what_was_preempted_goes_to_and_fro_less_and_less() -> None:
+def test_recalls_between_two_full_workers_become_rarer() -> None:
     """Each worker reports room until the request arrives, and preempts it at once."""
     story = preempted_on_a()
     asked_after_s: list[float] = []
@@ -192,7 +192,7 @@ def test_between_two_full_workers_what_was_preempted_goes_to_and_fro_less_and_le
 
 
 @pytest.mark.parametrize("how", ["ends", "is given back", "moves", "is withdrawn", "is lost"])
-def test_nothing_is_left_behind_by_what_was_preempted_and_leaves(how: str) -> None:
+def test_an_ended_preempted_request_leaves_no_state(how: str) -> None:
     story = preempted_on_a()
     [worker] = [worker for worker in story.core.fleet if worker.key == key("a")]
     assert list(worker.preempted) == [story.handle_of("late")]

@@ -46,7 +46,7 @@ def chosen(
     return None if found is None else found.worker_id
 
 
-def test_freeness_is_what_is_left_for_each_running_request() -> None:
+def test_freeness_is_the_free_memory_per_running_request() -> None:
     assert freeness(view(used_block_count=20, running_count=4)) == 20.0
     assert freeness(view(used_block_count=20, running_count=0)) == 80.0
 
@@ -114,7 +114,7 @@ def test_a_full_worker_takes_only_a_short_queue() -> None:
     assert not has_place(view("a", **full, waiting_count=2), RULES)
 
 
-def test_room_to_grow_is_looked_for_and_nobody_waits_for_it() -> None:
+def test_room_to_grow_is_preferred_but_not_waited_for() -> None:
     nearly_full, has_room = view("a", used_block_count=99), view("b", used_block_count=98, running_count=4)
     assert chosen([nearly_full, has_room], tokens=16, growth=0) == "a"
     assert chosen([nearly_full, has_room], tokens=16, growth=16) == "b"

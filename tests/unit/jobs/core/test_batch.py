@@ -30,7 +30,7 @@ def test_all_lines_have_results() -> None:
     assert done.at_s == {BatchState.IN_PROGRESS: 11.0, BatchState.FINALIZING: 21.0, BatchState.COMPLETED: 22.0}
 
 
-def test_a_window_that_is_over_keeps_what_has_ended() -> None:
+def test_an_expired_batch_preserves_its_results() -> None:
     one = sending().counted(1, 0)
     assert one.due(3609.9, calls=2) is one
     over = one.due(3610.0, calls=2)

@@ -335,7 +335,7 @@ def test_pairs_that_are_full_become_fours() -> None:
     assert [len(group.members) for group in plan.groups] == [4, 4]
 
 
-def test_parameters_come_back_when_that_makes_nobody_wait() -> None:
+def test_parameters_are_restored_if_no_request_has_to_wait() -> None:
     snapshot = pairs(BLOCKS // 4)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
@@ -363,7 +363,7 @@ def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> 
     assert compare_restore(snapshot, Running(256, 0), calm, PACE, restored, strict).chosen.name == "stay"
 
 
-def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pipeline_that_dissolves() -> None:
+def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> None:
     """Afterwards there is room. Until then, dissolving pipelines hold memory that is not available to other
     requests.
     """
@@ -518,7 +518,7 @@ def test_bubbles_grow_with_the_stages() -> None:
     assert shares[-1] < 0.3
 
 
-def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
+def test_absurd_costs_take_no_longer_to_compare() -> None:
     """The predicted waits are so long that adjacent floats are more than a millisecond apart."""
     snapshot = alone(["w0", "w1"], used=5, waiting=5)
     endless = replace(PACE, cost=PACE.cost.scaled(1e18))

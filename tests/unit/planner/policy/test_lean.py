@@ -36,7 +36,7 @@ def test_a_nearly_full_instance_migrates_its_smallest_request() -> None:
     assert relieve([HeldRequest(0, (990,)), HeldRequest(1, (300,))], C) == []
 
 
-def test_no_moves_of_a_thousand_random_clusters_do_what_they_must_not() -> None:
+def test_moves_of_a_thousand_random_clusters_keep_the_invariants() -> None:
     for seed in range(1000):
         rng = random.Random(seed)
         instances: list[HeldRequest] = []

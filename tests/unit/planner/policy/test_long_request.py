@@ -45,7 +45,7 @@ def test_the_least_loaded_become_the_smallest_group_that_holds_it() -> None:
     assert group_for(snapshot, need(1000)) is None
 
 
-def test_a_pipeline_gets_what_it_lacks() -> None:
+def test_a_pipeline_that_is_too_small_gets_another_member() -> None:
     pair = group(SHAPE, stage("a", 0, 4, SHAPE), stage("b", 4, 8, SHAPE))
     lone = group(SHAPE, stage("c", 0, 8, SHAPE))
     snapshot = Snapshot(SHAPE, (pair, lone))

@@ -23,7 +23,7 @@ def named(layout: Layout, most: int) -> dict[str, str]:
     return {str(m.worker_id): "".join(p.worker_id for p in ps) for m, ps in likely_partners(layout, most)}
 
 
-def test_in_a_small_cluster_everybody_is_named() -> None:
+def test_in_a_small_cluster_all_workers_are_partners() -> None:
     assert named(layout("a", "b", "c"), 8) == {"a": "bc", "b": "ac", "c": "ba"}
 
 

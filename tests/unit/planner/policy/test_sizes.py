@@ -56,7 +56,7 @@ def test_the_requests_of_a_leaving_unlike_instance_count_on_the_others() -> None
 
 
 @pytest.mark.parametrize(("used", "leaves"), [(0.3, True), (0.42, False)])
-def test_memory_is_kept_for_what_nobody_predicts(used: float, leaves: bool) -> None:
+def test_memory_is_reserved_for_unpredicted_demand(used: float, leaves: bool) -> None:
     """Usage of 0.3 on eight instances is 0.34 on seven; 0.42 is 0.48."""
     assert (sized(EIGHT, used, quiet(1.0)).chosen.candidate.added < 0) is leaves
 

@@ -67,7 +67,7 @@ def test_a_small_device_takes_fewer_layers_when_time_allows() -> None:
     assert layers[WorkerId("a")] < layers[WorkerId("b")]
 
 
-def test_merging_pipelines_keeps_everybody_on_layers_it_holds() -> None:
+def test_in_merged_pipelines_members_execute_layers_that_they_hold() -> None:
     shape = model(8)
     members = [stage("a", 0, 4, shape), stage("b", 4, 8, shape), stage("c", 0, 3, shape), stage("d", 3, 8, shape)]
     found = Splitter(shape).split([SplitMember(m, 7) for m in members])

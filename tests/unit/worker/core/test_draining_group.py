@@ -110,7 +110,7 @@ def test_requests_wait_for_memory_that_the_pipeline_releases_soon() -> None:
         assert leader.step()
 
 
-def test_load_is_what_there_is_for_who_comes() -> None:
+def test_the_load_report_shows_the_room_for_new_requests() -> None:
     leader = dissolving("old", "other")
     home_blocks, place_count = 2 * OWN_BLOCKS, leader.core.group_scheduler.scheduler.max_running_count
     leader.feed(w.CapacityChanged(leader.at_s, OWN_BLOCKS, before_block_count=home_blocks))
@@ -197,7 +197,7 @@ def test_sequences_handed_over_as_tokens_may_arrive_during_a_batch() -> None:
         heir.core.handle(w.Adopted(heir.at_s, (replace(from_elsewhere(snapshot), computed_tokens=1),)))
 
 
-def test_the_leaving_lane_has_less_room_and_who_gives_way_waits_in_it() -> None:
+def test_the_leaving_lane_shrinks_and_preempted_sequences_wait_in_it() -> None:
     leader = dissolving("old", "other")
     leader.feed(w.OfLeaving(leader.at_s, w.CapacityChanged(leader.at_s, 2, before_block_count=32)))
     group_scheduler = leader.core.leaving

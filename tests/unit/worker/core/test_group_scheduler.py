@@ -90,7 +90,7 @@ def test_the_owner_is_notified_of_a_sequence_that_outgrew_the_cache() -> None:
     assert owner.ended == [1]
 
 
-def test_in_a_cache_that_shrinks_who_is_too_big_ends_before_anybody_is_preempted() -> None:
+def test_in_a_shrinking_cache_oversized_sequences_end_before_any_preemption() -> None:
     owner = Owner(8)
     large, small = owner.enter(1, 12), owner.enter(2, 3)
     owner.step()
@@ -116,7 +116,7 @@ def test_an_ended_sequence_holds_its_blocks_until_its_kv_has_arrived() -> None:
     assert owner.group_scheduler.reserved_block_count == 0
 
 
-def test_a_group_of_more_stages_takes_more_batches_and_knows_nobody_yet() -> None:
+def test_a_group_of_more_stages_takes_more_batches_and_has_no_sequences_yet() -> None:
     owner = Owner(16)
     one, two = owner.enter(1, 3), owner.enter(2, 3)
     owner.step()

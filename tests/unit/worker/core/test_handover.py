@@ -66,7 +66,7 @@ def test_removals_are_sent_before_a_handover() -> None:
     assert [type(c) for c in commands] == [w.Emit, w.Removed, w.HandedOver]
 
 
-def test_a_follower_refuses_what_is_new_and_does_not_adopt() -> None:
+def test_a_follower_refuses_new_requests_and_adopts_none() -> None:
     leader, snapshots = handed_over()
     leader.feed(w.RoleChanged(leader.at_s, leads=False))
     ending = leader.heard(leader.submit("new"))[2]
@@ -257,7 +257,7 @@ def test_a_request_that_waits_for_its_kv_can_leave(way: str) -> None:
 
 @pytest.mark.parametrize("travels", [False, True])
 @pytest.mark.parametrize("aborted", [False, True])
-def test_kv_that_nobody_asks_for_is_freed_after_a_time(aborted: bool, travels: bool) -> None:
+def test_unclaimed_kv_is_freed_after_a_time(aborted: bool, travels: bool) -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2)
     if aborted:
@@ -293,7 +293,7 @@ def test_a_request_that_has_nothing_left_to_do_frees_its_kv() -> None:
     assert (leader.core.kept_count, reserved(leader)) == (0, 0)
 
 
-def test_kv_without_a_request_gives_way_like_what_runs() -> None:
+def test_unclaimed_kv_is_preempted_like_running_sequences() -> None:
     _, snapshots = handed_over(steps=3)
     leader = Leader(ordinal=2, block_count=4)
     leader.submit("old")

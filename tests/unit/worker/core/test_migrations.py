@@ -331,7 +331,7 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
     ]
 
 
-def test_a_group_that_is_lost_gives_back_what_has_not_been_handed_over() -> None:
+def test_a_lost_group_returns_only_sequences_that_were_not_handed_over() -> None:
     coming, state = to_a_pair(), m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     assert coming.abandon("w3 is gone") == [m.Say(W1, m.Off(MIGRATION, "w3 is gone"))]
     assert landed(coming, 0.2, KvRange(0, 5, 25), W2) == []  # a transfer for the lost group
@@ -353,7 +353,7 @@ def test_the_shortest_of_the_lowest_class_goes_first() -> None:
     assert choose_departure(candidates, 2) is None
 
 
-def test_the_longest_goes_first_where_memory_is_what_lacks() -> None:
+def test_the_longest_sequence_goes_first_if_memory_is_short() -> None:
     candidates = [Decoding(1, 1, 10, 3), Decoding(2, 2, 90, 23), Decoding(3, 2, 40, 10)]
     assert choose_departure(candidates, 100, longest=True) == candidates[1]
     assert choose_departure(candidates, 16, longest=True) == candidates[1], "may exceed the block budget by half"

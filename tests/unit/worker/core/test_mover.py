@@ -302,7 +302,7 @@ def test_compaction_makes_the_remaining_blocks_contiguous_and_unchanged(seed: in
         assert used_end == sum(len(book.table(sequence_id)) for sequence_id in left)
 
 
-def test_a_place_that_nobody_waits_for_is_seen() -> None:
+def test_a_destination_that_is_not_awaited_is_detected() -> None:
     """Otherwise KV for an abandoned exchange would be written into blocks that belong to another sequence by then."""
     stands = Stands()
     stands.expect(SEQUENCE, 70)

@@ -91,7 +91,7 @@ def test_waiting_requests_need_a_common_prefix_once() -> None:
     assert load.prompt_token_count == 100 * 2
 
 
-def test_the_tail_of_what_was_used_least_recently_goes_first() -> None:
+def test_the_tail_of_the_least_recently_used_prefix_is_evicted_first() -> None:
     driver = driver_of(block_count=20)
     old, new = tokens(17), tokens(17, first=3)
     run(driver, old)
@@ -117,7 +117,7 @@ def test_blocks_used_only_offline_are_evicted_first() -> None:
     assert run(driver, tokens(17)) == 16, "use by offline work must not make them go first"
 
 
-def test_a_preempted_sequence_computes_only_what_was_given_up() -> None:
+def test_a_preempted_sequence_recomputes_only_evicted_blocks() -> None:
     driver = driver_of(block_count=8, max_model_len=64)
     first = driver.submit(tokens(12), greedy(16), priority=PriorityClass.INTERACTIVE)
     second = driver.submit(tokens(8, first=5), greedy(12))

@@ -180,7 +180,7 @@ def test_sharing_survives_the_change_of_a_group_and_ends_with_the_sequences() ->
     assert index.retained_count > 0, "blocks computed since the change are cached again"
 
 
-def test_a_sequence_that_waits_keeps_what_it_shares_with_one_that_ends() -> None:
+def test_a_waiting_sequence_holds_blocks_shared_with_an_ended_one() -> None:
     driver = two_alike()
     group = driver.core.group_scheduler
     victims = group.own_victims(A)

@@ -71,7 +71,7 @@ def test_a_stop_string_that_ends_behind_min_tokens_counts_wherever_it_begins() -
 
 
 @pytest.mark.parametrize("include", [False, True])
-def test_end_of_sequence_shows_what_was_held_back_and_its_own_text_only_if_included(include: bool) -> None:
+def test_end_of_sequence_releases_held_text_and_its_own_only_if_included(include: bool) -> None:
     stop = rule(stop=("xyz",), include_stop_str_in_output=include)
     assert stop.take(1, 1, "ab x") == "ab "
     assert stop.take(9, 2, "</s>") == ("x</s>" if include else "x")
@@ -95,7 +95,7 @@ def test_end_of_sequence_within_min_tokens_goes_on() -> None:
     assert stop.finish_reason is FinishReason.STOP
 
 
-def test_the_length_ends_it_and_shows_what_was_held_back() -> None:
+def test_the_maximum_length_ends_the_text_and_releases_held_text() -> None:
     stop = rule(stop=("zz",), max_tokens=2)
     assert take_all(stop, ["a", "z"]) == ["a", "z"]
     assert stop.finish_reason is FinishReason.LENGTH
@@ -119,7 +119,7 @@ def test_a_resumed_text_is_not_sent_again_and_its_held_end_still_matches() -> No
     assert text.feed("D!", True) == ("", "END")
 
 
-def test_a_stop_string_in_what_an_earlier_attempt_passed_does_not_count_again() -> None:
+def test_a_stop_string_that_an_earlier_attempt_passed_does_not_count_again() -> None:
     text = StopText(("b",), False, "ab", delivered_chars=1)
     assert text.feed("c", True) == ("bc", None)
 

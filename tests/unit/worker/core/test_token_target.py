@@ -47,7 +47,7 @@ def test_sequences_waiting_for_a_target_are_admitted_in_order() -> None:
     made.assert_empty()
 
 
-def test_the_strictest_of_those_that_run_decides_who_waits() -> None:
+def test_the_strictest_running_target_decides_which_sequences_wait() -> None:
     classes = {PriorityClass.INTERACTIVE: Targets(tpot_s=0.0125), PriorityClass.DEFAULT: Targets(tpot_s=0.0145)}
     made = driver(64, TokenTarget(math.inf, lambda: COST), Harvest(targets=classes), max_batch_tokens=64)
     for _ in range(6):

@@ -51,7 +51,7 @@ def test_a_sequence_is_described_only_in_its_first_batch() -> None:
     assert (third.batch.added, third.batch.removed) == ((), (2,))
 
 
-def test_when_nothing_follows_the_engine_is_told_at_once_what_to_forget() -> None:
+def test_removals_are_sent_at_once_if_no_batch_follows() -> None:
     made = driver()
     made.submit(prompt(3), greedy(1))
     made.want_batch()
@@ -245,7 +245,7 @@ def test_a_request_that_can_never_fit_is_turned_away_at_once() -> None:
     assert "16 tokens and the next one need 5 KV blocks of 4 tokens, this worker has 4" in ending(made, key).error
 
 
-def test_a_request_that_outgrows_the_whole_cache_ends_as_an_error_and_harms_nobody() -> None:
+def test_a_request_that_outgrows_the_cache_ends_with_an_error_and_affects_no_other() -> None:
     made = driver(block_count=4, block_tokens=4)
     big = made.submit(prompt(10), greedy(40))
     other = made.submit(prompt(3), greedy(4))
@@ -315,7 +315,7 @@ def test_a_preempted_request_is_not_turned_away_by_a_full_line() -> None:
         ((1,), SamplingParams(temperature=1.0), "sampling.seed"),
     ],
 )
-def test_a_bad_request_is_answered_with_what_is_wrong_and_where(
+def test_a_bad_request_is_refused_with_field_and_reason(
     token_ids: tuple[int, ...], sampling: SamplingParams, why: str
 ) -> None:
     made = driver()
@@ -335,7 +335,7 @@ def test_the_engine_always_gets_a_seed() -> None:
     assert [new.sampling.seed for new in execute.batch.added] == [0, -4]
 
 
-def test_text_is_asked_for_only_where_somebody_needs_it() -> None:
+def test_text_is_requested_only_if_needed() -> None:
     made = driver()
     made.submit(prompt(3), greedy(1), wants_text=False)
     made.submit(prompt(3), greedy(1, stop=("x",)), wants_text=False)

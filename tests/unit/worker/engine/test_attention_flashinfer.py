@@ -93,7 +93,7 @@ def test_the_arguments_for_flashinfer_give_the_cpus_results(
 
 @pytest.mark.gpu
 @cases
-def test_on_a_gpu_it_gives_what_the_cpu_gives(
+def test_on_a_gpu_flashinfer_equals_the_cpu(
     shares: list[tuple[int, int]], heads: Heads, dtype: torch.dtype, block_tokens: int
 ) -> None:
     pytest.importorskip("flashinfer")

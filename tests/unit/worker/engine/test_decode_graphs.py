@@ -36,7 +36,7 @@ pytest.importorskip("triton")
 
 
 @pytest.mark.rotating
-def test_replays_use_what_was_recorded_and_a_drop_records_its_layers_alone() -> None:
+def test_replays_use_recorded_memory_and_a_drop_records_only_its_layers() -> None:
     """Runs in its own process, since Triton decides on import whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.replayed_graphs"]
     subprocess.run(command, check=True, timeout=200, env=os.environ | {"TRITON_INTERPRET": "1"})
@@ -53,7 +53,7 @@ def attention(device: torch.device, config: ModelConfig, dtype: torch.dtype, nam
     return CudaAttention(config.head_count, config.kv_head_count, config.head_dim, dtype, device)
 
 
-def test_a_device_that_does_not_record_is_told_with_what_to_set(
+def test_a_device_that_cannot_record_is_reported_with_a_remedy(
     model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(launch: Callable[[], None]) -> Callable[[], None]:

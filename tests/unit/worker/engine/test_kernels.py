@@ -28,7 +28,7 @@ def test_values_set_by_the_operator_stay() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
-def test_no_row_depends_on_what_is_behind_it(model_dir: Path, dtype: str) -> None:
+def test_no_row_depends_on_later_rows(model_dir: Path, dtype: str) -> None:
     """A padded batch gives the same rows as an unpadded one that ends with tokens of another sequence."""
     with load_engine(model_dir, dtype=dtype, device_memory_bytes=16 << 20) as engine:
         rng = random.Random(2)

@@ -40,7 +40,7 @@ TYPE_OF = {
 
 
 @pytest.mark.rotating
-def test_interpreted_it_draws_what_the_cpu_draws() -> None:
+def test_the_interpreted_sampler_draws_the_cpus_tokens() -> None:
     """Runs in its own process, since Triton decides on import whether it compiles or interprets."""
     command = [sys.executable, "-W", "ignore", "-m", "tests.unit.worker.engine.interpreted_sampler"]
     subprocess.run(command, check=True, timeout=300, env=os.environ | {"TRITON_INTERPRET": "1"})

@@ -119,7 +119,7 @@ def test_loading_and_steps_launch_on_the_engines_stream(model_dir: Path, as_on_a
     assert len(as_on_a_gpu.made) == 1
 
 
-def test_the_largest_steps_run_there_so_that_what_they_take_is_kept_for_those_that_follow(
+def test_the_largest_steps_run_on_the_engines_stream_and_later_steps_reuse_their_memory(
     model_dir: Path, driver: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Rehearsed(Exception):
@@ -135,7 +135,7 @@ def test_the_largest_steps_run_there_so_that_what_they_take_is_kept_for_those_th
         load_engine(model_dir, device_memory_bytes=None, device="cuda:1", largest=Largest(tokens=8, sequences=2))
 
 
-def test_checksums_of_what_is_loaded_are_read_behind_what_fills_it(
+def test_checksums_are_read_after_the_copies_that_load_the_layer(
     model_dir: Path, as_on_a_gpu: Driver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     read_by: dict[str, Stream | None] = {}

@@ -42,9 +42,7 @@ def change(folder: Path, into: Path, **values: Any) -> Path:
     return into
 
 
-def test_our_classes_compute_what_they_know_as_far_as_a_window_reaches(
-    tiny: Path, experts: Path, tmp_path: Path
-) -> None:
+def test_our_classes_serve_supported_models_up_to_the_window(tiny: Path, experts: Path, tmp_path: Path) -> None:
     assert own_config(tiny, "auto") is not None
     assert own_config(tiny, "transformers") is None
     assert own_config(experts, "auto") is None

@@ -217,7 +217,7 @@ def test_a_peer_that_joins_without_end_takes_a_bounded_number_of_places(pair: Pa
     assert mine.is_up
 
 
-def test_a_frame_that_is_larger_than_what_is_posted_is_refused_and_ends_nothing_else(pair: Pair) -> None:
+def test_a_frame_larger_than_the_posted_receive_ends_only_its_connection(pair: Pair) -> None:
     [mine, theirs] = pair.connect(1)
     assert isinstance(theirs.connection, ChannelConnection)
     assert theirs.connection._channels is not None

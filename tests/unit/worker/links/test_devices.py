@@ -163,9 +163,7 @@ def test_kv_that_goes_with_a_message_is_taken_from_one_device_to_the_other(ends:
 
 
 @pytest.mark.parametrize("ends", ["tcp"], indirect=True)
-def test_words_do_not_wait_for_what_is_still_computed_and_activations_keep_their_order(
-    ends: Ends, copies: DeviceCopies
-) -> None:
+def test_messages_do_not_wait_for_computations_and_activations_stay_in_order(ends: Ends, copies: DeviceCopies) -> None:
     copies.held = []
     link = ends.links[0]
     sent = [link.send(TrafficClass.ACTIVATION, HIDDEN, stream=1, tensor=on_device(torch.ones(9)))]
@@ -220,7 +218,7 @@ def test_only_hidden_states_are_wanted_on_the_device() -> None:
         ("nccl", "cuda", True, "nccl"),
     ],
 )
-def test_links_are_carried_by_what_suits_the_memory(
+def test_the_transport_of_links_follows_from_the_memory(
     said: str, device: str, has_nccl: bool, carrier: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: has_nccl)

@@ -182,7 +182,7 @@ def test_torch_knows_these_switches_by_these_names() -> None:
 
 
 @pytest.mark.parametrize(("devices", "refused"), [(["GPU-1", "GPU-1"], 2), (["GPU-1", "GPU-2"], 0)])
-def test_two_workers_on_one_gpu_are_told_what_to_do(devices: list[str], refused: int) -> None:
+def test_two_workers_on_one_gpu_get_an_error_with_a_remedy(devices: list[str], refused: int) -> None:
     store, told = HashStore(), list[str]()
 
     def come(rank: int) -> None:

@@ -34,7 +34,7 @@ def test_more_are_in_flight_while_no_activations_flow() -> None:
     assert sizes().window_for(activations_flow=False) == 4
 
 
-def test_the_speed_follows_what_is_measured() -> None:
+def test_the_speed_follows_measurements() -> None:
     chunks = sizes(rate=1e9)
     for _ in range(8 * 16):
         chunks.moved(100_000, 0.001)

@@ -212,7 +212,7 @@ def test_a_window_is_opened_when_all_is_there_for_it() -> None:
         memory.check()
 
 
-def test_check_finds_a_window_that_nobody_uses() -> None:
+def test_check_finds_an_unused_window() -> None:
     with open_small(HostBackend()) as memory:
         memory.make_room_for_layers([], block_count=0)
         memory.open_window()
@@ -252,7 +252,7 @@ def test_an_extent_size_of_the_operators_choice_must_be_mappable() -> None:
         DeviceMemory.open(HostBackend(), budget_bytes=1 << 20, layers=[], others={}, kv_shape=shape, extent_bytes=5000)
 
 
-def test_a_parked_device_has_only_what_is_no_layer_and_is_whole_again_when_woken() -> None:
+def test_a_parked_device_holds_no_layers_and_is_whole_once_woken() -> None:
     backend = HostBackend()
     with open_small(backend) as memory:
         for layer in range(LAYERS):
@@ -275,7 +275,7 @@ def test_a_parked_device_has_only_what_is_no_layer_and_is_whole_again_when_woken
             assert memory.report() == before
 
 
-def test_a_device_whose_memory_somebody_else_has_taken_stays_parked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_whose_memory_another_process_took_stays_parked(monkeypatch: pytest.MonkeyPatch) -> None:
     with open_small(HostBackend()) as memory:
         memory.park()
         with monkeypatch.context() as patched:

@@ -65,7 +65,7 @@ def test_the_kernel_fits_into_registers(capability: int, tmp_path: object, monke
         assert done.registers <= 80
 
 
-def test_interpreted_it_is_what_the_host_computes() -> None:
+def test_the_interpreted_checksum_equals_the_hosts() -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
         [sys.executable, "-c", f"from {__name__} import compare; compare('cpu')"],
@@ -79,7 +79,7 @@ def test_interpreted_it_is_what_the_host_computes() -> None:
 
 
 @pytest.mark.gpu
-def test_on_the_device_it_is_what_the_host_computes() -> None:
+def test_on_the_device_the_checksum_equals_the_hosts() -> None:
     compare("cuda")
     data = torch.randint(0, 256, (1_000_003,), dtype=torch.uint8)
     assert mixed(data.to("cuda")) == mixed(data)

@@ -114,7 +114,7 @@ def test_old_contents_of_an_extent_do_not_affect_the_checksum(memory: DeviceMemo
     assert memory.parameters.layer_checksum(1) == before
 
 
-def test_a_dropped_layer_is_refused_to_all_who_ask(memory: DeviceMemory) -> None:
+def test_access_to_a_dropped_layer_is_refused(memory: DeviceMemory) -> None:
     memory.parameters.drop([1])
     assert memory.parameters.held_layers == (0, 2, 3)
     for ask in (

@@ -52,7 +52,7 @@ def filled(copy: SharedCopy, name: str, like: list[torch.Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(blank, like, strict=True))
 
 
-def test_the_second_maps_what_the_first_has_made(tmp_path: Path) -> None:
+def test_the_second_worker_maps_the_copy_of_the_first(tmp_path: Path) -> None:
     first = made(tmp_path)
     second = open_copy(tmp_path, "model")
     assert isinstance(second, SharedCopy)

@@ -8,7 +8,7 @@ def view(remaining_tokens: int, rank: int = 1) -> PrefillView:
     return PrefillView(rank=rank, computed_tokens=0, remaining_tokens=remaining_tokens)
 
 
-def test_one_prompt_gets_what_the_decodes_leave() -> None:
+def test_one_prompt_gets_the_tokens_that_decodes_leave() -> None:
     assert chunk_prefills(10, [view(1000)], 64) == [54]
 
 

@@ -18,7 +18,7 @@ from services.worker.policy.leaving import over_at_s, tightened
         (40, 60, 4, 40),  # never more than the limit
     ],
 )
-def test_a_group_keeps_what_it_holds_and_a_little_to_grow_in_eighths(
+def test_a_group_retains_its_held_blocks_and_some_growth_in_eighths(
     limit: int, reserved: int, running: int, kept: int
 ) -> None:
     assert tightened(limit, 80, reserved, running, 128) == kept

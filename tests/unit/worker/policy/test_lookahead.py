@@ -93,7 +93,7 @@ def test_a_lone_prompt_keeps_all_stages_busy() -> None:
     assert [seen.candidates[0].dispatched_tokens for seen, _ in formed] == [sum(counts[:i]) for i in range(4)]
 
 
-def test_decodes_are_spread_by_what_they_cost() -> None:
+def test_decodes_are_spread_according_to_their_cost() -> None:
     candidates = [decode(50_000), *(decode(50, step_id=1) for _ in range(5))]
     (_, first), (_, second) = rounds(candidates, 2, 2)
     assert [i for i, _ in first] == [0]

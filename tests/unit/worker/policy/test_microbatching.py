@@ -50,7 +50,7 @@ def test_sequences_without_a_block_are_left_out() -> None:
 
 
 @given(st.integers(2, 8), st.integers(0, 64), st.lists(st.integers(2, 400), max_size=9), st.integers(1, 64))
-def test_the_shares_of_all_stages_together_leave_nobody_out(
+def test_the_shares_of_all_stages_include_every_sequence(
     stages: int, decode_count: int, lengths: list[int], places: int
 ) -> None:
     decode_count = min(decode_count, places * stages)

@@ -57,7 +57,7 @@ def test_the_cost_of_all_layers_follows_from_executed_ones() -> None:
     assert online.of_layers(8) == half.scaled(2.0)
 
 
-def test_the_profile_is_what_it_starts_with() -> None:
+def test_the_model_starts_with_the_profile() -> None:
     assert entered().current() == LOADED
     assert entered(None).current() is None
 
@@ -110,7 +110,7 @@ def test_a_stall_now_and_then_changes_little() -> None:
         assert off_by(online.current(), LOADED, chunks) == pytest.approx(0, abs=0.05)
 
 
-def test_another_shape_starts_from_the_profile_else_from_what_was_known_of_the_last_one() -> None:
+def test_another_shape_starts_from_the_profile_or_else_from_the_last_shape() -> None:
     online = entered()
     run(online, LOADED.scaled(2.0), 200)
     online.enter(HALF)

@@ -24,7 +24,7 @@ def test_set_limits_hold_and_others_are_adapted() -> None:
     assert step_limits(79 * GIB, sequences=8, tokens=9000, queued=3) == StepLimits(8, 9000, 3)
 
 
-def test_the_log_says_what_limits() -> None:
+def test_the_log_names_the_limits() -> None:
     limits = StepLimits(256, 2048, 256)
     said = limiting_factor(limits, 300_000, 8192)
     assert said == (

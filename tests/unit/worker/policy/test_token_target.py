@@ -40,7 +40,7 @@ def test_a_pipeline_computes_a_microbatch_for_each_stage_between_two_tokens(stag
 
 
 @given(st.integers(1, 300), st.integers(0, 5000))
-def test_a_step_of_decodes_takes_what_the_cost_model_says(count: int, prefix_tokens: int) -> None:
+def test_a_step_of_decodes_takes_the_cost_models_time(count: int, prefix_tokens: int) -> None:
     chunks = [Chunk(prefix_tokens, 1)] * count
     assert FULL.decodes_s(count, count * prefix_tokens) == pytest.approx(FULL.batch_cost_s(chunks))
     now = Decoders(count, count * prefix_tokens)
