@@ -192,7 +192,7 @@ def test_no_field_is_ignored_that_changes_an_answer(outcomes: dict[str, dict[str
         assert set(found.values()) == {"followed", "refused", "ignored"}, found
 
 
-def test_the_page_says_what_came_of_each(outcomes: dict[str, dict[str, str]]) -> None:
+def test_the_page_lists_the_outcome_of_every_field(outcomes: dict[str, dict[str, str]]) -> None:
     if "BALLAST_WRITE_FIELDS" in os.environ:
         PAGE.write_text(page_of(outcomes))
     assert PAGE.read_text() == page_of(outcomes), "BALLAST_WRITE_FIELDS=1 writes it"
