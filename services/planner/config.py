@@ -48,7 +48,7 @@ class PlannerSettings(ServiceSettings):
     park: bool = False
     """Whether idle instances are parked automatically, and woken before they are needed."""
     least_instances: int = Field(default=1, ge=1)
-    """With park: minimum number of serving instances."""
+    """With park: minimum number of serving instances, even without demand."""
     park_dwell_s: float = Field(default=10.0, ge=0)
     """With park: seconds for which one instance fewer must suffice before one is parked; at least twice the wake
     time."""
