@@ -85,7 +85,9 @@ def make_requests() -> list[Request]:
 
 
 def with_stops(index: int, request: Request, free: Answer) -> Request:
-    """The request with stop strings and stop tokens taken from its own output: early, late, and across tokens."""
+    """The request with stop strings and stop tokens taken from its own output, near its beginning or end, or spanning
+    several tokens.
+    """
     text, tokens, place = free.text, free.token_ids, 2 + index % 15
     include = index % 2 == 0
     match index % 4:

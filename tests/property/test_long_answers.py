@@ -51,7 +51,9 @@ def beside_long_answers(seed: int) -> list[Arrival]:
 
 
 def restore_beside_long_answers(seed: int) -> float:
-    """Checks that no member is declared lost for waiting. Returns the longest time between two tokens, in seconds."""
+    """Checks that no member counts as lost because it waits. Returns the longest time between two tokens, in
+    seconds.
+    """
     wanted = replace(options(cluster="2xA100-40G", check_every=20_000), model=find_model("Qwen2.5-14B"))
     run = World(wanted, beside_long_answers(seed)).run()
     assert all(record.outcome is Outcome.FINISHED for record in run.records)

@@ -237,7 +237,7 @@ class Story:
         marks: Sequence[int] = (),
         incarnation: int = 1,
     ) -> Answer:
-        """`tokens` are by request name. Unless `seen_handle` is given, the report covers every placement."""
+        """`tokens`: new tokens by request name. Unless `seen_handle` is given, the report covers every placement."""
         by_handle = {self.handle_of(name): ids for name, ids in (tokens or {}).items()}
         return self.raw_step(
             worker,

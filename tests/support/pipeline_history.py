@@ -76,7 +76,7 @@ class History:
 
     @property
     def returned_from_mirrors(self) -> int:
-        """Number of block copies from host memory, all of offline sequences that had yielded; 0 if online sequences
+        """Number of blocks copied back from host memory for offline sequences that had yielded; 0 if online sequences
         swap, too.
         """
         if self.cluster.limits.swaps_online:

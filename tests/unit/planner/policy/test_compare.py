@@ -151,7 +151,9 @@ def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_
 
 
 def test_a_long_exchange_does_not_pay_for_a_burst_that_just_fills_memory() -> None:
-    """With a quarter of the bytes per token and all else equal, the exchange takes a quarter of the time and pays."""
+    """With a quarter of the bytes per token and all else equal, the exchange takes a quarter of the time, and the drop
+    pays.
+    """
 
     def found(part: int) -> Comparison:
         shape = ModelShape(
@@ -538,7 +540,7 @@ def test_for_waits_far_beyond_the_target_only_their_share_counts() -> None:
     assert lost(157.0, 0.9, 0.08) > lost(199.0, 0.9), "slower tokens do not pay for requests that are lost anyway"
 
 
-def test_waits_are_lost_by_and_by() -> None:
+def test_a_longer_limit_loses_fewer_waits() -> None:
     """The waiting requests are admitted one after the other, so fewer of them miss a longer limit."""
     future = Future(
         rate_per_s=0.0,
