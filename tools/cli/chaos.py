@@ -151,7 +151,7 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
         if not known:
             raise ConfigError("--faults", "none of these is known")
         report = await chaos.run()
-        cluster.keep_logs = bool(report.why_not())  # by default logs are kept after any kill; here, after failures
+        cluster.keep_logs = bool(report.why_not())  # by default any kill preserves logs; here, failures do
         if cluster.keep_logs:
             say(f"the logs are kept in {cluster.log_dir}")
         for processes in cluster.processes.values():

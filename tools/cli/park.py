@@ -70,7 +70,7 @@ async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace
     process. With `--wait`, poll until the standing is `wanted`.
 
     Raises:
-        Unavailable: it is to serve, but its process has ended.
+        Unavailable: it should serve, but its process has ended.
     """
     while True:
         answer = await planner.GetLayout(pb.GetLayoutRequest(), timeout=_TIMEOUT_S)

@@ -78,7 +78,7 @@ def test_offline_work_runs_beside_arrivals_that_are_made(kind: str, capsys: pyte
     assert min(tokens) > 5000
 
 
-def test_what_is_made_wrongly_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_generated_arrivals_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sim", "--arrivals", "rate_per_s=x", *MODEL]) == 2
     assert "--arrivals" in capsys.readouterr().err
 
@@ -168,7 +168,7 @@ def test_a_gpu_of_ones_own_is_a_file(trace: Path, tmp_path: Path, capsys: pytest
         (GPU.replace("312.0e+12", "-1"), "own.yaml: flops_per_s: Input should be greater than 0"),
     ],
 )
-def test_what_is_wrong_with_it_is_told(
+def test_errors_in_a_gpu_file_are_named(
     content: str | None, told: str, trace: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = tmp_path / "own.yaml"
@@ -197,7 +197,7 @@ def test_what_is_wrong_with_it_is_told(
         ((*MODEL, "--lengths", "nothing"), "'nothing' is no file, and no data set"),
     ],
 )
-def test_what_is_asked_wrongly_is_told(
+def test_usage_errors_are_reported(
     trace: Path, flags: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["sim", "--trace", str(trace), *flags]) == 2

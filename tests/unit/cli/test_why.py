@@ -52,7 +52,7 @@ def test_an_ended_request_is_told_from_its_coming_to_its_end() -> None:
     ]
 
 
-def test_what_went_wrong_is_told_and_nothing_that_was_not() -> None:
+def test_only_losses_that_occurred_are_told() -> None:
     refused = replace(STORY, state="refused", error="8 requests are waiting", moments=(), ttft_s=None, tpot_s=None)
     lines = list(tell(replace(refused, move_count=0)))
     assert lines[0] == "r-1 was refused, 3.00 s ago"
