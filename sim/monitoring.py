@@ -68,9 +68,7 @@ class MonitorNode:
     def _look_around(self) -> None:
         if not self._state.reaches(self.name) or self.process.paused or self.process.crashed:
             return
-        stored = self._state.stored
-        words = tuple(self._state.backlogs.values())
-        layout = stored.layout if stored is not None else None
+        words, layout = tuple(self._state.backlogs.values()), self._state.contents.layout
         self.feed(m.SurroundingsRead(self._clock.now_s, self._cause("state"), layout, words))
 
     def _cause(self, what: str) -> str:

@@ -1,6 +1,7 @@
 """MonitorService: converts protobuf."""
 
 import asyncio
+import math
 import time
 from collections.abc import AsyncIterator
 from dataclasses import fields, replace
@@ -41,6 +42,8 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         self._refusals = Refusals()
         self._heard: dict[StreamId, _Heard] = {}  # last messages of open streams, for GetClusterStatus
         self._groups: tuple[tuple[GroupDemand, ...], list[pb.GroupDemand]] = ((), [])
+        self._answered: tuple[pb.ReportResponse, float, tuple[str, ...]] = (pb.ReportResponse(), math.nan, ())
+        # the last answer, its interval, and its addresses
 
     async def Report(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, request_iterator: AsyncIterator[pb.ReportRequest], context: _Context
@@ -70,12 +73,16 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         announced_exit = instance is not None
 
     def _answer(self) -> pb.ReportResponse:
-        core = self._shell.core
-        return pb.ReportResponse(
-            lease_s=core.rules.lease_s,
-            least_interval_s=core.least_report_interval_s,
-            monitor_addresses=self._shell.monitor_addresses,
-        )
+        """The answer to a report: the same message until something in it changes."""
+        core, addresses = self._shell.core, self._shell.monitor_addresses
+        answer, interval_s, told = self._answered
+        if interval_s != core.least_report_interval_s or told != addresses:
+            interval_s = core.least_report_interval_s
+            answer = pb.ReportResponse(
+                lease_s=core.rules.lease_s, least_interval_s=interval_s, monitor_addresses=addresses
+            )
+            self._answered = answer, interval_s, addresses
+        return answer
 
     def _take(self, request: pb.ReportRequest, stream: ReportStream, instance: Instance | None) -> Instance:
         """Handle a message and return the announced instance. Raises InvalidRequest."""
@@ -134,10 +141,9 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
         demand = self._shell.cluster_demand()
         traffic, fresh = self._shell.traffic()
         pace, slowness = self._shell.core.pace(), self._shell.core.slowness()
-        return pb.GetClusterStatusResponse(
+        status = pb.GetClusterStatusResponse(
             monitor_id=self._shell.monitor_id,
             active=self._shell.core.active,
-            instances=[self._status_of(row, slowness.get(row.instance.worker_id, 0.0)) for row in rows],
             groups=self._group_messages(),
             demand_bytes=_int64(demand.wanted_bytes),
             capacity_bytes=_int64(demand.capacity_bytes),
@@ -146,6 +152,9 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             fresh_traffic=None if fresh is None else codec.TRAFFIC.message(fresh),
             pace=None if pace is None else codec.PACE.message(pace),
         )
+        for row in rows:
+            self._add_instance(status, row, slowness.get(row.instance.worker_id, 0.0))
+        return status
 
     def _group_messages(self) -> list[pb.GroupDemand]:
         groups = self._shell.group_demands()
@@ -153,16 +162,20 @@ class MonitorServicer(monitor_pb2_grpc.MonitorServiceServicer):
             self._groups = groups, list(map(_group_to_proto, groups))
         return self._groups[1]
 
-    def _status_of(self, row: InstanceRow, slowness: float) -> pb.InstanceStatus:
-        """Return the status of an instance, reusing the protobuf messages of its stream if they are current."""
+    def _add_instance(self, status: pb.GetClusterStatusResponse, row: InstanceRow, slowness: float) -> None:
+        """Add an instance, reusing the protobuf messages of its stream if they are current.
+
+        Each message is copied once; a list of messages would be copied again.
+        """
         entry = self._shell.core.entries.get(row.instance.worker_id)
         heard = None if entry is None or entry.stream_id is None else self._heard.get(entry.stream_id)
         if heard is None or heard.load is not row.load:
             heard = _Heard(INSTANCE.message(row.instance))
             heard.message = None if row.load is None else codec.LOAD.message(row.load)
-        return pb.InstanceStatus(
-            instance=heard.announce, load=heard.message, report_age_s=row.report_age_s, slowness=slowness
-        )
+        made = status.instances.add(report_age_s=row.report_age_s, slowness=slowness)
+        made.instance.CopyFrom(heard.announce)
+        if heard.message is not None:
+            made.load.CopyFrom(heard.message)
 
 
 class _Heard:

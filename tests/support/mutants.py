@@ -24,10 +24,10 @@ from services.planner.core.transition import Coordinator
 from services.worker.core.arrivals import KvArrivals
 from services.worker.core.mover import Mover
 from services.worker.core.suspended import Suspended
-from services.worker.core.transition import Transition
+from services.worker.core.transition import Reception, Transition
 from services.worker.core.transition_messages import PeerLost
 from services.worker.emulation.phantom import Phantom
-from services.worker.pipeline import stage_runner
+from services.worker.pipeline import member, stage_runner
 from services.worker.pipeline.driver import TransitionDriver
 from services.worker.pipeline.handover import Handover
 from services.worker.pipeline.planner_side import Transitions
@@ -40,8 +40,11 @@ Patch = Callable[[], None]
 
 
 def instead(owner: Any, name: str, made: Callable[[Any], Any]) -> Patch:
-    """A patch that replaces an attribute by `made(attribute)`."""
-    return lambda: setattr(owner, name, made(getattr(owner, name)))
+    """A patch that replaces an attribute by `made(attribute)`. Raises AttributeError at once if there is none, so that
+    no mutant outlives what it patches.
+    """
+    replaced = getattr(owner, name)
+    return lambda: setattr(owner, name, made(replaced))
 
 
 def _never(_: Any) -> Any:
@@ -50,6 +53,16 @@ def _never(_: Any) -> Any:
 
 def nothing(_: Any) -> Any:
     return lambda *_args, **_named: None
+
+
+def _ignores_exclusion(reception: Any) -> Any:
+    """B1: a plan without a member's group does not tell the member that its group has ended."""
+
+    def answer(*args: Any, **named: Any) -> Reception:
+        found = reception(*args, **named)
+        return Reception.IGNORE if found is Reception.LEAVE else found
+
+    return answer
 
 
 def _without_answer(handle: Any) -> Any:
@@ -150,7 +163,7 @@ def _at_once(bind: Any) -> Any:
 
 MUTANTS: Mapping[str, tuple[Patch, ...]] = {
     "wrong-block": (instead(Mover, "_blocks", _wrong_block),),
-    "B1-outside-not-told": (instead(TransitionDriver, "is_outside", _never),),
+    "B1-outside-not-told": (instead(member, "reception", _ignores_exclusion),),
     "B2-back-counts-as-whole": (instead(Membership, "disagrees", _never),),
     "B2b-no-deadline": (instead(Coordinator, "_overdue", lambda _: lambda *_: {}),),
     "B3-abort-unanswered": (

@@ -102,6 +102,7 @@ class MonitorCore:
     _outgrown: set[WorkerId] = field(default_factory=set[WorkerId])
     _registry_at_s: float = 0.0
     _forget: list[WorkerId] = field(default_factory=list[WorkerId])
+    _checked: bool = False  # True: no instance and no stream was added or removed since the last check
 
     def __post_init__(self) -> None:
         self.pressure = Pressure(self.rules.pressure)
@@ -144,7 +145,7 @@ class MonitorCore:
                 return self._ticked(event)
 
     def _announced(self, event: m.Announced) -> list[m.Command]:
-        instance, stream_id = event.instance, event.stream_id
+        instance, stream_id, self._checked = event.instance, event.stream_id, False
         if not self.active:
             return [m.CloseStream(stream_id, m.CloseReason.STANDBY)]
         newest = self._newest.get(instance.worker_id, instance.incarnation)
@@ -213,7 +214,7 @@ class MonitorCore:
         return self._watch_pressure(at_s, cause_id)
 
     def _stream_ended(self, event: m.StreamEnded) -> list[m.Command]:
-        worker_id = self._streams.pop(event.stream_id, None)
+        worker_id, self._checked = self._streams.pop(event.stream_id, None), False
         if worker_id is None:
             return []
         entry = self.entries[worker_id]
@@ -247,7 +248,7 @@ class MonitorCore:
         return forget + (self._evaluate_soon(event.at_s, event.cause_id) if more else [])
 
     def _leadership_changed(self, event: m.LeadershipChanged) -> list[m.Command]:
-        was_active, self.token = self.active, event.token
+        was_active, self.token, self._checked = self.active, event.token, False
         if self.active == was_active:
             return []
         if self.active:
@@ -361,7 +362,7 @@ class MonitorCore:
         self._active_since_s += at_s - last_s
 
     def _lose(self, worker_id: WorkerId, why: str, cause_id: str, *, silent: bool = False) -> list[m.Command]:
-        entry = self.entries.pop(worker_id)
+        entry, self._checked = self.entries.pop(worker_id), False
         self._outgrown.discard(worker_id)
         self._forget.append(worker_id)
         word = m.Publish(m.InstanceLost(worker_id, entry.instance.incarnation, why, silent), cause_id)
@@ -373,16 +374,23 @@ class MonitorCore:
             raise InvariantViolation(f"{entry.instance.worker_id} has no stream to close")
         stream_id, entry.stream_id = entry.stream_id, None
         del self._streams[stream_id]
+        self._checked = False
         return m.CloseStream(stream_id, why)
 
     def _remember(self, worker_id: WorkerId, incarnation: Incarnation) -> None:
+        self._checked = False
         self._newest[worker_id] = max(incarnation, self._newest.get(worker_id, incarnation))
         self._newest.move_to_end(worker_id)
         while len(self._newest) > self.rules.max_remembered:
             self._newest.popitem(last=False)
 
     def check(self) -> None:
-        """Raise InvariantViolation unless streams and entries reference each other and every bound holds."""
+        """Raise InvariantViolation unless streams and entries reference each other and every bound holds. Instances are
+        checked again only after one of them, or a stream, was added or removed, because there may be thousands.
+        """
+        self.pressure.check()
+        if self._checked:
+            return
         for stream_id, worker_id in self._streams.items():
             entry = self.entries.get(worker_id)
             if entry is None or entry.stream_id != stream_id:
@@ -396,9 +404,9 @@ class MonitorCore:
             raise InvariantViolation(f"{sorted(self._outgrown - self.entries.keys())} are outgrown, but not registered")
         if len(self.entries) > self.rules.max_instances:
             raise InvariantViolation(f"{len(self.entries)} instances, at most {self.rules.max_instances} are allowed")
-        self.pressure.check()
         if not self.active and (self.entries or self._streams or self.warm):
             raise InvariantViolation("a standby monitor has instances")
+        self._checked = True
 
 
 def _is_outgrown(load: LoadReport) -> bool:

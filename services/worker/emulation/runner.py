@@ -127,7 +127,8 @@ class Marks:
             known.is_wrong |= not self._read_all(known, first, table, layers)
         elif first:
             block, marks = table[(first - 1) // size], (known.hash, left) if left else (known.hash,)
-            known.is_wrong |= any(self._areas[layer].cell(block) not in marks for layer in (layers[0], layers[-1]))
+            first_mark, last_mark = self._areas[layers[0]].cell(block), self._areas[layers[-1]].cell(block)
+            known.is_wrong |= first_mark not in marks or last_mark not in marks
         if self._layers_are_wrong:
             known.is_wrong = True
         self._write(known, part, table, layers)

@@ -51,6 +51,7 @@ class PhysicalPool:
         self._given_up: list[ExtentRun] = []  # free extents whose memory has been returned to the device
         self._changes: list[_PoolChange] = []
         self._report: MemoryReport | None = None  # None: changed since it was last created
+        self._checked: MemoryReport | None = None  # the report as of the last check
 
     @property
     def free_count(self) -> int:
@@ -172,9 +173,12 @@ class PhysicalPool:
     def check(self) -> None:
         """Raise InvariantViolation unless owners, ranges and free list agree (I3).
 
-        Call it only between operations, because extents that are taken but not yet mapped count as leaked.
+        Call it only between operations, because extents that are taken but not yet mapped count as leaked. Without a
+        change since the last call it checks nothing.
         """
-        self.report().check()
+        if (report := self.report()) is self._checked:
+            return
+        report.check()
         expected = bytearray(self.extent_count)
         for owner in self._ranges:
             for run in owner.runs:
@@ -193,6 +197,7 @@ class PhysicalPool:
                     f"{purpose.name}: {self._taken[purpose]} counted, but {expected.count(purpose)} mapped"
                 )
         self._check_free_list()
+        self._checked = report
 
     def close(self) -> None:
         """Unmap everything and return the memory. Tensors over a range must not be used afterwards."""
