@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.choice import choose_model
@@ -56,6 +57,8 @@ _MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 48_000_000
 _PATIENCE_S = 90
 README = Path(__file__).parents[2] / "README.md"
 _BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
+# Model type -> tensor names as `transformers` saves them and as the published checkpoints have them.
+_PUBLISHED = {"kimi_k25": ("language_model.model.blocks.", "language_model.model.layers.")}
 _WHY = {  # part of an error -> reason as the page words it
     "keeps other state than keys and values": "state that is no KV, or attention of its own kind",
     "is neither causal nor a window": "not causal",
@@ -105,6 +108,8 @@ def query_dispatchers(model_type: str, folder: Path) -> tuple[str, str]:
     if size > _MOST_PARAMETERS:
         return "not compared", f"{size:,} parameters where it is small"
     made_random(cls(config)).save_pretrained(folder)
+    if model_type in _PUBLISHED:
+        _rename(folder, *_PUBLISHED[model_type])
     try:
         choose_model(folder, model_impl="transformers", dtype="float32", device="cpu", kernels="torch")
     except ConfigError as error:
@@ -127,6 +132,13 @@ def small_configuration(model_type: str) -> tuple[Any, Any]:
     config = small
     autos = AutoModelForImageTextToText, AutoModelForCausalLM
     return config, next(a._model_mapping[type(config)] for a in autos if type(config) in a._model_mapping)
+
+
+def _rename(folder: Path, saved: str, published: str) -> None:
+    file = folder / "model.safetensors"
+    save_file(
+        {name.replace(saved, published): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"}
+    )
 
 
 def _others(config: Any) -> set[str]:

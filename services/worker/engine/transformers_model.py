@@ -51,7 +51,7 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, to
 _FP8_TOLERANCE = 0.3  # of float8 KV, whose relative error is up to 1 / 16
 _WHOLES: tuple[Any, ...] = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
 # Models whose logits for text differ from those of their decoder's class, or that cannot generate text by themselves.
-_NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "ctrl", "gemma4_unified_assistant", "shieldgemma2")
+_NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "gemma4_unified_assistant", "shieldgemma2")
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -158,7 +158,8 @@ class TransformersDecoder(Decoder):
         if first_layer == last_layer:
             return hidden_TD
         run = LayerRun(first_layer, last_layer, hidden=hidden_TD[None], attention=attention)
-        self.pass_through(run, with_head=False, inputs_embeds=hidden_TD[None], position_ids=positions_T[None])
+        inputs = hidden_TD[None].clone()  # scaled in place by some models
+        self.pass_through(run, with_head=False, inputs_embeds=inputs, position_ids=positions_T[None])
         assert run.result is not None
         return run.result[0]
 
@@ -166,7 +167,7 @@ class TransformersDecoder(Decoder):
         hidden = hidden_RD[None]
         positions = torch.zeros(1, hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
         run = LayerRun(0, 0, final=hidden)
-        return self.pass_through(run, with_head=True, inputs_embeds=hidden, position_ids=positions).logits[0]
+        return self.pass_through(run, with_head=True, inputs_embeds=hidden.clone(), position_ids=positions).logits[0]
 
     def adapt(self, lora: Lora) -> None:
         """Set the adapters; `Lora.lay_out` assigns rows to them for each step."""
