@@ -3,10 +3,10 @@
     python -m benchmarks.day --traces DIR [--scale 0.02] [--gpus N] [--write]
 
 The program simulates the first ten hours of BurstGPT, compressed to twelve minutes, on the number of GPUs that
-`recompute` needs for the goal (at another `--scale` it is searched for). It runs three times: all GPUs serve; they park
-and drop; they also have endless offline requests, which are paused when online requests need memory. Offline tokens are
-valued at the GPU-seconds they would cost on GPUs without online work. DIR is that of `benchmarks.parking`; `--write`
-puts the table and the figure into docs/parking.md.
+`recompute` needs for the goal (a search finds it for another `--scale`). It runs three times: first all GPUs serve,
+then they park and drop, and then they also run endless offline requests, which are paused when online requests need
+memory. Offline tokens are valued at the GPU-seconds they would cost on GPUs without online work. DIR is as for
+`benchmarks.parking`; `--write` puts the table and the figure into docs/parking.md.
 """
 
 import argparse

@@ -3,10 +3,10 @@
 python -m benchmarks.neighbours
 python -m benchmarks.neighbours --flood 2000 --rounds 5
 
-Two workers on this machine compute a small model; callers have tokens, and processes, of their own. Bob sends eight
-requests at once, a few times, alone and while thousands of Alice's wait; before that one request every quarter of a
-second, alone and while hers arrive; then four streams of his run, alone and while her schema is compiled. For each it
-prints the P99 with and without her, and what became of her request.
+Two workers on this machine compute a small model. The callers, Alice and Bob, have separate tokens and processes. Bob
+is measured in three ways, each alone and then alongside Alice: one request every quarter of a second while thousands of
+her requests arrive, eight requests at once (repeated) while hers wait, and four streams while her schema is compiled.
+The program prints the P99 with and without Alice, and the outcome of her request.
 """
 
 import argparse
@@ -129,7 +129,9 @@ def _large_schema() -> str:
 def _with_schema(
     addresses: list[str], token: str, ca_file: Path, begin: Event, send: Event, fate: "Queue[str]"
 ) -> None:
-    """Set `begin` once connected; when `send` is set, send a request with a large schema and put what became of it."""
+    """Set `begin` once connected; when `send` is set, send a request with a large schema and put its outcome into
+    `fate`.
+    """
     sampling = SamplingParams(max_tokens=8, grammar=Grammar(GrammarKind.JSON_SCHEMA, _large_schema()))
 
     async def ask() -> str:

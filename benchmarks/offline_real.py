@@ -5,9 +5,9 @@
 The cluster has one emulated A100-40G with Llama-2-7B or, with `--cpu`, one worker that computes a random model with 8
 layers of width 512 (online requests of 64 + 24 tokens, offline ones of 256 + 24). Each round runs three modes one after
 the other, with the same arrivals: online work alone, priorities (offline requests have class default, online ones
-interactive) and ours. The table gives ratios within a round, since a busy machine slows all three down. Every token is
-checked: those of the emulated GPU against the tokens that it must generate, those of the small model's online requests
-against the same requests without offline work.
+interactive) and Ballast's offline class. The table gives ratios within a round, since a busy machine slows all three
+down. Every token is checked: those of the emulated GPU against the tokens that it must generate, those of the small
+model's online requests against the same requests without offline work.
 """
 
 import argparse

@@ -91,7 +91,9 @@ def table(found: Sequence[PackingCell]) -> str:
 
 
 def against_the_paper(found: Sequence[PackingCell]) -> str:
-    """Markdown table: the paper's claims beside MELL as printed, repaired, and lean, as ranges over all cells."""
+    """Markdown table: the paper's claims next to results of MELL as printed, MELL repaired, and lean, as ranges over
+    all cells.
+    """
     by = {(cell.gpu, cell.load, cell.placement): cell.outcome for cell in found}
     places = sorted({(cell.gpu, cell.load) for cell in found})
 

@@ -4,9 +4,9 @@
 
 Simulates GPU-seconds relative to the constant number of GPUs that `recompute` needs for the same goal, in a pool of
 that size. DIR has published traces as CSVs of `arrival_s,input_tokens,output_tokens`, and a pool of lengths. `--search`
-finds the number of GPUs that `recompute` needs again. `bar`: the most GPU-seconds allowed. The bars of the first five
-slices are those of the study that motivated parking; the last three were held out during its development. `soon`:
-number of parked instances that were needed again within a minute.
+repeats the search for the number of GPUs that `recompute` needs. `bar`: the most GPU-seconds allowed. The bars of the
+first five slices are those of the study that motivated parking; the last three were held out during its development.
+`soon`: number of parked instances that were needed again within a minute.
 """
 
 import argparse

@@ -38,8 +38,8 @@ _POLICIES: dict[str, list[str]] = {
     "drop and park": ["--overload-policy", "drop", "--park", "on"],
 }
 _LOOK_S = 0.25
-_MOST_TTFT = 1.25  # maximum TTFT, relative to the static cluster's, unless half of the goal is more
-_MOST_ON = 0.6  # maximum, relative to the static cluster's instance-seconds
+_MOST_TTFT = 1.25  # maximum TTFT relative to the static cluster's, unless half of the goal is more
+_MOST_ON = 0.6  # maximum instance-seconds relative to the static cluster's
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,13 +165,13 @@ class ServedByVllm:
     """vLLM's scheduler and cache manager."""
 
     def __init__(self, model_dir: Path, block_count: int) -> None:
-        # vLLM is untyped here, as it is no dependency of the project.
+        # vLLM is untyped here, because the project does not depend on it.
         config, interface = _module("vllm.config"), _module("vllm.v1.kv_cache_interface")
         utils, self._request = _module("vllm.v1.core.kv_cache_utils"), _module("vllm.v1.request")
         self._sampling, self._outputs = _module("vllm.sampling_params"), _module("vllm.v1.outputs")
         hashes = _module("vllm.utils.hashing").sha256
         cache = config.CacheConfig(block_size=BLOCK_TOKENS, enable_prefix_caching=True)
-        cache.num_gpu_blocks = block_count + 1  # block 0 of vLLM is never given to a request
+        cache.num_gpu_blocks = block_count + 1  # vLLM never allocates block 0 to a request
         whole = config.VllmConfig(
             model_config=config.ModelConfig(
                 model=str(model_dir), skip_tokenizer_init=True, dtype="float32", max_model_len=LONGEST

@@ -42,7 +42,7 @@ from benchmarks.quoting import code_commit, quote
 from sim.jobs.machines import catalogue_machine, stand_in
 from tools.local.cluster import LocalCluster, Service
 
-# Sends a (prompt, answer) of which only the answer's length counts. Returns (answer, arrival of its first token).
+# Sends (prompt, answer); of the answer only the length is used. Returns (answer, arrival of its first token).
 Ask = Callable[[tuple[int, ...], tuple[int, ...]], Awaitable[tuple[tuple[int, ...], float]]]
 
 

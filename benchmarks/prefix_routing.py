@@ -211,8 +211,8 @@ def merged(before: str, command: str, rows: Sequence[str]) -> str:
 
 
 def as_chats(arrivals: Sequence[Arrival], seed: int) -> list[Arrival]:
-    """The arrivals, with the same times and lengths, as turns of chats: at random, and if one is short enough, a
-    prompt begins with that of an earlier turn, otherwise with one of twenty common prefixes of 512 tokens.
+    """The arrivals as turns of chats, with unchanged times and lengths. A random prompt begins with the conversation of
+    an earlier turn if one is short enough; all others begin with one of twenty common prefixes of 512 tokens.
     """
     rng, last, next_id, made = random.Random(seed), list[Arrival](), 10_000, list[Arrival]()
     for arrival in arrivals:

@@ -103,7 +103,7 @@ class RegretRow:
 
     @property
     def is_at_the_brim(self) -> bool:
-        """True if recompute's peak demand just about fills the memory."""
+        """True if recompute's peak demand is close to the memory (within `BRIM`)."""
         plain = self.policies.get(PLAIN)
         return plain is not None and BRIM[0] <= plain.peak_demand <= BRIM[1]
 

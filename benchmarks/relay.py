@@ -6,8 +6,8 @@
 The workers' engines are timers; the rest is real: state server, workers, one dispatcher, gateways, and clients in
 separate processes. With 0 gateways clients speak gRPC to the dispatcher. Requests directly to a worker, over gRPC and
 over HTTP alternate in one run, at each of the rates; a row is marked as saturated if gRPC's median is more than twice
-that of an idle cluster. As all processes share the machine, their processor time per token is reported as well. With
---beside, every other call of each kind goes to a gateway of an older commit in the same cluster.
+that of an idle cluster. Because all processes share the machine, their processor time per token is reported as well.
+With --beside, every other call of each kind goes to a gateway of an older commit in the same cluster.
 """
 
 import argparse

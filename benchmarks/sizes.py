@@ -2,9 +2,9 @@
 
     python -m benchmarks.sizes --traces DIR [--limit 300]
 
-Five slices of `benchmarks.parking`, `bursty.csv` of this repository, three with answers of 1,000 to 4,000 tokens, and
-one limited by compute, on which nothing can be saved; the first `--limit` requests of each. Every number of GPUs from 1
-to one more than the result is simulated. DIR as for `benchmarks.parking`.
+The traces are five slices of `benchmarks.parking`, `bursty.csv` of this repository, three with answers of 1,000 to
+4,000 tokens, and one limited by compute, on which nothing can be saved. The first `--limit` requests of each are used.
+Every number of GPUs from 1 to one more than the result is simulated. DIR as for `benchmarks.parking`.
 """
 
 import argparse

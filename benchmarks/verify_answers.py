@@ -65,8 +65,8 @@ class AnswerReference:
 
     @torch.inference_mode()
     def logits(self, prompt: Sequence[int], answer: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """(exact_TV, noise_T): float64 logits at every token of the answer, and the most by which rounding may change
-        the difference of two of them.
+        """(exact_TV, noise_T): float64 logits at every token of the answer, and the maximum by which rounding may
+        change the difference between two of them.
         """
         ids = torch.tensor([[*prompt, *answer[:-1]]])
         exact_TV = self._exact(ids, use_cache=False).logits[0, len(prompt) - 1 :]

@@ -99,7 +99,7 @@ def check_sdk(environment: Environment, wheel: Path) -> tuple[float, float]:
     The size includes dependencies, but not pip and bytecode. The import time is the best of five, with bytecode.
 
     Raises:
-        CheckFailed: packages of the cluster are installed, too.
+        CheckFailed: the SDK's wheel also installs packages of the cluster.
     """
     environment.install(str(wheel))
     site = environment.site_packages

@@ -21,7 +21,7 @@ def test_nothing_is_lost_while_everything_breaks(
     assert "0 lost" in told.out
     assert "0 answers of" in told.out
     kinds = re.findall(r"^(?!fault)(\S.{37})\s+[0-9]+(?: +[0-9.]+ s){4}$", told.out, re.MULTILINE)
-    # On a busy machine each fault takes longer, so that fewer are injected.
+    # On a busy machine each fault takes longer, so fewer are injected.
     assert len(kinds) >= 6, f"too few kinds of faults were injected: {kinds}"
     assert list(tmp_path.iterdir()) == [], "a successful run writes no logs unless asked to"
 

@@ -1,4 +1,4 @@
-"""Monitor and planner as processes on a real state server: membership, leadership and the layout."""
+"""Monitor and planner as processes with a real state server: membership, leadership and the layout."""
 
 import asyncio
 import signal
@@ -55,7 +55,7 @@ async def test_workers_come_into_the_layout_and_leave_it(plane: ControlPlane) ->
 
 
 async def test_a_new_monitor_that_hears_nobody_takes_nobody_out_of_the_layout(plane: ControlPlane) -> None:
-    """The workers know only the first monitor, at an address that the second one does not take over."""
+    """The workers know only the first monitor's address; the second monitor has another one."""
     m1 = await plane.monitor("m1")
     planner = await plane.planner("p1")
     for name in ("w1", "w2", "w3"):
@@ -83,7 +83,7 @@ async def test_workers_find_the_next_monitor_without_the_state_server(plane: Con
             )
         before = await plane.layout_until(planner, lambda now: names(now) == {"w1", "w2"}, "two workers")
         m2 = await plane.monitor("m2")
-        await asyncio.sleep(1.5)  # the first one learns of the second and notifies the workers
+        await asyncio.sleep(1.5)  # the first one discovers the second one and notifies the workers
         proxy.to_server.swallows = proxy.to_client.swallows = True
         m1.send_signal(signal.SIGKILL)
         await plane.until(lambda: "warmed up" in m2.log_tail(30), "the second monitor leads")

@@ -1,4 +1,6 @@
-"""OpenAI's SDK against gateway, dispatchers and workers as real processes, and the same calls through our SDK."""
+"""OpenAI's SDK against gateway, dispatchers and workers as real processes; answers are compared with those of our
+SDK.
+"""
 
 import asyncio
 import json
@@ -57,7 +59,9 @@ def through_the_sdk(running: RunningCluster, **arguments: Any) -> Generation:
 
 
 def everything_is_at_zero(running: RunningCluster) -> None:
-    """Waits until all counters are zero: the gateway notices a closed connection when its event loop handles it."""
+    """Waits until all counters are zero, since the gateway notices a closed connection only when its event loop handles
+    it.
+    """
 
     def in_flight() -> list[str]:
         lines = http.get("/metrics").text.splitlines()
@@ -393,7 +397,7 @@ def test_who_leaves_takes_the_request_along(running: RunningCluster) -> None:
                 stream = await ai.chat.completions.create(**endless, stream=True, n=n)
                 await anext(aiter(stream))
                 await stream.close()
-            for _ in range(2):  # without streaming, too, no one waits for the answer
+            for _ in range(2):  # without streaming too, the client leaves without the answer
                 with pytest.raises(openai.APITimeoutError):
                     await ai.chat.completions.create(**endless, timeout=0.3)
             task = asyncio.create_task(ai.chat.completions.create(**endless))
@@ -417,7 +421,9 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     service = next(p for p in [gateway, *gateway.children()] if "services.gateway" in " ".join(p.cmdline()))
 
     async def leave(index: int, few: asyncio.Semaphore) -> None:
-        """Leaves half of a request, or leaves before the first token, after it, or later; cleanly or by a reset."""
+        """Sends a request of kind `index` and disconnects: after half of the request, or before, at or after the first
+        token; cleanly or by a reset.
+        """
         async with few:
             reader, writer = await asyncio.open_connection(host, int(port))
             writer.write(head + (body if index % 8 else body[:-3]))
@@ -439,7 +445,7 @@ def test_a_thousand_who_leave_in_the_middle_leave_nothing_behind(running: Runnin
     files_before = service.num_fds()
     running.run(story(), timeout_s=250)
     everything_is_at_zero(running)
-    # Allows for connections to dispatchers and the keep-alive connections of this test.
+    # Allows for connections to dispatchers, and for this test's keep-alive connections.
     running.run(soon(lambda: service.num_fds() <= files_before + 8))
 
 

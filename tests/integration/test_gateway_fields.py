@@ -1,4 +1,5 @@
-"""Sends every field of OpenAI's and vLLM's routes: each is followed, refused by name, or known to change no answer.
+"""Sends every field of OpenAI's and vLLM's routes. Each must be followed, refused by name, or known to change no
+answer.
 
 docs/fields.md lists the outcomes: BALLAST_WRITE_FIELDS=1 rewrites it.
 """

@@ -1,4 +1,4 @@
-"""Requests as third-party programs write them: agents' histories, tools of MCP servers, odd fields, unusual HTTP."""
+"""Requests as third-party programs send them: agents' histories, tools of MCP servers, odd fields, unusual HTTP."""
 
 import json
 import socket

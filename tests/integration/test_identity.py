@@ -1,4 +1,6 @@
-"""A cluster with TLS, certificates and tokens, as real processes: which calls work, and which are refused and why."""
+"""A cluster with TLS, certificates and tokens, as real processes: which calls succeed, and which are refused and
+why.
+"""
 
 import asyncio
 import contextlib
@@ -341,7 +343,7 @@ def test_a_withdrawn_token_is_refused_and_renewed_certificates_are_taken_without
 
 
 def test_openai_clients_bring_their_token_to_the_gateway(secured: Secured) -> None:
-    """Over TLS; the gateway passes the token on to a dispatcher, which checks it."""
+    """The clients use TLS. The gateway passes their token on to a dispatcher, which checks it."""
     context = ssl.create_default_context(cafile=str(secured.ca))
     (url,) = secured.running.cluster.http_urls
 
@@ -392,7 +394,7 @@ def test_no_token_and_no_secret_is_in_a_log(secured: Secured) -> None:
 
 
 def test_handshakes_that_came_to_nothing_are_counted(secured: Secured) -> None:
-    """They are counted within the time that a connection has for its first call."""
+    """A handshake without a call is counted once the time for a connection's first call is over."""
     services: tuple[Service, ...] = ("worker", "planner", "monitor")
 
     def count(service: Service) -> float:

@@ -158,7 +158,7 @@ def test_an_empty_transfer_is_delivered(bench: Bench, shared_peer: PeerProcess) 
 
 
 def test_activations_overtake_bulk(bench: Bench, shared_peer: PeerProcess) -> None:
-    bench.open(rate_bytes_per_s=MB, chunk_bytes=16 * 1024)  # 64 MiB take a minute, one chunk 16 ms
+    bench.open(rate_bytes_per_s=MB, chunk_bytes=16 * 1024)  # 64 MiB take a minute, and one chunk takes 16 ms
     link = bench.link(shared_peer, "w2")
     transfer = link.transfer(TrafficClass.KV, [torch.zeros(64 * MB, dtype=torch.uint8)], stream=1)
     shared_peer.call("wait", what="openings", count=1)

@@ -37,7 +37,7 @@ from tools.local.ports import free_port
 from tools.model.tiny import make_preset, make_tiny
 
 ALERTS = FOLDER / "alerts.yml"
-TRACED = 1500  # tokens, so many that requests outlast the preparation of a drop
+TRACED = 1500  # tokens, enough that requests outlast the preparation of a drop
 _WORDS = re.compile(r'"[^"]*"|\b(?:by|without)\s*\(([^)]*)\)|\[[^\]]*\]')
 _SELECTOR = re.compile(r"\b((?:ballast|process|vllm:)_?[a-z0-9_]+)(?:\{([^}]*)\})?")
 _MATCHER = re.compile(r'(\w+)(=~|=)"([^"]*)"')
@@ -66,7 +66,7 @@ def filled_in(query: str) -> str:
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningCluster]:
-    """A cluster that has dropped and restored, and has answered requests throughout."""
+    """A cluster that has performed a drop and a restore, and has answered requests throughout."""
     model = make_preset("tiny", tmp_path_factory.mktemp("model") / "tiny")
     with running_cluster(
         model,
@@ -381,7 +381,7 @@ def test_a_trace_of_a_request_shows_where_it_was_through_a_drop(tmp_path: Path) 
         assert call["parentSpanId"] == parent.split("-")[2]
         assert attributes(call)["http.route"] == "/v1/completions"
         assert attributes(call)["http.response.status_code"] == "200"
-    # A request of worker-1: those of worker-0, which leads the pair, move only in the restore, if at all.
+    # A request of worker-1, since those of worker-0, which leads the pair, move only in the restore, if at all.
     inner, stays, moved = next(
         (inner, stays, root)
         for root in roots
@@ -408,7 +408,7 @@ def parts_of(root: dict[str, Any], every: list[dict[str, Any]]) -> tuple[list[di
 
 
 def workers_told_their_part(inner: list[dict[str, Any]], moved: dict[str, Any]) -> None:
-    """Checks the workers' spans: prefill and decode on one worker, then resume and decode on the other, with all
+    """Checks the workers' spans: prefill and decode on one worker, then resume and decode on the other. They cover all
     tokens.
     """
     worked = sorted(

@@ -1,4 +1,4 @@
-"""The documentation's pages show the output of the commands that they name, and the examples work as described."""
+"""The documentation's pages show the actual output of their commands, and the examples work as described."""
 
 import functools
 import json
@@ -133,7 +133,7 @@ def test_policies() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, 111])
 def test_the_example_of_policies_shows_that_a_drop_helps(seed: int) -> None:
-    """With two of these seeds, a restore under load used to delay other requests by seconds."""
+    """With two of these seeds, a restore under load once delayed other requests by seconds."""
     drawn = simulated("--policy", "recompute,drop", "--seed", str(seed))
     assert drawn["drop"]["ttft_s"]["p99"] < 0.5 < drawn["recompute"]["ttft_s"]["p99"]
 

@@ -21,7 +21,7 @@ from tools.model.tiny import make_tiny
 pytestmark = pytest.mark.rotating
 
 PROMPT, STOP, PASSWORD = "diarycanary", "stopcanary", "passwordcanary"
-# Token ids that occur in this order nowhere else.
+# Token ids that occur in this order nowhere else in the logs.
 IDS = (411, 422, 433)
 
 

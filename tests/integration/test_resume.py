@@ -1,4 +1,6 @@
-"""Dispatchers are killed while they serve streams; every stream continues at another one, without losing a token."""
+"""Dispatchers are killed while they serve streams; every stream continues at another dispatcher without losing a
+token.
+"""
 
 import asyncio
 import signal
@@ -28,7 +30,7 @@ def client_of(*dispatchers: Dispatcher, resume_s: float = 30.0) -> AsyncClient:
 async def read(
     client: AsyncClient, prompt: Prompt, max_tokens: int, begun: asyncio.Event, logprobs: int | None = None
 ) -> tuple[str, int]:
-    """Reads a stream to its end and checks its tokens. Returns its text and how often it was resumed."""
+    """Reads a stream to its end and checks its tokens. Returns its text and the number of times that it was resumed."""
     sampling = SamplingParams(max_tokens=max_tokens, seed=7, logprobs=logprobs)
     stream = client.stream(token_ids=prompt, sampling=sampling)
     chunks: list[GenerationChunk] = []
@@ -216,7 +218,7 @@ async def test_only_its_client_and_only_a_later_attempt_takes_a_request_over() -
         ):
             for dispatcher in (d0, d1):
                 assert (await dispatcher.generate(other)).error is not None
-        # The second attempt goes to another dispatcher, which ends the first attempt at its dispatcher.
+        # The second attempt goes to another dispatcher, which ends the first attempt at the first dispatcher.
         later = resumed(first_ids, attempt=2, max_tokens=4000)
         second = d1.stub.Generate(later)
         assert isinstance(await second.read(), pb.GenerateResponse)
@@ -267,7 +269,7 @@ async def test_its_client_may_take_its_time_and_nobody_else_takes_the_id() -> No
 
 
 async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere() -> None:
-    """The dispatcher dies right after answering the cancellation, before the stream's client has seen the end."""
+    """The dispatcher dies right after answering the cancellation, before the stream's client has received the end."""
 
     async with Arena(TimedSettings(), dispatchers=2) as arena:
         d0, d1 = arena.dispatchers

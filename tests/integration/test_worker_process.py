@@ -306,7 +306,7 @@ def refusals(folder: Path, model_dir: Path, taken_port: int) -> dict[str, tuple[
     }
 
 
-# Imports once and forks a process per list of arguments, since importing takes two seconds and refusing almost none.
+# Imports once, then forks a process per argument list, since importing takes two seconds and refusing almost no time.
 REFUSE = """
 import json, os, sys
 from ballast.service.lifecycle import run_service

@@ -1,4 +1,4 @@
-"""Whatever workers and dispatchers report, a comparison gives the planner an answer."""
+"""Whatever workers and dispatchers report, comparing candidates gives the planner a decision."""
 
 import math
 

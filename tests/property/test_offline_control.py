@@ -1,4 +1,4 @@
-"""Offline work that workers report does not affect what monitors and planners do.
+"""Offline work that workers report does not affect the decisions of monitors and planners.
 
 BALLAST_OFFLINE_SEEDS sets the number of histories per policy, BALLAST_OFFLINE_FIRST_SEED the first seed.
 """

@@ -1,4 +1,4 @@
-"""Groups merge and split while requests run: whatever happens, the tokens are those of undisturbed requests.
+"""Groups merge and split while requests run: the tokens always equal those of undisturbed requests.
 
 A history is drawn from its seed (see tests.support.pipeline_history): to reproduce a failure, use `tell(seed)`.
 """

@@ -65,8 +65,8 @@ def add_parser(subparsers: "_SubParsersAction[argparse.ArgumentParser]", emulate
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run `ballast bench replay`. Returns the exit status: 0 all requests finished, 1 some did not, 130 interrupted
-    (the results so far are written).
+    """Run `ballast bench replay`. Returns the exit status: 0 if all requests finished, 1 if some did not, 130 if
+    interrupted (the results so far are written).
     """
     return asyncio.run(_replay(args))
 
@@ -96,7 +96,7 @@ async def _replay(args: argparse.Namespace) -> int:
 
 
 async def _write_timeline(address: str, path: Path | None, console: Console) -> None:
-    """Write the timeline of the workers' steps, while they still run. A failure is only reported."""
+    """Write the timeline of the workers' steps while the workers still run. A failure is only reported."""
     if path is None:
         return
     try:

@@ -214,7 +214,7 @@ def settle(args: argparse.Namespace) -> None:
 
 
 def _parts(args: argparse.Namespace) -> list[_ComparisonPart]:
-    """The comparisons, one for each number of workers, each with the policies for which its workers suffice."""
+    """The comparisons, one for each number of workers. Each has the policies for which its workers suffice."""
     numbers = _numbers(args.workers)
     specs = parse_policies(args.policies)
     for spec in specs:
@@ -238,7 +238,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def _longer(workload: Workload) -> float:
-    """Factor by which a workload lasts longer than its base trace, as its burst is repeated."""
+    """Factor by which a workload lasts longer than its base trace, because its burst is repeated."""
     return workload.trace.span_s / workload.base.span_s if workload.base.span_s else 1.0
 
 

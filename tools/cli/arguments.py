@@ -37,7 +37,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 
 def add_formats(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the number formats of a simulated model's parameters and KV."""
+    """Add the flags for the number formats of a simulated model's parameters and KV cache."""
     parser.add_argument(
         "--quantization",
         metavar="FORMAT",

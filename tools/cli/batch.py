@@ -1,5 +1,5 @@
 """`ballast batch`: submits files of requests that need no immediate answer to a gateway whose cluster has the jobs
-service, and fetches the results (docs/batches.md).
+service. It also fetches the results (docs/batches.md).
 """
 
 import argparse
@@ -179,7 +179,9 @@ def _wait(gateway: "Gateway", batch_id: str) -> Json:
 
 
 def _show(batch: Json, as_json: bool, *, short: bool = False) -> int:
-    """Print a batch. Returns the exit status: 1 if it has ended otherwise than completed, else 0."""
+    """Print a batch. Returns the exit status: 0 if it has completed or still runs, 1 if it has ended in any other
+    way.
+    """
     if as_json:
         print_json(batch)
     else:

@@ -23,7 +23,7 @@ from tools.local.secrets import REDIS_USERS
 from tools.model.tiny import make_tiny
 
 _FRONT = "127.0.0.2"
-_STEP_TIMEOUT = ["--step-timeout-s", "3"]  # so short because steps of this load take milliseconds
+_STEP_TIMEOUT = ["--step-timeout-s", "3"]  # this short because steps of this load take milliseconds
 
 
 def add_parser(commands: Commands) -> None:
@@ -151,8 +151,8 @@ async def _run(args: argparse.Namespace, model: Path, worker_flags: list[str], k
 
 
 async def _fronts(opened: contextlib.AsyncExitStack, ports: Sequence[int]) -> dict[str, Proxy]:
-    """Start proxies in front of the workers, at the same ports of another loopback address. Returns worker -> proxy;
-    empty if this machine does not have that address.
+    """Start proxies for the workers, at the same ports of another loopback address. Returns worker -> proxy, or nothing
+    if this machine does not have that address.
     """
     fronts = {f"worker-{i}": Proxy(f"127.0.0.1:{port}", listen=f"{_FRONT}:{port}") for i, port in enumerate(ports)}
     async with contextlib.AsyncExitStack() as opening:

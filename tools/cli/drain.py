@@ -1,4 +1,4 @@
-"""`ballast drain`: takes a worker or a dispatcher out of routing; a worker's running requests migrate or finish.
+"""`ballast drain`: takes a worker or a dispatcher out of routing. A worker's running requests migrate or finish.
 `ballast undrain` lets a dispatcher accept requests again; a drained worker stays drained until its process ends.
 """
 

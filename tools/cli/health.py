@@ -14,7 +14,8 @@ from tools.cli.access import add_access
 from tools.cli.arguments import Commands, add_json
 from tools.cli.output import print_json
 
-# Kind of service -> gRPC service whose health is checked; "": the whole process, as a healthy standby is not ready.
+# Kind of service -> gRPC service whose health is checked; "": the whole process, because a healthy standby is not
+# ready.
 _PROOFS = {
     "dispatcher": "ballastpb.inference.v1.InferenceService",
     "worker": "ballastpb.worker.v1.WorkerService",

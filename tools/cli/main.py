@@ -1,7 +1,7 @@
 """The `ballast` command. Exit statuses: 0 success, 1 failure, 2 usage error, 130 interrupted; never a traceback.
 
-Only the module of the requested command is imported (none for `--help` and `--version`), as importing all takes a
-second.
+Only the module of the requested command is imported (none for `--help` and `--version`), because importing all of them
+takes a second.
 """
 
 import errno
@@ -75,7 +75,9 @@ class _CommandModule(Protocol):
 
 
 def build_parser(command: str = "") -> Parser:
-    """The parser with the flags of `command`, and of other commands only the names; "*": with the flags of all."""
+    """The parser with the flags of `command` and only the names of other commands; "*": with the flags of all
+    commands.
+    """
     parser = Parser(
         prog="ballast",
         description="LLM serving that does not queue when the KV cache overflows.",
@@ -114,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return _INTERRUPTED
     except BrokenPipeError:
-        # The reader of a pipe has closed it. Without this, the flush at exit would fail, too, and print an error.
+        # The reader has closed the pipe. Without this, the flush at exit would also fail and print an error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _FAILED
     except ModuleNotFoundError as error:

@@ -64,8 +64,8 @@ def run_wake(args: argparse.Namespace) -> int:
 
 
 async def _standing(planner: "PlannerServiceAsyncStub", args: argparse.Namespace, wanted: Standing) -> Standing:
-    """The worker's standing in the layout; PARKED if it is no longer in it, as parking may end its process. With
-    `--wait`, poll until it is `wanted`.
+    """The worker's standing in the layout; PARKED if it is no longer in the layout, because parking may end its
+    process. With `--wait`, poll until the standing is `wanted`.
 
     Raises:
         Unavailable: it is to serve, but its process has ended.

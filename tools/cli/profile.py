@@ -1,6 +1,6 @@
 """`ballast profile`: measures batch durations of a model on this machine and writes the cost model to a file.
 
-A subprocess measures, as that needs torch; this process shows its progress.
+A subprocess measures, because measuring needs torch; this process shows its progress.
 """
 
 import argparse

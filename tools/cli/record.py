@@ -1,5 +1,5 @@
-"""`ballast record`: records a running cluster's requests as a trace (arrivals and lengths, no prompts or names) for
-`ballast size` and `ballast sim`.
+"""`ballast record`: records a running cluster's requests as a trace for `ballast size` and `ballast sim`. The trace has
+arrivals and lengths, but no prompts or names.
 """
 
 import argparse

@@ -80,9 +80,14 @@ def add_parser(subparsers: Commands) -> None:
     parser.add_argument("--seed", type=int, help="of everything that is drawn (0)")
     parser.add_argument("--deadline-s", type=float, metavar="S", help="of each request (3600)")
     parser.add_argument("--block-size", type=int, metavar="TOKENS", help="of a KV block (64)")
-    parser.add_argument("--max-num-seqs", type=int, metavar="N", help="requests that run at once (256)")
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        metavar="N",
+        help="per instance (as workers on the GPU)",
+    )
     parser.add_argument("--tpot-target-s", type=float, metavar="S", help="let in no more than run within that (none)")
-    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="tokens of one step (2048)")
+    parser.add_argument("--max-num-batched-tokens", type=int, metavar="N", help="per step (as workers on the GPU)")
     parser.add_argument("--microbatching", metavar="WAY", help="of pipelines: lookahead (default) or token-count")
     parser.add_argument("--network-gbps", type=float, metavar="X", help="of each GPU's network card (of the catalogue)")
     parser.add_argument("--burst-scale", type=float, metavar="X", help="times as many requests in the densest 30 s")

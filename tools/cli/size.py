@@ -38,7 +38,7 @@ _FIELDS = (
     "seed",
 )
 _NAMES = {"recompute": "static", DROP: "with dropping", PARK: "with parking", BOTH: "with both"}
-_LITTLE = 0.02  # savings below this fraction of the GPU-hours count as none
+_LITTLE = 0.02  # savings below this fraction of the GPU-hours count as zero
 _HOURS_A_MONTH = 730.0
 
 

@@ -54,7 +54,7 @@ def run(args: argparse.Namespace) -> int:
                     time.sleep(args.interval_s)
                     try:
                         page = look()
-                    except BallastError as error:  # may be temporary: keep the last page and show the error
+                    except BallastError as error:  # may be temporary, so keep the last page and show the error
                         live.update(Group(page, Text(f"\n{error}", style="bold red")), refresh=True)
                     else:
                         live.update(page, refresh=True)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 class TopLook:
-    """Takes a snapshot at each call, and renders it with rates since the last one and the history."""
+    """Takes a snapshot at each call, and renders it with the history and with rates since the last snapshot."""
 
     def __init__(self, client: Client) -> None:
         self._client = client

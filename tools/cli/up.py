@@ -38,7 +38,7 @@ from tools.model.vocabulary import ensure_tokenizer
 _STOPPED_BY_SIGNAL = 130
 _MAX_PROCESSES = 256
 _HTTP_PORT, _HTTP_PORTS = 8000, 100  # first port tried, and how many are tried
-# The default model's parameters fill two thirds of a worker's memory, as a large model's do on a GPU: a drop nearly
+# As with a large model on a GPU, the default model's parameters fill two thirds of a worker's memory: a drop nearly
 # doubles the space for KV.
 _DEFAULT_PRESET, _DEFAULT_MEMORY = "ballast-half", 48 << 20
 _CERTIFICATE_DAYS = 365
@@ -205,7 +205,8 @@ def run(args: argparse.Namespace) -> int:
             args.device_memory_bytes = args.device_memory_bytes or _DEFAULT_MEMORY
             _say("no --model given: serving a small model with random weights; its answers mean nothing")
         else:
-            # Download the model here, with a progress bar, so that its problems are reported once, not by each worker.
+            # Download the model here, with a progress bar, so that its problems are reported once rather than by each
+            # worker.
             ranks = int(args.tensor_parallel_size or 1)
             check = functools.partial(check_served, model_impl=args.model_impl or "auto", ranks=ranks)
             found = find_model(args.model, weights=True, check=check)
@@ -238,7 +239,7 @@ def _port_range(args: argparse.Namespace) -> str:
 
 
 def _emulate(args: argparse.Namespace, folder: Path) -> None:
-    """Set the flags of emulated workers, and the model: for one of the catalogue a folder with a tokenizer only."""
+    """Set the flags of emulated workers, and the model: a folder with only a tokenizer for a model of the catalogue."""
     if args.profile is None:
         raise ConfigError("--profile", "is needed: the GPU that workers emulate, such as A800, or a file")
     if args.model is None:
@@ -370,7 +371,7 @@ class _Up:
 
     def service_flags(self, policy: str | None = None) -> dict[Service, list[str]]:
         def given(flags: dict[str, str]) -> list[str]:
-            # Each worker gets its own GPU: `cuda` would be the first one for all.
+            # Each worker gets its own GPU; with `cuda`, all workers would use the first one.
             dealt = vars(self._args) | ({"device": "cuda:auto"} if self._args.device == "cuda" else {})
             values = ((flag, dealt[flag[2:].replace("-", "_")]) for flag in flags)
             return [part for flag, value in values if value is not None for part in (flag, str(value))]

@@ -75,7 +75,9 @@ def _after(story: RequestStory) -> str:
 
 
 def _where(story: RequestStory) -> str:
-    """Where the longest gap was, as text: after which token, and the worker if it resumed on another one."""
+    """Description of the longest gap: the token after which it began, and the worker if the request resumed on another
+    one.
+    """
     count = story.longest_gap_token_count
     for moment in story.moments:
         if moment.what == "resumed" and moment.token_count == count:

@@ -246,7 +246,7 @@ class BallastModel:
         return model, own_attention(memory.pool.backend.device, self.config, self.dtype, self.attention_backend)
 
     def check(self, model: StageModel, attention: AttentionBackend, kv: KvCache) -> None:
-        """No-op: tests compare these classes with `transformers`."""
+        """No-op, since tests compare these classes with `transformers`."""
 
     @property
     def _layout(self) -> ParameterLayout:

@@ -1,9 +1,9 @@
 """Bounds oneDNN's caches of compiled matrix products.
 
-oneDNN compiles a product for each number of rows and caches it: 0.6 MiB each whatever the sizes, most of it two
+oneDNN compiles a product for each number of rows and caches it: 0.6 MiB each regardless of the sizes, most of it two
 descriptors of 260 KB. Its cache has 1024 entries, two per product, and torch caches up to 1024 more descriptors. As
 batches can have any number of rows, a worker would grow by some 580 MiB until both caches are full. Compiling takes 0.5
-to 1.3 ms. So the caches are made smaller, and batches are padded to fewer distinct numbers of rows.
+to 1.3 ms. Therefore the caches are made smaller, and batches are padded to fewer distinct numbers of rows.
 """
 
 import os

@@ -104,7 +104,9 @@ def test_a_policy_is_named_once() -> None:
 
 
 def overload(scenario: Scenario, answer_scale: float) -> tuple[float, float]:
-    """Return (prefill fraction of the step time in the burst, peak KV demand / KV memory), from the closed form."""
+    """Return (share of the step time spent on prefill in the burst, peak KV demand / KV memory), from the closed
+    form.
+    """
     arrivals, model, cluster = scenario.arrivals, find_model(scenario.model), find_cluster(scenario.cluster)
     assert arrivals is not None
     assert scenario.lengths is not None
@@ -126,7 +128,7 @@ def test_the_operating_point_follows_from_a_rule(name: str) -> None:
     chosen = scenario.answer_scale
     assert chosen is not None
     share, peak = overload(scenario, chosen)
-    assert 0.5 < share <= 0.56  # the largest share at which memory, not compute, is the bottleneck
+    assert 0.5 < share <= 0.56  # the largest share at which memory rather than compute is the bottleneck
     assert peak > 1.0
     assert overload(scenario, chosen - 0.5)[1] <= 1.0  # at an answer scale lower by 0.5, memory would suffice
 

@@ -167,7 +167,9 @@ def test_every_field_is_documented() -> None:
 
 
 def test_what_overloaded_requests_met_is_no_goal() -> None:
-    """The SLO reference of a lone run excludes overloaded periods; otherwise waits for memory would set the target."""
+    """The SLO reference of a lone run excludes overloaded periods, because waits for memory would otherwise set the
+    target.
+    """
     run = bursty_run()
     shortage = [dataclasses.replace(s, kv_demand_bytes=2 * s.kv_capacity_bytes) for s in run.samples if s.at_s > 5.0]
     calm = [s for s in run.samples if s.at_s <= 5.0]

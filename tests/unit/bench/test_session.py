@@ -67,7 +67,7 @@ def test_a_trace_becomes_requests_and_their_answers_figures(tmp_path: Path) -> N
             return await replay_on(address, job, Console(file=io.StringIO()), {"workers": 1})
 
     result = asyncio.run(story())
-    policy = result.policies["unknown"]  # no planner is there to report the policy
+    policy = result.policies["unknown"]  # no planner reports the policy
     assert result.complete
     assert [r.outcome for r in policy.requests] == [
         RequestOutcome.REFUSED,

@@ -22,7 +22,7 @@ from tools.bench.workloads import parse_workloads
 
 
 def spiky(rate_per_s: int = 4) -> Trace:
-    """60 s with five times the rate between 20 s and 30 s; prompts grow with the arrival time."""
+    """60 s with five times the rate between 20 s and 30 s. Prompts grow with the arrival time."""
     arrivals = [t / rate_per_s for t in range(60 * rate_per_s)]
     arrivals += [20 + t / (4 * rate_per_s) for t in range(40 * rate_per_s)]
     requests = tuple(TraceRequest(at_s, 10 + int(at_s), 5) for at_s in sorted(arrivals))

@@ -1,4 +1,4 @@
-"""The machine parameters that a comparison of simulated and real runs yields for the simulator."""
+"""The machine parameters for the simulator that follow from comparing simulated and real runs."""
 
 from dataclasses import fields, replace
 
@@ -26,7 +26,7 @@ def test_a_slower_machine_takes_longer_for_everything_and_forgets_no_cost() -> N
 
 
 def test_what_serves_a_step_and_a_token_is_found_in_what_was_seen_of_both() -> None:
-    """The fit recovers 2 ms of CPU time per step and 0.5 ms per token, from runs alone and in two-stage pipelines."""
+    """From runs alone and in two-stage pipelines, the fit recovers 2 ms of CPU time per step and 0.5 ms per token."""
     counts = ((1, 1), (2, 2), (8, 2), (16, 2), (1, 2), (8, 4), (32, 4))
     levels = [Level(requests, steps, 0.01, 0.002 * steps + 0.0005 * requests) for requests, steps in counts]
     found = contention(levels, 0.1, 2)

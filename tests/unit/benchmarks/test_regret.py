@@ -116,7 +116,7 @@ def test_text_has_every_cell_and_each_policys_worst() -> None:
 def test_predictions_are_judged_by_what_then_happened() -> None:
     decided = [
         {"predicted_s": 2.0, "was_s": 1.0},
-        {"predicted_s": 0.0, "was_s": 0.3},  # both are good enough to count as equal
+        {"predicted_s": 0.0, "was_s": 0.3},  # both waits are short enough to count as equal
         {"predicted_s": 1.0, "was_s": 8.0},
         {"predicted_s": 1.0, "was_s": None},  # no request waited
     ]

@@ -1,4 +1,4 @@
-"""Usability bugs that newcomers have met: each of these tests failed once."""
+"""Usability bugs that newcomers have met. Each of these tests once failed."""
 
 import ast
 import asyncio
@@ -79,7 +79,9 @@ class ScriptedPlanner(planner_pb2_grpc.PlannerServiceServicer):
 
 @contextlib.contextmanager
 def serving_planner() -> Generator[tuple[ScriptedPlanner, str]]:
-    """A scripted planner on its own event loop, since servicers are typed for grpc.aio. Yields it and its address."""
+    """Yields a scripted planner and its address. It runs on its own event loop, because its servicer is written for
+    grpc.aio.
+    """
     planner = ScriptedPlanner()  # pyright: ignore[reportAbstractUsage]
     loop, ready = asyncio.new_event_loop(), threading.Event()
     told: list[str] = []

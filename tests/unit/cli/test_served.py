@@ -1,4 +1,4 @@
-"""`ballast model info` and `up` compute what a worker would report of a model, before any worker runs."""
+"""`ballast model info` and `up` compute, before any worker runs, what a worker would report about a model."""
 
 from pathlib import Path
 

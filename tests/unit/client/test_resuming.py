@@ -15,7 +15,7 @@ Story = Callable[[ScriptedDispatcher, ScriptedDispatcher, AsyncClient], Awaitabl
 
 
 def tell(story: Story, *, resume_s: float = 30.0) -> None:
-    """Run `story` with two dispatchers. The first is asked first, and dies after two of five tokens."""
+    """Run `story` with two dispatchers. The client asks the first one first, which dies after two of five tokens."""
 
     async def run() -> None:
         dying, other = ScriptedDispatcher("a"), ScriptedDispatcher("b")
@@ -48,7 +48,7 @@ def test_it_goes_on_behind_what_has_come() -> None:
         assert (first.resumption.attempt, first.resumption.secret) == (1, told.secret)
         assert len(told.secret) == 16
         assert first.sampling.seed == second.sampling.seed
-        assert first.sampling.HasField("seed")  # drawn by the client, so that both attempts sample alike
+        assert first.sampling.HasField("seed")  # drawn by the client, so that both attempts sample the same tokens
         second.ClearField("resumption")
         first.ClearField("resumption")
         assert first == second

@@ -139,7 +139,7 @@ def test_ours_stops_slower_than_its_services() -> None:
 
 @pytest.mark.parametrize("name", SCALABLE)
 def test_settings_of_ours_exist(name: str) -> None:
-    """A service refuses a misspelt variable at start; this finds it without starting one."""
+    """A service refuses a misspelt variable at startup; this test finds it without starting the service."""
     module = __import__(f"services.{name}.config", fromlist=["config"])
     settings = getattr(module, f"{name.capitalize()}Settings")
     prefix = f"BALLAST_{name.upper()}__"

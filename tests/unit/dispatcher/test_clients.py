@@ -1,4 +1,4 @@
-"""Client streams between core and client: deltas merge, waves end, no stream is forgotten."""
+"""Client streams between core and client: deltas are merged, waves end, and no stream is forgotten."""
 
 import asyncio
 
@@ -121,7 +121,7 @@ async def test_a_request_that_ends_before_its_wave_holds_up_nobody() -> None:
     sending, ending, going_on = (asyncio.create_task(one.take()) for one in (sends, ends, goes_on))
     await asyncio.sleep(0)
     sends.push([1], "", (), at_s=0.0)
-    await sending  # a wave of its own, which ends when it takes again
+    await sending  # starts another wave, which ends when the client reads again
     ends.push([1], "", (), at_s=0.0)
     ends.end(finish("ends"), at_s=0.0)
     assert (await ending).ending is not None

@@ -1,4 +1,4 @@
-"""Grammars are checked in other processes: a large one delays its own caller and nobody else."""
+"""Grammars are checked in other processes, so that a large grammar delays only its own caller."""
 
 import asyncio
 import json
@@ -151,7 +151,7 @@ async def test_a_process_that_ends_before_it_is_ready_is_started_anew(
 
 
 def test_its_process_is_polite_before_it_loads_what_takes_long() -> None:
-    """Otherwise streams would stutter while it starts."""
+    """Without a low priority, streams would stutter while it starts."""
     code = "import sys, services.dispatcher.grammar_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert not {"numpy", "llguidance"} & set(loaded)

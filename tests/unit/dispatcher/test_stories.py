@@ -1,4 +1,4 @@
-"""The stories of requests: the core records moments, the chronicle keeps and counts them."""
+"""The stories of requests: the core records moments, and the chronicle stores and counts them."""
 
 import asyncio
 import itertools

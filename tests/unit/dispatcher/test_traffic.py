@@ -33,7 +33,9 @@ def test_a_burst_does_not_change_what_is_calm() -> None:
 
 
 def test_nor_does_a_burst_that_lasts_for_most_of_what_is_known() -> None:
-    """The cluster is two and a half minutes old, and for the last 100 s the rate was four times as high."""
+    """The cluster is two and a half minutes old, and during the last 100 s the rate was four times as high as
+    before.
+    """
     arrivals = [float(second) for second in range(50)] + [50.0 + i / 4 for i in range(400)]
     assert counted(arrivals, 149.9).calm_per_s == 1.0
 
@@ -169,7 +171,7 @@ def test_tokens_of_answers_that_go_on_are_those_of_no_answer_that_has_ended() ->
         counter.arrived(name, 0.0, 10, made_count)
     counter.began(long, 1.0)
     counter.began(short, 1.0)
-    counter.went_on(41, 2.0)  # tokens of both together
+    counter.went_on(41, 2.0)  # output tokens of both requests together
     counter.left(short, 2)
     counter.ended(3.0, 2)
     counter.check(set(), 111)

@@ -1,4 +1,4 @@
-"""Anthropic's Messages API: requests become chats, answers become blocks, errors have its format."""
+"""Anthropic's Messages API: requests are converted to chats, and answers to blocks. Errors have its format."""
 
 import json
 from typing import Any

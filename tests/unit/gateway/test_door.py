@@ -1,4 +1,4 @@
-"""The HTTP door without a network: input is bounded, disconnects are noticed, failures are reported."""
+"""The HTTP door without a network: the size of input is limited, disconnects are noticed, and failures are reported."""
 
 import asyncio
 import gzip
@@ -295,7 +295,7 @@ async def test_who_calls_is_known_before_a_large_body_is_read() -> None:
     small = Client(headers={"authorization": "Bearer bad", "content-length": "10"})
     await parts.serve(small, echo)
     assert parts.count(200) == 2
-    assert parts.asked == ["Bearer bad", "Bearer good"], "the dispatcher alone authenticates small requests"
+    assert parts.asked == ["Bearer bad", "Bearer good"], "only the dispatcher authenticates small requests"
 
 
 @pytest.mark.parametrize("name", ["traceparent", "tracestate"])

@@ -1,4 +1,6 @@
-"""Batches from input to result files: kills at every write, full disks, other processes, cancels and clock changes."""
+"""Batches from the input file to the result files, with kills at every write, full disks, other processes, cancels and
+clock changes.
+"""
 
 import asyncio
 import errno
@@ -55,7 +57,7 @@ def test_every_line_gets_its_result_though_gateways_fail(tmp_path: Path) -> None
 
 
 def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_path: Path) -> None:
-    """Copies the folder before each write of a job; from every copy, another process finishes the job."""
+    """Copies the folder before each write of a job. From every copy, another process must finish the job."""
     folder, images = tmp_path / "whole", list[Path]()
 
     def copy(what: str) -> None:
@@ -79,7 +81,7 @@ def test_a_process_killed_at_any_write_leaves_what_the_next_one_finishes(tmp_pat
         store = Store(image, 2)
         try:
             store.batch("batch_1", "")
-        except NotFound:  # its client got no response
+        except NotFound:  # the client has not received a response
             assert image <= next(one for one in images if one.name.endswith("commit-add-a-batch"))
             store.close()
             continue
@@ -163,7 +165,7 @@ def test_who_was_taken_for_dead_writes_nothing_any_more(tmp_path: Path) -> None:
 
 
 def test_who_holds_the_lock_is_waited_for_and_named(tmp_path: Path) -> None:
-    """The holder is a process that was stopped in the middle of a write."""
+    """The process that holds the lock was stopped in the middle of a write."""
     first = stored(tmp_path)
     first.close()
     stuck = sqlite3.connect(tmp_path / "jobs.sqlite", isolation_level=None)

@@ -233,7 +233,7 @@ def test_a_changed_address_in_the_same_life_is_told() -> None:
 
 
 def test_what_an_instance_says_of_its_place_is_told_when_it_changes() -> None:
-    """The planner relies on it, since an instance may have left its group unnoticed by the others."""
+    """The planner relies on these reports, because an instance may have left its group unnoticed by the others."""
     monitor = Monitor()
     monitor.announce(1.0, 1)
     assert monitor.report(1.1, 1) == []
@@ -252,7 +252,7 @@ def test_an_engine_that_hangs_is_lost_while_it_does() -> None:
         monitor.tick_until(second, second - 1)
     assert lost(monitor.report(6.0, 1, step_age_s=60.5)) == [("w1", 1)]
     assert monitor.report(7.0, 1, step_age_s=61.5) == [], "the loss is reported once"
-    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers do not see it either"
+    assert monitor.core.snapshot() == [m.SnapshotEnd()], "new watchers are not told that it is up"
     # The same incarnation returns with its first report after the step.
     assert monitor.report(8.0, 1) == [m.Publish(m.InstanceUp(instance(), draining=False), "c")]
     assert monitor.core.snapshot() == [m.InstanceUp(instance(), draining=False), m.SnapshotEnd()]

@@ -1,4 +1,4 @@
-"""How the core sees memory: which reports count, what the un-dropped capacity is, what the dispatchers add."""
+"""The core's view of memory: which reports count, what the un-dropped capacity is, and what the dispatchers add."""
 
 import dataclasses
 
@@ -115,7 +115,7 @@ def test_only_the_leader_of_a_pipeline_counts() -> None:
 
 
 def test_what_a_dissolving_pipeline_keeps_to_grow_into_is_no_demand() -> None:
-    """The members cannot use these spare blocks yet, but no request wants them; they are free once the pipeline is
+    """The members cannot use these spare blocks yet, but no request needs them, and they are free once the pipeline is
     gone.
     """
     keeping = dataclasses.replace(load(100), spare_block_count=130)  # spare blocks of the pipeline; some are w1's

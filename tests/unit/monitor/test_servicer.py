@@ -1,4 +1,4 @@
-"""MonitorService over real calls: what is refused, what watchers receive, which streams are closed."""
+"""MonitorService over real calls: what it refuses, what watchers receive, and which streams it closes."""
 
 import asyncio
 import dataclasses
@@ -179,7 +179,7 @@ def placed(
     last_layer: int = 4,
     twice: bool = False,
 ) -> pb.ReportRequest:
-    """A report whose place is a group of this one member, listed again if `twice`."""
+    """A report whose place is a group with this worker as its only member, listed a second time if `twice`."""
     member = cluster_pb2.Member(worker_id=worker_id, incarnation=3, first_layer=first_layer, last_layer=last_layer)
     request = load()
     group = cluster_pb2.Group(group_id=group_id, members=[member] * (2 if twice else 1))
@@ -188,7 +188,7 @@ def placed(
 
 
 async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
-    """The error that ends a Report stream with these messages."""
+    """The error with which a Report stream of these messages ends."""
     call = stub.Report()
     try:
         for request in requests:
@@ -462,7 +462,7 @@ async def test_a_slow_watcher_is_sent_away_and_does_not_hold_memory() -> None:
 
 
 async def test_a_jump_of_the_demand_is_reported_at_once() -> None:
-    """Regular reports are four seconds apart here, the most that a lease of five allows."""
+    """Regular reports are four seconds apart here, the longest interval that a lease of five seconds allows."""
 
     loads = [load_report(10)]
     async with served(active=True) as (shell, address):

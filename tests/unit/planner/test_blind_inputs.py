@@ -1,4 +1,4 @@
-"""With old, missing or wrong inputs, the planner decides as with fresh ones or defers the decision."""
+"""With old, missing or wrong inputs, the planner decides as it would with fresh ones, or defers the decision."""
 
 import itertools
 import math
@@ -42,7 +42,7 @@ TRAFFIC = ("fresh", "2 s", "20 s", "none", "zero", "nonsense")
 
 
 def traffic_of(age: str, traffic: Traffic) -> tuple[Traffic, Traffic | None]:
-    """Traffic as the monitor reports it for one dispatcher whose last entry is of this age or kind."""
+    """Traffic as the monitor reports it for one dispatcher whose last entry has this age or is of this kind."""
     backlogs = Backlogs(lease_s=1.0, forget_s=60.0)
     told = {"none": None, "zero": Traffic(known_s=300.0), "nonsense": NONSENSE}.get(age, traffic)
     words = () if told is None else (BacklogWord("d", 1, told),)  # pyright: ignore[reportArgumentType]
@@ -116,7 +116,7 @@ def test_what_lacked_long_ago_is_no_reason_to_drop_blindly() -> None:
 
 
 def test_what_is_little_better_is_looked_at_twice() -> None:
-    """A clear improvement is made at once, so that memory comes sooner."""
+    """A clear improvement is made at once, so that memory is freed earlier."""
     shown: dict[float, int] = {}
     for ttft_s in (0.5, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0):
         planner = Planner(planning=Planning(targets=replace(Planning().targets, ttft_s=ttft_s)))

@@ -103,7 +103,7 @@ def test_who_is_not_probed_yet_counts_among_those_that_may_be_cut_off() -> None:
 
 
 def test_a_member_that_its_group_has_left_is_gone() -> None:
-    """Most of the group is silent, and the only member heard reports that it no longer serves in the group."""
+    """Most of the group is silent, and the only member that answers reports that it no longer serves in the group."""
     planner = cluster("w1", "w2", "w3")
     planner.drop("w1", "w2", "w3")
     planner.go_through("w1", "w2", "w3")

@@ -1,4 +1,4 @@
-"""Reports of instances that cannot be true: the planner ignores them and continues."""
+"""The planner ignores reports of instances that cannot be true, and continues."""
 
 import asyncio
 import math
@@ -92,7 +92,9 @@ def test_the_wire_bounds_what_may_be_said_of_epochs() -> None:
 
 
 def test_after_the_highest_claim_there_is_room_for_changes() -> None:
-    """An instance may claim a false epoch: the cluster continues above it, and its later claims stay acceptable."""
+    """An instance may claim a false epoch. The cluster then continues above it, and the instance's later claims stay
+    acceptable.
+    """
     planner = Planner()
     planner.start("w0")
     highest = border.MAX_CLAIMED_EPOCH

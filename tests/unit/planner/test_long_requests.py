@@ -1,4 +1,4 @@
-"""What the planner does when a request is too long for one instance."""
+"""How the planner handles a request that is too long for one instance."""
 
 from dataclasses import replace
 

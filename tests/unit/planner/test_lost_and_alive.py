@@ -1,4 +1,4 @@
-"""Planner stories in which a lost member is alive: stopped, cut off, or missing from an old journal."""
+"""Planner stories in which a member that counts as lost is alive: stopped, cut off, or missing from an old journal."""
 
 from ballast.common.ids import GroupId, Incarnation, WorkerId
 from ballast.common.layout import Group, Member
@@ -86,7 +86,7 @@ def test_who_comes_back_while_the_layout_without_it_is_written_is_not_whole_by_t
 
 
 def test_a_commit_that_one_member_slept_through_ends() -> None:
-    """w1 is lost between its PREPARED and the Commit; w0 waits for it over an intact link."""
+    """w1 is lost between its PREPARED and the Commit, and w0 waits for it over an intact link."""
     planner = Planner()
     planner.start("w0", "w1", "w2")
     planner.drop("w0", "w1")
@@ -197,7 +197,7 @@ def test_a_layout_that_its_members_contradict_gives_way_to_what_they_are() -> No
 
 
 def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
-    """Its links broke, but those of its peer did not, or the peer's report is lost."""
+    """Its links broke while its peer's did not, or its peer's report is lost."""
     planner, _ = paired("w2")
     planner.says("w1", alone(planner, "w1", 2, 4))
     planner.wait(1.0)
@@ -208,7 +208,7 @@ def test_a_member_that_has_left_takes_its_pipeline_out_of_the_layout() -> None:
 
 
 def test_members_that_left_are_believed_while_an_operator_asks_again_and_again() -> None:
-    """They refuse each restore, which is aborted at once; this neither changes the outcome nor delays it."""
+    """They refuse each restore, so it is aborted at once. That neither changes the outcome nor delays it."""
     planner, _ = paired("w2")
     for worker in ("w0", "w1"):
         planner.says(worker, alone(planner, worker))
@@ -226,7 +226,7 @@ def test_members_that_left_are_believed_while_an_operator_asks_again_and_again()
 
 
 def test_what_was_said_before_a_transition_says_nothing_about_its_end() -> None:
-    """The monitor is away, so no new reports arrive, and no group is dissolved because of that."""
+    """The monitor is away, so no new reports arrive. That alone must not dissolve a group."""
     planner, _ = paired("w2")
     planner.wait(30.0)
     assert sorted(planner.shape) == ["w0[0:2]+w1[2:4]", "w2[0:4]"]

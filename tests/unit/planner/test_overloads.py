@@ -96,7 +96,9 @@ def test_a_burst_that_comes_after_the_commit_of_a_restore_hurries_what_dissolves
 def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
     queued: int, recent: int, others: Traffic
 ) -> None:
-    """It may have died with its queue, so the other dispatchers' traffic, or an empty queue, must justify the drop."""
+    """The dispatcher may have died with its queue, so the other dispatchers' traffic, or an empty queue, must justify
+    the drop.
+    """
     planner = Planner(planning=Planning())
     planner.traffic = replace(SHORT, queued_count=queued, queued_tokens=8 * queued, recent_count=recent)
     planner.fresh_traffic = others
@@ -109,7 +111,7 @@ def test_a_silent_dispatcher_makes_no_drop_that_is_not_right_without_it(
 
 
 def test_a_dispatcher_that_falls_silent_in_a_burst_does_not_end_the_comparison() -> None:
-    """Memory is full and requests keep arriving, so a drop is right with or without the silent dispatcher's queue."""
+    """Memory is full and requests keep arriving, so a drop is right even without the silent dispatcher's queue."""
     planner = Planner(planning=Planning())
     planner.load = replace(LOAD, used_block_count=32, running_count=8)
     planner.traffic = replace(SHORT, ended_tokens=5000)

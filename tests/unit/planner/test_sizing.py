@@ -55,7 +55,9 @@ def test_half_stay_in_the_first_minute_in_which_nobody_knows_what_may_come() -> 
 
 
 def test_a_planner_begins_with_what_the_one_before_has_learnt() -> None:
-    """The first planner sees two minutes without jumps; a successor that lacks this keeps half of the instances."""
+    """The first planner sees two minutes without jumps. A successor that does not inherit this knowledge keeps half of
+    the instances.
+    """
     names = [f"w{number}" for number in range(6)]
     first = Planner(sizing=SizingRules(parks=True))
     first.load, first.traffic = IDLE, CALM
@@ -142,7 +144,7 @@ def test_who_would_have_been_called_back_within_the_last_minute_stays() -> None:
 
 
 def test_who_wakes_counts_until_it_is_overdue() -> None:
-    """One more instance suffices; a second is woken only if the first takes three times as long as announced."""
+    """One more instance suffices. A second one is woken only if the first takes three times as long as announced."""
     planner = started(least_instances=2)
     for _ in range(8):
         go_on(planner, 5.0)

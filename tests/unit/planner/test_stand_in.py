@@ -1,4 +1,4 @@
-"""A lost follower and the instance that takes its place, as the planner sees it."""
+"""The planner's view of a lost follower and of the instance that replaces it."""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Instances parked and woken by an operator: what the planner's core does, step by step."""
+"""Instances parked and woken by an operator, step by step in the planner's core."""
 
 from ballast.common.ids import Incarnation, WorkerId
 from ballast.common.layout import Standing
@@ -65,7 +65,7 @@ def test_a_leave_is_undone_in_one_step_and_a_park_that_comes_too_late_is_woken()
     ask(planner, "w1", away=True)
     ask(planner, "w1", away=False)
     assert standings(planner)["w1"] is Standing.SERVING
-    says(planner, "w1", parked=True)  # the order was on its way
+    says(planner, "w1", parked=True)  # w1 had already received the order to park
     assert standings(planner)["w1"] is Standing.WAKING
 
 

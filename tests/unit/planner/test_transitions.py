@@ -13,7 +13,7 @@ from tests.support.planner_core import EXTENT, LOAD, Planner, shape
 
 
 def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
-    """All planners and the state server were lost, but instances remember their epoch and would refuse a lower one."""
+    """All planners and the state server were lost, but instances remember their epoch and refuse a lower one."""
     planner = Planner()
     planner.load = replace(LOAD, newest_epoch=57)
     planner.start("w0", "w1")
@@ -25,7 +25,9 @@ def test_epochs_go_on_from_what_instances_have_heard_of() -> None:
 
 
 def test_what_is_settled_is_said_only_at_rest() -> None:
-    """Members still prepared for a settled epoch roll back, so it must never be one that may yet be committed."""
+    """Members that are still prepared for a settled epoch roll back, so an epoch that may yet be committed must never
+    be settled.
+    """
     planner = Planner()
     assert planner.core.settled_epoch == 0
     planner.start("w0", "w1")
@@ -185,7 +187,9 @@ def test_a_member_lost_at_rest_takes_its_group_apart() -> None:
 
 @pytest.mark.parametrize("phase", [Phase.FAILED, Phase.DONE])
 def test_a_failed_link_between_living_members_restores_both(phase: Phase) -> None:
-    """A member that has all layers again before the planner asks reports DONE and why it has left the group."""
+    """A member that has restored all layers before the planner asks reports DONE and the reason why it left the
+    group.
+    """
     planner = Planner()
     planner.start("w0", "w1")
     planner.drop("w0", "w1")

@@ -41,7 +41,7 @@ def test_who_has_not_the_secret_or_comes_too_late_is_refused() -> None:
 
 
 class Receiver:
-    """Refuses the first `refuses` calls, then records (time, wanted count)."""
+    """Refuses the first `refuses` calls, then records (time, wanted instance count)."""
 
     def __init__(self, refuses: int = 0) -> None:
         self.heard: list[tuple[float, int]] = []

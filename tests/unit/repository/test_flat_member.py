@@ -1,4 +1,4 @@
-"""One loop orders a member's effects: code that executes a command never raises an event itself."""
+"""All effects of a member go through one loop: code that executes a command never raises an event itself."""
 
 import ast
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ def methods_of(file: str, name: str) -> dict[str, ast.FunctionDef]:
 
 
 def attributes(node: ast.AST) -> Iterator[str]:
-    """Names of all attributes, whether called or only passed on."""
+    """The names of all attributes in the code, whether they are called or only passed on."""
     return (part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute))
 
 

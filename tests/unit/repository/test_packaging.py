@@ -1,4 +1,4 @@
-"""The wheels hold what they should, and the files that name versions agree."""
+"""The wheels contain the right files, and the files that name versions agree."""
 
 import importlib.metadata
 import re
@@ -154,7 +154,7 @@ def test_floors_are_those_of_the_generated_code() -> None:
 
 
 def test_what_the_sdk_imports_is_what_it_declares() -> None:
-    """Runs in a process that can import no third-party packages except the SDK's."""
+    """Runs in a process that can import no third-party packages except those that the SDK requires."""
     program = (
         "import sys\n"
         "class Only:\n"

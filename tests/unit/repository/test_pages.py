@@ -1,4 +1,4 @@
-"""Documentation pages: generated, built without a warning, and true where a program can check."""
+"""Documentation pages are up to date, build without a warning, and are true where a program can check it."""
 
 import re
 import subprocess
@@ -32,7 +32,7 @@ SERVICES: tuple[type[Settings], ...] = (
 
 
 def test_generated_pages_are_up_to_date(tmp_path: Path) -> None:
-    # In a separate process, since modules imported by other tests register metrics.
+    # In a separate process, because modules that other tests import register metrics.
     subprocess.run([sys.executable, str(DOCS / "generate.py"), str(tmp_path)], check=True, timeout=120)
     for name in ("configure.md", "metrics.md", "transitions.md"):
         assert (DOCS / name).read_text() == (tmp_path / name).read_text(), "run `make pages`"

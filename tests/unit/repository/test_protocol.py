@@ -35,7 +35,7 @@ HASHES = {
     10: "fae438c20f1b302a",
     11: "13852e17c9126f4f",
     12: "3ff166cdc0405b7c",
-}  # protocol number -> hash of the messages then; hashes of old numbers stay
+}  # protocol number -> hash of its messages; hashes of old numbers stay
 
 
 def bodies_read() -> list[tuple[str, list[str]]]:
@@ -55,8 +55,8 @@ def names_of_bodies(statement: ast.stmt) -> list[str]:
 
 
 def what_is_said() -> list[object]:
-    """All that defines the protocol: messages between stages with their topics and the cluster's messages in them,
-    frames on links, and the order of KV in memory.
+    """Everything that defines the protocol: messages between stages with their topics and the cluster's messages in
+    them, frames on links, and the order of KV in memory.
     """
     messages: list[DescriptorProto | EnumDescriptorProto] = []
     for name in ("SamplingParams", "TokenIds", "Grammar", "TokenLogprob", "Logprobs"):

@@ -1,4 +1,4 @@
-"""Structural rules of the code: short constructors, and no undocumented decisions in the simulator."""
+"""Structural rules of the code: constructors are short, and the simulator makes no undocumented decisions."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""Bounds per connection, per token and for large messages: calls beyond them are refused, and others are served."""
+"""Limits per connection, per token and for large messages. Calls beyond them are refused, and others are served."""
 
 import asyncio
 import gc

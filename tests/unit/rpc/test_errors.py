@@ -1,4 +1,4 @@
-"""The table of errors and gRPC statuses is total, and a real call preserves an error's class and fields."""
+"""Every error class has a gRPC status, and a real call preserves an error's class and fields."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -1,4 +1,4 @@
-"""Whatever a client, a peer or a library does wrong ends one call, is counted, and harms nobody else."""
+"""A mistake of a client, a peer or a library ends one call and is counted, and affects no other call."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable

@@ -1,4 +1,4 @@
-"""What the mapper refuses at construction, and how it names a refused field of a message."""
+"""What the mapper refuses at construction, and how it names a message's field that it refuses."""
 
 from dataclasses import dataclass
 from typing import Annotated

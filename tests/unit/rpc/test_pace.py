@@ -1,4 +1,4 @@
-"""Step costs that workers report are inputs of plans, so only plausible numbers are accepted."""
+"""Plans depend on the step costs that workers report, so only plausible numbers are accepted."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Renewed certificates are reloaded, and the remaining validity is reported."""
+"""Renewed certificates are reloaded, and their remaining validity is reported."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""A grammar's state follows from the tokens; grammars that cannot be enforced are refused with a reason."""
+"""A grammar's state follows from the tokens. Grammars that cannot be enforced are refused with a reason."""
 
 import json
 import threading
@@ -37,7 +37,7 @@ def grammars(tokenizer_file: Path) -> Grammars:
 
 
 def walk(grammars: Grammars, grammar: Grammar, seed: int) -> list[int]:
-    """Draw tokens uniformly from those allowed, rebuilding the state from the earlier tokens at each step."""
+    """Draw tokens uniformly from the allowed ones, rebuilding the state from the earlier tokens at each step."""
     rng, tokens = np.random.default_rng(seed), list[int]()
     while not tokens or tokens[-1] not in (EOS_ID, TURN_END_ID):
         bits = np.frombuffer(grammars.start(grammar, tokens).compute_bitmask(), np.uint8)

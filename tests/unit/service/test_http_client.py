@@ -29,7 +29,9 @@ async def answering(serve: Serve) -> AsyncGenerator[HttpClient, None]:
 
 
 def saying(*answers: bytes) -> tuple[Serve, list[bytes]]:
-    """A server that sends one answer for each request and then closes; and the list of request heads it has read."""
+    """A server that sends one answer per request and then closes; and the list of the request heads that it has
+    read.
+    """
     heads: list[bytes] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -18,7 +18,7 @@ NAME = "ballast-test/tiny-llama"
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """models--ORG--NAME with blobs, refs and a snapshot of links to the blobs; offline."""
+    """An offline cache: models--ORG--NAME with blobs, refs, and a snapshot that consists of links to the blobs."""
     repo = tmp_path / "hub" / f"models--{NAME.replace('/', '--')}"
     snapshot, blobs = repo / "snapshots" / COMMIT, repo / "blobs"
     for folder in (snapshot, blobs, repo / "refs"):

@@ -1,4 +1,4 @@
-"""`oneOf` with overlapping branches: how it is narrowed, and that nothing is allowed that does not validate."""
+"""`oneOf` with overlapping branches is narrowed, and nothing is allowed that does not validate."""
 
 import json
 from collections import Counter

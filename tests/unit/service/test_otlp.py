@@ -1,4 +1,4 @@
-"""Spans are sent with the ids they were given, or dropped, whatever the collector answers."""
+"""Spans are sent with their ids unchanged, or dropped, whatever the collector answers."""
 
 import asyncio
 import time

@@ -1,4 +1,4 @@
-"""Settings: sources in order, unknown keys refused, errors that name what is wrong."""
+"""Settings have a fixed order of sources, unknown keys are refused, and errors name the wrong value."""
 
 import re
 from collections.abc import Mapping
@@ -144,7 +144,7 @@ def test_replicas_that_are_not_named_can_be_told_apart(settings: type[Settings])
 
 # Addresses and names of services, and settings that all replicas share.
 _OF_REPLICAS = {"port", "monitor_id", "planner_id", "monitor_address", "leadership_ttl_s", "shutdown_timeout_s"}
-_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # exports to other systems
+_TOLD = {"otlp_traces_endpoint", "scale_webhook", "scale_webhook_secret_file"}  # of other systems
 _NO_POLICY = {*_OF_REPLICAS, *_TOLD, *ServiceSettings.model_fields}
 
 

@@ -79,7 +79,7 @@ def test_a_lease_has_one_holder_and_its_token_grows_with_each_new_one() -> None:
 
 
 def test_a_lease_is_made_anew_above_a_token_that_others_have_seen() -> None:
-    """The state server behaves as if it came back empty and with an earlier clock."""
+    """The state server acts as if it had restarted empty and with an earlier clock."""
 
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         first = await state.acquire_lease("x", "a", 10.0, "host:1")
@@ -289,7 +289,7 @@ async def test_a_cancellation_that_the_client_library_swallows_is_not_lost() -> 
 
 
 def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
-    """uvloop, which services use, raises its own error for a write to a connection that was just reset."""
+    """uvloop, which services use, raises an error of its own for a write to a connection that was just reset."""
 
     async def story() -> None:
         async with PrivateStateServer() as server, Proxy(f"127.0.0.1:{server.port}") as front, asyncio.timeout(60):

@@ -1,4 +1,4 @@
-"""The table of longest contexts, which agrees with what the planner would find."""
+"""The table of longest contexts, which agrees with the planner's results."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""How long survivors of a pipeline lack layers: `pytest -s tests/unit/sim/test_lost_layers.py` prints it."""
+"""How long the survivors of a pipeline lack layers. `pytest -s tests/unit/sim/test_lost_layers.py` prints the times."""
 
 from dataclasses import replace
 
@@ -19,7 +19,7 @@ _CRASH_S = 10.0
 @pytest.mark.parametrize(
     ("cluster", "degree", "within_s"),
     [
-        ("4xA100-40G", 4, 3.5),  # a quarter of the layers is only on disk; reading all missing ones takes 6.6 s
+        ("4xA100-40G", 4, 3.5),  # only disk has a quarter of the layers; reading all missing ones takes 6.6 s
         ("5xA100-40G", 4, 3.0),  # the fifth instance has them
         ("4xA100-40G", 2, 3.0),  # the other pair has them; from disk it takes 4.4 s
     ],

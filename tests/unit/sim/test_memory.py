@@ -1,4 +1,4 @@
-"""Sizes of a device's memory."""
+"""The simulated sizes of a device's memory."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Engines on shared processors."""
+"""Engines that share processors."""
 
 from dataclasses import replace
 

@@ -54,7 +54,7 @@ def test_a_burst_drops_parameters_and_their_return_is_awaited(runs: dict[str, Si
     assert done[0] == ("drop", "done")
     assert ("restore", "done") in done
     drop = runs["drop"].transitions[0]
-    assert drop.total("freed_parameter_bytes") == pytest.approx(25e9, rel=0.1)  # 26 GB without embedding and head
+    assert drop.total("freed_parameter_bytes") == pytest.approx(25e9, rel=0.1)  # 26 GB less embedding and head
     assert drop.total("kv_bytes_sent") > 1e9
     assert 0.0 < drop.longest_s("max_stall_s") < 2.0
     capacities = [sample.kv_capacity_bytes for sample in runs["drop"].samples]
@@ -116,7 +116,9 @@ def test_steps_taken_together_tell_the_same_story(policy: str, stop_after_s: flo
 
 
 def test_most_tokens_come_by_steps_taken_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With production rules. Otherwise simulations would take three times as long, and no other test would notice."""
+    """This holds with production rules. Without it, simulations would take three times as long, and no other test would
+    notice.
+    """
     one_by_one = 0
     deliver = Clients.deliver
 
@@ -246,7 +248,7 @@ def test_what_is_made_for_an_event_has_no_cycles(policy: str) -> None:
     gc.disable()  # or it would collect as soon as the run has ended
     try:
         run = kept.run()
-        # Parts of a transition refer to each other, but transitions are few.
+        # Parts of a transition refer to each other, but there are few transitions.
         assert gc.collect() < run.event_count / 100 + 500 * len(run.transitions)
     finally:
         gc.enable()

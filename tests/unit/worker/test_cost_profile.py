@@ -1,4 +1,4 @@
-"""The profile's file: what was written is read back, and anything else is refused with a reason."""
+"""The profile's file survives writing and reading, and any other content is refused with a reason."""
 
 import json
 from collections.abc import Callable

@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny("llama", tmp_path_factory.mktemp("model") / "llama", layers=2, max_len=256)
 
 
-# Any: the types that a story sends and yields do not matter.
+# Any: the types that a story's coroutine sends and yields do not matter.
 def play(story: Coroutine[Any, Any, None]) -> None:
     asyncio.run(story)
 
@@ -200,7 +200,7 @@ def test_a_broken_invariant_of_the_engine_is_no_failed_step(model: Path) -> None
 
 
 def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
-    """Otherwise the worker would seem to be alive, and whoever waits for it would wait for ever."""
+    """Otherwise the worker would seem to be alive, and its caller would wait for it forever."""
 
     def break_down(step: int) -> None:
         raise InvariantViolation("a block belongs to two")

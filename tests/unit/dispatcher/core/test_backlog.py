@@ -1,4 +1,4 @@
-"""Order and counts of the backlog; the drain rate; the heap of deadlines."""
+"""The backlog's order and counts, its drain rate, and the heap of deadlines."""
 
 import random
 

@@ -144,7 +144,7 @@ def test_small_requests_overtake_a_large_one_until_its_patience_ends() -> None:
     assert story.core.next_timer_s() == pytest.approx(2.0)
     story.now_s = 2.0
     assert story.handle(d.DispatcherTick(2.0)).places == [("large", "a")]
-    # Its waiting blocks now count on the worker: nothing else overtakes it, so it cannot starve.
+    # Its waiting blocks now count as load of the worker, so nothing else overtakes it, and it cannot starve.
     story.step("a", report=load(used_block_count=42, running_count=3, waiting_count=1, waiting_block_count=31))
     story.submit("next")
     story.submit("over")
@@ -288,7 +288,7 @@ def test_a_failing_step_is_replayed_so_often_and_its_neighbours_go_on() -> None:
 
 
 def test_what_a_lost_group_could_hold_was_no_mistake_of_the_client() -> None:
-    """A request that only a lost group could hold fails as `Overloaded`, not as `InvalidRequest`."""
+    """A request that only a lost group could hold fails as `Overloaded` rather than as `InvalidRequest`."""
     story = Story("a", "b")
     story.connect("a", load(block_count=256))
     story.connect("b", load(block_count=128))

@@ -1,4 +1,4 @@
-"""No request starves: callers take turns by tokens, and classes that have waited long are promoted."""
+"""No request starves: callers alternate according to their tokens, and classes that have waited long are promoted."""
 
 import random
 
@@ -92,7 +92,7 @@ def test_who_was_away_has_saved_nothing_up() -> None:
 
 
 def test_what_comes_back_has_had_its_turn() -> None:
-    """A request returns to the front after its worker was lost or had no room."""
+    """A request returns to the front of the queue after its worker was lost or had no room."""
     made = Waiting()
     lost, *_ = made.come("a", 5)
     made.come("b", 5)
@@ -148,7 +148,7 @@ def test_a_caller_fills_its_share_and_others_are_let_in() -> None:
     assert "its share while 2 callers wait" in refused(made, made.come("flood")[0], limits)
     for number in range(300):
         refused(made, made.come(f"one of many {number}")[0], limits)
-        assert len(made.backlog) <= 200, "at most twice the bound"
+        assert len(made.backlog) <= 200, "at most twice the limit"
 
 
 def flooded() -> Story:

@@ -20,7 +20,7 @@ def test_a_full_feed_refuses_offline_requests_and_no_other() -> None:
     assert "--max-offline-queued" in str(refused[0].error)
     assert not story.submit("person", priority=PriorityClass.INTERACTIVE).errors
     assert not story.submit("another").errors
-    assert story.submit("a third").errors == {"a third": "Overloaded"}, "the backlog has a bound of its own"
+    assert story.submit("a third").errors == {"a third": "Overloaded"}, "the backlog has its own limit"
 
 
 def test_offline_requests_are_no_traffic_and_no_backlog() -> None:

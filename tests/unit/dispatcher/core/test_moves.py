@@ -274,7 +274,7 @@ def test_the_backlog_goes_where_a_drop_has_made_room_in_proportion_to_it() -> No
     room = load(used_block_count=64, block_count=264, running_count=8, max_running_count=200)
     c_room = load(used_block_count=0, block_count=50, running_count=0, max_running_count=100)
     answers = [story.step("c", report=c_room), story.step("a", report=room)]
-    # c reports first and is filled; the rest goes to a, which has more room.
+    # c reports first and is filled. The rest goes to a, which has more room.
     assert Counter(w for answer in answers for _, w in answer.places) == {"a": 75, "c": 25}
 
 
@@ -308,7 +308,7 @@ def test_no_group_gets_more_than_its_maximum_batch_however_much_room_it_has() ->
     assert Counter(w for _, w in places) == {"a": 16, "c": 8}
     assert len(story.core.backlog) == 76
     handed_over = load(block_count=10_000, running_count=20, max_running_count=16)
-    assert story.step("a", report=handed_over).places == [("r24", "a")]  # one may queue there, so that it never idles
+    assert story.step("a", report=handed_over).places == [("r24", "a")]  # one may queue, so that it never idles
 
 
 def withdraw(story: Story, name: str) -> list[AbortOnWorker]:

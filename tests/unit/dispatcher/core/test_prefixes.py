@@ -9,7 +9,7 @@ ROOM = {"block_count": 400, "max_running_count": 50, "prefixes_kept_s": 100}
 
 
 def story_of_two(*, marks: tuple[int, ...] = MARKS, **changes: int) -> Story:
-    """Worker a is fuller but has the prompt cached. `changes`: fields of a's load report."""
+    """Worker a is fuller than b, but has the prompt cached. `changes`: fields of a's load report."""
     story = Story("a", "b")
     story.step("a", report=load(**(ROOM | {"used_block_count": 100, "running_count": 4} | changes)), marks=marks)
     story.step("b", report=load(**ROOM))

@@ -43,7 +43,7 @@ def test_who_waits_on_a_worker_is_asked_back_when_another_one_has_room() -> None
 
 
 def test_who_waits_is_asked_back_as_often_as_another_one_has_room_with_ever_more_patience() -> None:
-    """The other worker is full again each time the request arrives there."""
+    """Each time the request arrives at the other worker, that one is full again."""
     story = waiting_on_a()
     asked_at_s: list[float] = []
     begun_s, there, other = 0.0, "a", "b"
@@ -104,12 +104,12 @@ def preempted_on_a() -> Story:
 
 
 def asked_back(story: Story, worker: str) -> list[AbortOnWorker]:
-    """The recalls that follow when `worker` reports a waiting request."""
+    """The recalls that follow a report of `worker` in which a request waits."""
     return story.step(worker, report=crowded()).of(AbortOnWorker)
 
 
 def give_back(story: Story, worker: str) -> list[tuple[str, str]]:
-    """Let `worker` return request "late"; return where it is placed next."""
+    """Let `worker` return request "late". Returns the worker on which it is placed next."""
     ending = Ending(story.handle_of("late"), FinishReason.CANCELLED)
     return story.step(worker, endings=[ending], report=FULL).places
 
@@ -176,7 +176,7 @@ def test_the_one_that_has_waited_the_longest_since_it_was_preempted_is_asked_bac
 
 
 def test_between_two_full_workers_what_was_preempted_goes_to_and_fro_less_and_less() -> None:
-    """Each worker reports room until the request arrives, and then preempts it at once."""
+    """Each worker reports room until the request arrives, and preempts it at once."""
     story = preempted_on_a()
     asked_after_s: list[float] = []
     since_s, there, other = 0.0, "a", "b"

@@ -1,4 +1,4 @@
-"""Requests that clients resume here after another dispatcher was serving them."""
+"""Requests that clients resume at this dispatcher after another one was serving them."""
 
 from ballast.common.sampling import FinishReason, PriorityClass
 from services.dispatcher.core.events import Deliver, Ending, Finish, PlaceOnWorker

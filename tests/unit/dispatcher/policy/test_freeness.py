@@ -80,7 +80,9 @@ def test_the_freest_worker_wins_and_ties_go_to_the_smallest_id() -> None:
 
 
 def test_a_group_with_much_memory_does_not_draw_all_the_load() -> None:
-    """A pair with ten times the blocks competes with a single, whose requests can or cannot grow by 64 tokens."""
+    """A pair with ten times the blocks competes with a single instance, on which requests can or cannot grow by 64
+    tokens.
+    """
     rules = RoutingRules(growth_tokens=64)
 
     def went_to(single: WorkerView, pair_running: int) -> str | None:

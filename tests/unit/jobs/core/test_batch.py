@@ -66,7 +66,7 @@ def test_what_has_ended_stays_as_it_is() -> None:
 
 
 def test_every_order_of_events_ends_in_an_end_or_can_still_end() -> None:
-    """In any order of events, a finalizing batch can be finished, and any other is in progress or cancelling."""
+    """After any order of events, a finalizing batch can be finished, and any other one is in progress or cancelling."""
     events: tuple[Callable[[JobBatch], JobBatch], ...] = (
         lambda one: one.cancel(20.0),
         lambda one: one.counted(1, 0),

@@ -1,4 +1,4 @@
-"""How an answer or a failed call decides what happens to a line."""
+"""The effect of an answer or a failed call on a line."""
 
 import pytest
 

@@ -50,7 +50,9 @@ def test_a_burst_is_an_overload_at_the_first_sample_that_shows_it() -> None:
 
 
 def test_fast_growth_far_below_capacity_is_no_overload() -> None:
-    """From 10 % to 70 % within a second, then flat: extrapolating the rise would exceed the capacity."""
+    """Demand grows from 10 % to 70 % within a second and then stays flat. Extrapolating the rise would exceed the
+    capacity.
+    """
     said = tell(Pressure(RULES), series(6, lambda t: sample(t, int(100 + 600 * min(1.0, max(0.0, t - 2.0))))))
     assert said == []
 
@@ -153,7 +155,7 @@ def test_a_burst_takes_a_relief_back_at_once_while_the_groups_are_what_they_were
 
 
 def test_memory_that_a_dissolving_pipeline_still_has_counts_as_the_members_own() -> None:
-    """For a few seconds its members have all parameters but little KV, which is no reason to drop again."""
+    """For a few seconds its members hold all parameters but little KV, which is no reason to drop again."""
 
     def dissolving(wanted_bytes: int) -> list[ClusterDemand]:
         return series(4, lambda t: sample(t, wanted_bytes, capacity_bytes=500, undropped_bytes=1000))
@@ -185,7 +187,9 @@ def test_where_bursts_follow_one_another_the_parameters_stay_away_until_the_next
 
 
 def test_while_parameters_come_back_demand_is_held_against_what_there_will_be() -> None:
-    """A restoring pair holds all layers twice and half of the KV; demand that will fit afterwards does not abort it."""
+    """A restoring pair holds all layers twice and half of the KV. Demand that will fit once it has restored does not
+    abort it.
+    """
     pressure = Pressure(RULES)
     relieved_at(pressure)
 

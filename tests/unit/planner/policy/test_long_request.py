@@ -1,4 +1,4 @@
-"""The longest context that instances could hold, and the group for a request too long for one instance."""
+"""The longest context that instances can hold, and the group for a request that is too long for one instance."""
 
 from ballast.common.ids import GroupId
 from ballast.common.load import MemoryReport

@@ -1,4 +1,4 @@
-"""Which instance migrates running requests to which."""
+"""Which instances migrate running requests, and to which instances."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_nothing_moves_between_instances_that_are_alike() -> None:
 
 
 def test_a_request_that_waits_for_memory_in_pieces_makes_its_instance_look_full() -> None:
-    """w1 has twenty free blocks, but one of its requests waits for thirty."""
+    """w1 has twenty free blocks, but one of its waiting requests needs thirty."""
     assert moves({"w1": load(80, waiting=30), "w2": load(50, running=2)}) == [("w1", "w2", 30)]
     assert moves({"w1": load(80), "w2": load(50, running=2)}) == []
 
@@ -84,7 +84,7 @@ def test_who_runs_as_many_as_it_may_takes_nothing() -> None:
 
 
 def test_a_pipeline_gives_and_takes_as_an_instance_does() -> None:
-    """Its leader reports its blocks, and it drains if any of its members does."""
+    """Its leader reports the pipeline's blocks. The pipeline drains if any of its members does."""
 
     def found(pair: LoadReport, alone: LoadReport, *, follower_drains: bool = False) -> list[tuple[str, str]]:
         members = [

@@ -37,7 +37,7 @@ def test_sources_share_the_work() -> None:
 
 def test_nobody_left_to_ask_means_host_or_disk() -> None:
     shape = model(8)
-    left = group(shape, stage("a", 0, 4, shape), stage("b", 4, 7, shape))  # the last layer was on another member
+    left = group(shape, stage("a", 0, 4, shape), stage("b", 4, 7, shape))  # the last layer was held by another member
     (restored,) = plan_restore(Snapshot(shape, (left,))).dissolutions
     assert {p.worker_id: p.source for p in restored.pulls if p.layer == 7} == {"a": None, "b": None}
 

@@ -1,4 +1,4 @@
-"""How many instances should serve: predictions for one fewer and for some more, and the cost of an instance."""
+"""How many instances should serve: predictions for one fewer and for several more, and the cost of an instance."""
 
 import math
 from collections.abc import Sequence
@@ -101,7 +101,9 @@ def test_as_many_as_came_at_most_in_the_last_minute_may_come_again() -> None:
 
 
 def test_what_a_drop_makes_room_for_need_not_be_kept() -> None:
-    """Eight at 0.55 and a jump of 2.5 instances: seven would be at 0.99, or at 0.55 once parameters are dropped."""
+    """With eight instances at 0.55 and a jump of 2.5 instances, seven would be at 0.99, or at 0.55 once parameters are
+    dropped.
+    """
     for gain, leaves in ((1.0, False), (1.8, True)):
         reserve = replace(FULL, jump=2.5, gain=gain)
         assert (sized(EIGHT, 0.55, quiet(1.0), reserve).chosen.candidate.added < 0) is leaves

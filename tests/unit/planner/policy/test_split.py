@@ -197,7 +197,7 @@ def slowest(stages: Sequence[SplitStage]) -> float:
 
 
 def test_unlike_members_are_split_between_even_and_most_memory() -> None:
-    """Compares the balanced, the middle and the most-memory split with all possible ones."""
+    """Compares the balanced split, the one in the middle, and the one with the most memory with all possible splits."""
     rng = random.Random(11)
     farther = 0
     for _ in range(600):

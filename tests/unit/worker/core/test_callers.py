@@ -1,4 +1,4 @@
-"""A caller that holds few blocks does not wait behind a caller that holds nearly all of them."""
+"""A caller that holds few blocks does not wait behind one that holds nearly all of them."""
 
 from tests.support.worker_core import Driver, greedy
 from tests.unit.worker.core.stories import driver, prompt

@@ -1,4 +1,4 @@
-"""A member's part in a restore: from the commit on it serves alone while its old group drains."""
+"""A member's part in a restore: from the commit on it serves alone, while its old group drains."""
 
 from collections.abc import Callable
 
@@ -74,8 +74,8 @@ def begun(me: WorkerId, room_blocks: int | None = None) -> Transition:
 
 
 def loading(me: WorkerId) -> Transition:
-    """A transition that loads its layers. The leader limits its group before it grants room; followers wait for the
-    grant.
+    """A transition that is loading layers. The leader limits its group before it grants room, and followers wait for
+    the grant.
     """
     transition = begun(me)
     if me == W0:
@@ -107,7 +107,7 @@ def committed(me: WorkerId) -> Transition:
 
 
 def is_done_when_led(transition: Transition, others: tuple[WorkerId, ...] = ()) -> bool:
-    """Whether the transition is done after Led and a roster from each of `others`, with no KV to exchange."""
+    """Whether the transition is done after Led and a roster from each of `others`, without any KV to exchange."""
     commands = transition.handle(Led(0.0, NEW, ()))
     assert commands[0] == SendRoster(NEW, (), tuple(name for name in NAMES if name != transition.me), 0, True)
     for other in others:
@@ -206,7 +206,7 @@ def test_the_group_may_have_ended_before_a_follower_hears_of_the_commit() -> Non
 
 
 def test_kv_of_what_is_left_is_exchanged() -> None:
-    """The middle member gets a victim; each of the other two sends it the KV of its own layers."""
+    """The middle member gets a victim, and each of the other two sends it the KV of its own layers."""
     transition, victim = committed(W1), Victim(7, 20, W0)
     transition.handle(EpochEnded(0.0, NEW, W0))
     transition.handle(HandoverReceived(0.0, NEW, W2, ()))

@@ -36,12 +36,12 @@ def snapshots_of(commands: list[w.Command]) -> list[SequenceSnapshot]:
 
 
 def from_elsewhere(snapshot: SequenceSnapshot) -> SequenceSnapshot:
-    """The sequence as another worker would hand it over, with an id of that worker."""
+    """The sequence as another worker would hand it over, with that worker's id for it."""
     return replace(snapshot, sequence_id=(7 << 32) + snapshot.sequence_id)
 
 
 def removed_of(commands: list[w.Command]) -> list[tuple[tuple[SequenceId, ...], bool]]:
-    """The sequences in each Removed command, and whether it goes to the stages of the draining group."""
+    """The sequences in each Removed command, and whether the command goes to the stages of the draining group."""
     return [(c.batch.removed, c.leaving) for c in commands if isinstance(c, w.Removed)]
 
 

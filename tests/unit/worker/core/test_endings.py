@@ -1,4 +1,4 @@
-"""How requests end or resume elsewhere, and what a draining worker reports: events in, commands out."""
+"""How requests end or resume elsewhere, and what a draining worker reports, as events in and commands out."""
 
 import pytest
 

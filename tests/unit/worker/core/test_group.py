@@ -1,4 +1,4 @@
-"""Stories of a leader: several batches in flight, changes of capacity, KV in transit."""
+"""Stories of a leader with several batches in flight, changes of capacity, and KV in transit."""
 
 import pytest
 
@@ -283,7 +283,7 @@ def test_a_few_are_not_put_off_for_balance_while_a_transition_is_prepared() -> N
     leader.feed(w.PrefillLimited(leader.at_s, 3))
     assert len(_step(leader)) == 5
     put_in = 3
-    assert len(_step(leader)) == 3  # two leftover decodes are too many to be added
+    assert len(_step(leader)) == 3  # two leftover decodes are too many to add to the batch
     put_in = 0
     assert leader.batch() is None
 
@@ -384,7 +384,9 @@ def test_who_waits_for_room_holds_none_of_it_until_it_is_admitted() -> None:
 
 
 def test_blocks_of_who_has_left_take_nobody_before_the_next_batch() -> None:
-    """Its reservation is released at once, its table by the next batch; only blocks free in both can be reserved."""
+    """The reservation of the sequence is released at once, its table by the next batch. Only blocks that are free in
+    both can be reserved.
+    """
     leader = Leader(4, block_tokens=4, max_running_count=4)
     gone = leader.submit("gone", (1, 2, 3, 4, 5, 6, 7))
     leader.submit("stays", (1, 2, 3))

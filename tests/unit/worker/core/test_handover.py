@@ -299,7 +299,7 @@ def test_kv_without_a_request_gives_way_like_what_runs() -> None:
     leader.submit("old")
     leader.at_s += 1.0
     leader.step()
-    leader.adopt(snapshots)  # by its age, it was submitted later than the other one
+    leader.adopt(snapshots)  # it is the younger one, since it was submitted later
     for _ in range(10):
         leader.step()
     assert (leader.core.kept_count, leader.core.totals.preemptions) == (1, 1)

@@ -51,7 +51,7 @@ def give_up(driver: Driver, kept: int = 0) -> None:
 def test_what_was_given_up_comes_back_and_is_counted() -> None:
     driver = driver_of()
     run(driver, tokens(17))
-    run(driver, tokens(5, first=3))  # its steps leave time to copy the first request's blocks to the host
+    run(driver, tokens(5, first=3))  # its steps leave enough time to copy the first request's blocks to host memory
     give_up(driver)
     computed = sum(len(s.token_ids) for e in driver.executed for s in e.batch.slices)
     assert run(driver, tokens(18)) == 16

@@ -22,7 +22,7 @@ class Stage:
         self.book = BlockBook(block_count, SIZE)
         self.log = LoggedTokens(SIZE)
         self.slot_count = slot_count
-        self.rows: dict[int, int] = {}  # slot -> token, as a store would have it
+        self.rows: dict[int, int] = {}  # slot -> token, as a log would store it
 
     def run(self, batch: Batch) -> None:
         tables = self.book.apply(batch)

@@ -85,7 +85,7 @@ def arrivals(room_blocks: int = 100) -> KvArrivals:
 
 
 def copying() -> KvArrivals:
-    """A migration of which five blocks have arrived and four more have been allocated."""
+    """A migration for which five blocks have arrived and four more have been allocated."""
     coming = arrivals()
     assert offered(coming, 0.0) == [take(0, 8)]  # 23 tokens, and two blocks in reserve
     assert coming.ready(0.0, MIGRATION, W2) == [m.Say(W1, want(0, 8))]
@@ -197,13 +197,13 @@ def test_a_hand_over_is_foreseen() -> None:
     coming = arrivals()
     assert coming.prompt_limit_blocks(0.0) is None
     offered(coming, 1.0)
-    assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may come at once
+    assert coming.prompt_limit_blocks(1.0) == 1  # all five blocks may arrive at once
     assert coming.prompt_limit_blocks(1.15) is None  # the link is slow, so the handover is not expected yet
     landed(coming, 1.2, KvRange(0, 3, 23))
-    assert coming.prompt_limit_blocks(1.2) is None  # two whole blocks are missing
+    assert coming.prompt_limit_blocks(1.2) is None  # two full blocks are still missing
     landed(coming, 1.3, KvRange(3, 5, 26))
     assert coming.prompt_limit_blocks(1.3) == 0
-    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have been held back for long enough
+    assert coming.prompt_limit_blocks(1.7) == 1  # prompts have been held back long enough
     landed(coming, 1.7, KvRange(5, 7, 26, last=True))
     assert coming.prompt_limit_blocks(1.7) == 1
     coming.heard(1.7, W1, m.Handed(MIGRATION, snapshot(SEQUENCE, 26)))
@@ -312,7 +312,7 @@ def test_the_source_hears_when_all_stages_have_blocks_and_goes_on_when_all_have_
 
 
 def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> None:
-    """If the sequence has not been handed over yet, it goes on at the source; otherwise it is recomputed."""
+    """If the sequence has not been handed over yet, it continues at the source; otherwise it is recomputed."""
     coming = to_a_pair()
     assert landed(coming, 0.1, None, W3) == [m.Stop(MIGRATION)]  # W3 has no room
     assert coming.block_count == 8
@@ -324,7 +324,7 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
     coming.ready(0.1, MIGRATION, W3)
     coming.heard(0.2, W1, state)
     assert landed(coming, 0.2, None, W2) == [m.Stop(MIGRATION)]
-    assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it arrived before the stop did
+    assert landed(coming, 0.3, KvRange(0, 7, 26, last=True), W3) == [  # it arrived before the order to stop
         keep(0),
         m.Adopt(state.snapshot, 0),
         m.Say(W1, m.Taken(MIGRATION, False)),

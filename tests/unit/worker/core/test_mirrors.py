@@ -210,8 +210,8 @@ def test_kv_that_comes_gets_the_blocks_of_offline_sequences() -> None:
 
 
 def test_a_prompt_that_is_scored_begins_anew_after_it_has_yielded() -> None:
-    """Its prompt log-probabilities require that one pass computes the whole prompt, so none of it is mirrored before
-    that.
+    """Its prompt logprobs require a single pass over the whole prompt, so nothing is mirrored before that pass has
+    ended.
     """
     bounds = limits(swap_block_count=40, swap_blocks_per_step=8, swaps_online=False, max_batch_tokens=8)
     made = Driver(bounds, 12, harvest=HARVEST)

@@ -21,7 +21,7 @@ ALL = StageLayers(W0, 0, 8)
 
 
 class Stands:
-    """A mover, its block book, and the destinations that are registered and not in use by a link yet."""
+    """A mover, its block book, and the registered destinations that no link uses yet."""
 
     def __init__(self, block_count: int = 200) -> None:
         self.book = BlockBook(block_count, 16)
@@ -248,7 +248,7 @@ def filled(rng: random.Random, sequences: int) -> BlockBook:
 
 
 def retired(mover: Mover, sequence_id: int) -> Table:
-    """The blocks of the given-up layers from which the sequence's KV would be sent."""
+    """The blocks of the dropped layers from which the sequence's KV would be sent."""
     assert mover._is.retired is not None
     return mover._is.retired.table(sequence_id)
 
@@ -287,7 +287,7 @@ def test_what_is_left_lies_side_by_side_and_is_what_it_was(seed: int) -> None:
     book, mover = filled(rng, 12), stands.mover
     mover.begin(book)
     mover.retire()
-    content = {block: block for block in range(200)}  # of one layer: each block holds its original number
+    content = {block: block for block in range(200)}  # one layer: each block holds its old number
     left = set(book.sequence_ids)
     while left:
         gone = rng.sample(sorted(left), min(len(left), 3))
@@ -303,7 +303,7 @@ def test_what_is_left_lies_side_by_side_and_is_what_it_was(seed: int) -> None:
 
 
 def test_a_place_that_nobody_waits_for_is_seen() -> None:
-    """Otherwise KV for an abandoned exchange would be written into blocks that another sequence has by then."""
+    """Otherwise KV for an abandoned exchange would be written into blocks that belong to another sequence by then."""
     stands = Stands()
     stands.expect(SEQUENCE, 70)
     stands.mover.check(stands.places)

@@ -1,4 +1,4 @@
-"""Offline sequences use what online ones leave free, and give it up at once."""
+"""Offline sequences use the capacity that online ones leave free, and release it at once."""
 
 import pytest
 

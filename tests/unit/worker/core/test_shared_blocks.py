@@ -68,7 +68,7 @@ def test_a_number_is_no_other_sequence() -> None:
 
 
 def test_shared_blocks_are_expected_and_sent_once() -> None:
-    """The second sequence shares two blocks of the first, which is sent before it."""
+    """The second sequence shares two blocks with the first one, which is sent before it."""
     book = BlockBook(20, 16)
     mover = Mover(16, 1, lambda _: True)
     mover.begin(book)

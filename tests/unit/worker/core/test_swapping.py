@@ -1,4 +1,4 @@
-"""Preempted sequences that keep their KV in host memory: the core with a model that reads its KV back."""
+"""Preempted sequences whose KV stays in host memory. The core runs with a model that reads its KV back."""
 
 import random
 from typing import Any

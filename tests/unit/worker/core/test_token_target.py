@@ -1,4 +1,6 @@
-"""A TPOT target limits how many sequences run: which ones wait, and that running ones are never preempted for it."""
+"""A TPOT target limits how many sequences run. It decides which sequences wait, but running ones are never preempted
+for it.
+"""
 
 import math
 

@@ -1,5 +1,5 @@
-"""Which victim gets blocks in which wave, with stages that are mere counts: every victim gets its KV or is recomputed,
-and no stage ever holds more blocks than it has.
+"""Which victim gets blocks in which wave. Stages are represented by block counts only. Every victim must get its KV or
+be recomputed, and no stage may ever hold more blocks than it has.
 """
 
 import random
@@ -85,7 +85,7 @@ def test_more_held_than_there_is_shows() -> None:
 
 
 class Stages:
-    """Stages that give up `share` layers for each one kept: the KV that one wave sends makes room in the next."""
+    """Stages that drop `share` layers for each one that they hold on to: KV sent in one wave makes room in the next."""
 
     def __init__(self, rng: random.Random) -> None:
         self.names = (A, B, C)[: rng.choice([2, 3])]
@@ -104,14 +104,14 @@ class Stages:
                     standing(number, home, blocks, rank=rng.randrange(3), arrival_s=float(rng.randrange(5)))
                 )
         self.before = before
-        self.share = len(self.names) - 1  # layers given up for each one kept
+        self.share = len(self.names) - 1  # layers dropped for each one that stays
 
     @property
     def in_the_end(self) -> int:
         return self.before + self.more + self.share * self.before
 
     def send(self, wave: Wave, homes: Mapping[int, MovedSequence]) -> None:
-        """Adds the blocks that are free once the wave's KV has been sent or given up."""
+        """Adds the blocks that become free once the wave's KV has been sent or discarded."""
         for victim in (*wave.admitted, *wave.lost):
             self.counts[homes[victim.sequence_id].victim.old_leader] += (
                 self.share * homes[victim.sequence_id].held_blocks
@@ -146,5 +146,5 @@ def test_everybody_gets_room_or_starts_over_and_nothing_is_promised_twice(seed: 
     assert sorted(admitted + lost) == sorted(homes)
     assert rounds <= len(homes)
     largest = max(s.need_blocks for s in stages.sequences)
-    if stages.more >= 2 * (largest + 1):  # room for the largest at any time, whatever remains between waves
+    if stages.more >= 2 * (largest + 1):  # room for the largest one between any waves
         assert not lost

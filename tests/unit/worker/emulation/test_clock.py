@@ -42,7 +42,9 @@ def test_what_is_very_late_is_lost_and_a_pause_is_not_late(monkeypatch: pytest.M
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, late_s: float) -> list[float]:
-    """Replaces time by a clock on which every sleep takes `late_s` too long. Returns a list with the current time."""
+    """Replaces time with a clock on which every sleep takes `late_s` too long. Returns a list that holds the current
+    time.
+    """
     now_s = [100.0]
 
     def sleep(seconds: float) -> None:

@@ -119,7 +119,7 @@ def test_messages_come_in_order_and_tensors_as_their_size() -> None:
 
 
 async def test_a_short_message_does_not_overtake_a_long_one() -> None:
-    """Each short message is sent while a long one is almost through, and would itself not have to wait."""
+    """Each short message is sent while a long one is almost through, and would not have to wait by itself."""
     async with pair(bytes_per_s=1e7) as both:
         a, _ = await both.connect()
         for topic in range(200):

@@ -1,4 +1,4 @@
-"""Marks that stand for memory contents."""
+"""Marks that represent memory contents."""
 
 import sys
 

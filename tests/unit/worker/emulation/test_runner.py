@@ -1,4 +1,4 @@
-"""The emulated runner returns right tokens if memory holds what it should, and wrong ones otherwise."""
+"""The emulated runner returns correct tokens only if memory has the correct contents."""
 
 from dataclasses import replace
 
@@ -114,7 +114,9 @@ def test_what_a_drop_takes_away_is_gone(engine: EmulatedEngine) -> None:
 
 
 def test_two_groups_at_a_time_have_marks_of_their_own(engine: EmulatedEngine) -> None:
-    """The old group's KV stays intact while the new group writes into blocks of its own, and can be removed alone."""
+    """The old group's KV stays intact while the new group writes into blocks of its own, and can be removed
+    separately.
+    """
     memory = engine.memory
     memory.drop_layers([2, 3])
     memory.release_retired()
@@ -190,7 +192,7 @@ def test_a_preempted_step_can_be_run_once_more(engine: EmulatedEngine) -> None:
 
 
 def test_a_stage_runs_once_more_what_was_preempted_behind_it(engine: EmulatedEngine) -> None:
-    """The recomputed token is in a block that also holds correct tokens."""
+    """The recomputed token is in a block that also holds correct tokens of other steps."""
     later, hidden = small_engine(), None
     for number, (first, tokens, times) in enumerate([(0, PROMPT, 1), (10, ANSWER[:1], 3), (11, ANSWER[1:2], 2)]):
         batch = offline(number, first, tuple(tokens), added=not first)

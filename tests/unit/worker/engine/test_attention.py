@@ -1,4 +1,4 @@
-"""CPU attention against its definition, on caches that also hold other sequences' KV."""
+"""Compares CPU attention with its definition, on caches that also hold other sequences' KV."""
 
 import random
 
@@ -163,8 +163,8 @@ def test_what_others_left_in_the_cache_changes_nothing(
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_float8_is_attended_to_as_what_it_holds(kernels: str, dtype: torch.dtype) -> None:
-    """A float8 cache gives the same bits as its values in the model's dtype. The step's keys and values are rounded,
-    too.
+    """A float8 cache gives the same bits as a cache that holds its values in the model's dtype. The step's own keys and
+    values are rounded, too.
     """
     world = World([(7, 1), (0, 12), (2, 1), (9, 6), (40, 1), (3, 1)])
     rows = world.packed.row_count

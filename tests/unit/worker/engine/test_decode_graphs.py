@@ -1,4 +1,4 @@
-"""Steps that are recorded as graphs, and replayed before and after drops and restores."""
+"""Steps are recorded as graphs, and replayed before and after drops and restores."""
 
 import functools
 import os
@@ -99,7 +99,7 @@ def refusing_share(
 def test_one_rank_that_cannot_record_is_told_of_at_once_and_no_rank_waits(
     refusing: int, once_aborted: type[Exception], tmp_path: Path
 ) -> None:
-    """The first rank may be aborted while it records a sum, and take the abort for the reason."""
+    """The first rank may be aborted while it records a sum, and must not report the abort as the reason."""
     model_dir = make_tiny(
         "llama", tmp_path / "model", layers=1, heads=6, kv_heads=3, hidden=96, intermediate=192, max_len=64
     )
@@ -137,7 +137,7 @@ def test_what_is_made_of_an_aborted_sum_goes_nowhere(model_dir: Path) -> None:
             return cast(Any, SimpleNamespace(wait=lambda: None))
 
         def abort(self) -> None:
-            """Lets work that waits on the device complete."""
+            """Lets the work that waits on the device complete."""
 
     class Silent:
         def tell(self, message: object) -> None:

@@ -1,4 +1,4 @@
-"""What keeps oneDNN from compiling its products anew for every batch size."""
+"""Batches are padded, so that oneDNN does not compile its products anew for every batch size."""
 
 import random
 from pathlib import Path

@@ -1,5 +1,5 @@
-"""KV in float8: as accurate as its 3 mantissa bits allow, in half the memory of bfloat16, and never mixed with other
-KV.
+"""KV in float8: it is as accurate as its 3 mantissa bits allow, takes half the memory of bfloat16, and is never mixed
+with other KV.
 """
 
 import json
@@ -70,7 +70,7 @@ def test_models_of_transformers_have_it_too(family: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("kernels", KERNELS)
 def test_chunks_of_a_prompt_change_nothing(kernels: str, tiny: Path) -> None:
-    """A token attends to the rounded KV of its own chunk, as if that had been computed in an earlier one."""
+    """A token attends to the rounded KV of its own chunk, just as to the KV of earlier chunks."""
     with load(tiny, kernels=kernels, dtype="float64") as engine:
         whole = logits(engine)
         for sizes in ((1,) * 60, (20, 40), (7, 1, 52)):

@@ -99,7 +99,7 @@ def test_fused_parameters_hold_the_checkpoint(model_dir: Path, kernels: str) -> 
 
 
 def test_readers_bring_the_same_through_memory_of_their_own(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reads as for a GPU, but without pinned memory."""
+    """The readers work as for a GPU, but without pinned memory."""
     slots: list[str] = []
     monkeypatch.setattr(checkpoint, "_BAND_ELEMENTS", 1 << 10)
 

@@ -1,4 +1,4 @@
-"""Adapter folders: which adapters are served, and which are refused by name."""
+"""Which adapter folders are served, and which are refused with a reason."""
 
 import json
 from collections.abc import Callable

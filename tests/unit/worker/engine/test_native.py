@@ -1,4 +1,4 @@
-"""The compiled kernels against their definition, with every instruction set of this processor."""
+"""Compares the compiled kernels with their definition, for every instruction set of this processor."""
 
 from collections.abc import Iterator
 
@@ -50,7 +50,7 @@ def test_packing_in_bands_is_undone(kernels: Kernels, dtype: torch.dtype) -> Non
     assert torch.equal(kernels.unpack(bands, chosen, 22), matrix[chosen])
     panel, lane = 70 // 32, 70 % 32
     stored = bands[panel, :, lane] if dtype != torch.bfloat16 else bands[panel, :, lane].reshape(-1)
-    assert torch.equal(stored, matrix[70])  # workers rely on this layout: it is the same everywhere
+    assert torch.equal(stored, matrix[70])  # workers rely on this layout, which is the same on all processors
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,4 +1,4 @@
-"""Quantised checkpoints, apart from their tokens: memory, dtypes other than float32, and refusals."""
+"""Tests of quantised checkpoints other than their tokens: memory, dtypes other than float32, and refusals."""
 
 import json
 from pathlib import Path

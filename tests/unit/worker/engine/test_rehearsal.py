@@ -1,4 +1,6 @@
-"""The steps that a GPU runs before it serves, on the CPU: which ones, and how the memory they took is accounted for."""
+"""The steps that a GPU runs before it serves, tested on the CPU: which steps they are, and how their memory is
+accounted for.
+"""
 
 import weakref
 from pathlib import Path

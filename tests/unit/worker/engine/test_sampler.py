@@ -121,7 +121,7 @@ def test_min_p_is_relative_to_the_best() -> None:
 
 
 def test_rows_are_narrowed_at_once_to_what_is_left_of_each_by_itself() -> None:
-    """The results are equal bit for bit. Rows are processed one by one only if the first look does not suffice."""
+    """The results must be equal bit for bit. Rows are processed one by one only if the first look does not suffice."""
     choice = random.Random(5)
     for seed in range(60):
         size, rows = choice.choice([5, 200, 300, 1000, 5000]), choice.choice([1, 2, 8, 17])

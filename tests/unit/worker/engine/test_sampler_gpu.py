@@ -1,4 +1,4 @@
-"""The GPU's sampler without a GPU: interpreted, and compiled ahead of time for several."""
+"""The GPU's sampler without a GPU: interpreted, and compiled ahead of time for several GPUs."""
 
 import importlib
 import os
@@ -62,7 +62,7 @@ def test_all_fit_into_registers(capability: int, dtype: torch.dtype) -> None:
 
 
 def test_what_sequences_held_is_given_to_others() -> None:
-    """Tables have as many rows as sequences that ran at once; a history starts empty."""
+    """Tables have as many rows as sequences have run at once. A history starts empty."""
     sampler = GpuSampler(40, [2], CPU)
     for first in range(0, 3000, 300):
         for new in requests(300, 40, first):

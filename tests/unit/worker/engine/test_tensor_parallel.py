@@ -1,4 +1,4 @@
-"""The ranks of one instance compute their shares together; here the ranks are threads."""
+"""The ranks of one instance compute their shares together. Here the ranks are threads."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor

@@ -1,4 +1,6 @@
-"""Models computed by `transformers`, apart from their tokens: which are chosen, self-test, memory, and refusals."""
+"""Tests of models computed by `transformers` other than their tokens: which are chosen, the self-test, memory, and
+refusals.
+"""
 
 import json
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""Tensors in memory that the host must not access are transferred like others, and what the host reads arrives in host
-memory. The tests fail if a receive or a send accesses such memory directly.
+"""Tensors in memory that the host must not access are transferred like others, and data that the host reads arrives in
+host memory. The tests fail if a receive or a send accesses such memory directly.
 """
 
 import time
@@ -28,7 +28,7 @@ HIDDEN = 12
 
 
 class DeviceCopies(HostCopies):
-    """While `held` is a list, fetches complete or fail only when the test says so."""
+    """While `held` is a list, fetches complete or fail only when the test lets them."""
 
     def __init__(self) -> None:
         self.held: list[Callable[[bool], None]] | None = None
@@ -53,7 +53,7 @@ class DeviceCopies(HostCopies):
 
 
 class DeviceRecorder(Recorder):
-    """Wants hidden states and all bulk transfers on the device."""
+    """Receives hidden states and all bulk transfers on the device."""
 
     def device_of(self, topic: int) -> torch.device:
         return DEVICE if topic == HIDDEN else HOST
@@ -141,7 +141,7 @@ def test_hidden_states_land_on_the_device(ends: Ends, rows: int) -> None:
 
 
 def test_what_is_read_by_the_host_lands_on_the_host(ends: Ends) -> None:
-    said = bytes(range(256)) * 400  # too long for a frame
+    said = bytes(range(256)) * 400  # too long to be sent within a frame
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=ends.links[0].as_tensor(said)).result(30)
     ends.links[0].send(TrafficClass.CONTROL, 3, tensor=on_device(ends.links[0].as_tensor(said))).result(30)
     ends.recorders[1].wait("messages", 2)

@@ -1,4 +1,4 @@
-"""How large chunks are, and when the next activation is expected."""
+"""The size of chunks, and the time at which the next activation is expected."""
 
 import pytest
 

@@ -1,4 +1,6 @@
-"""Two sides meet, undisturbed by strangers and by peers that gave up. Both sides in one process, over real sockets."""
+"""Two sides meet, undisturbed by strangers and by peers that gave up. Both sides are in one process, over real
+sockets.
+"""
 
 import json
 import math
@@ -83,7 +85,7 @@ def test_a_key_that_is_never_set_costs_the_deadline(rendezvous: Rendezvous) -> N
 
 
 def test_after_the_deadline_there_is_nothing_to_be_had(rendezvous: Rendezvous) -> None:
-    """A side that is too late must not continue, since the other one has given it up."""
+    """A side that is too late must not continue, because the other side has abandoned it."""
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(call, HIGH, rendezvous.address, soon())
         host = PairStore(rendezvous.meet(LOW, soon()).connection)
@@ -115,7 +117,7 @@ def is_hung_up_on(stranger: socket.socket) -> bool:
 
 
 def park(connection: socket.socket, line: bytes) -> None:
-    """Completes the handshake of a caller that nobody expects yet."""
+    """Completes the handshake of a caller that no side expects yet."""
     connection.sendall(line)
     read_line(connection, soon())
     connection.sendall(proof_line(""))
@@ -190,7 +192,7 @@ def test_who_drips_is_waited_for_by_nobody_and_not_for_long(
             for drip in drips:
                 drip.send(bytes([letter]))
             time.sleep(0.05)
-        meet(rendezvous)  # while all of them are in the middle of their hello
+        meet(rendezvous)  # while all of them are in the middle of their handshake
         for drip in drips:
             assert is_hung_up_on(drip)
         assert 0.5 < time.monotonic() - began_s < 30
@@ -271,7 +273,7 @@ def test_a_host_without_the_secret_gets_no_link(rendezvous: Rendezvous) -> None:
 
 
 def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Rendezvous) -> None:
-    """A thief that has overheard everything that a caller with the secret sent replays it."""
+    """An attacker replays everything that it has overheard from a caller with the secret."""
     with dial(guarded) as caller, dial(guarded) as thief:
         line = hello_line(HIGH)
         caller.sendall(line)

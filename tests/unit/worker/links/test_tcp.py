@@ -1,4 +1,4 @@
-"""Waiting for a socket takes one system call, and does not block other threads from posting."""
+"""Waiting for a socket takes one system call, and does not keep other threads from posting."""
 
 import socket
 import time

@@ -1,4 +1,4 @@
-"""What every `MemoryBackend` must do. Subclasses provide the `backend` fixture and inherit the tests."""
+"""The contract of every `MemoryBackend`. Subclasses provide the `backend` fixture and inherit the tests."""
 
 from collections.abc import Iterator
 

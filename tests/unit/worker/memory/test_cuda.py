@@ -219,7 +219,7 @@ def test_the_bindings_have_every_call_that_is_made() -> None:
 
 
 def test_bytes_for_checksums_are_read_beside_what_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are read on a stream of their own, which waits only for work launched before the read."""
+    """They are read on a separate stream, which waits only for work that was launched before the read."""
 
     class Stream:
         def __init__(self, device: torch.device) -> None:

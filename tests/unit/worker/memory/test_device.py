@@ -128,7 +128,9 @@ def test_layers_given_up_go_block_by_block() -> None:
 
 
 def restored(memory: DeviceMemory) -> None:
-    """A stage that held the first two layers has all parameters again, and keeps as much KV as a draining group may."""
+    """A stage that held the first two layers now has all parameters again, and retains as much KV as a draining group
+    may.
+    """
     memory.drop_layers([2, 3])
     memory.release_retired()
     memory.make_room_for_layers([2, 3], block_count=memory.leaving_block_count)

@@ -1,4 +1,4 @@
-"""The CUDA backend on the driver's real bindings and a fake driver that enforces its rules, without a GPU.
+"""The CUDA backend, without a GPU, on the driver's real bindings and a fake driver that enforces its rules.
 
 BALLAST_DRIVER_HISTORIES sets the number of random operations.
 """
@@ -44,7 +44,7 @@ class TestCudaBackendOverTheBindings(BackendContract):
 
 
 def test_any_thread_may_call(driver: FakeDriver) -> None:
-    """The driver requires a current context on each thread, and a thread that has not used the device has none."""
+    """The driver requires a current context on each thread, which a thread that has not used the device lacks."""
     memory = open_small(open_fake())
     thread = threading.Thread(target=memory.drop_layers, args=([1, 2],))
     thread.start()

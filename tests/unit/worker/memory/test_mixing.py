@@ -1,4 +1,4 @@
-"""The checksum that a GPU computes: which changes it detects, and that a CPU computes the same."""
+"""The checksum that a GPU computes detects changes, and a CPU computes the same one."""
 
 import importlib
 import os

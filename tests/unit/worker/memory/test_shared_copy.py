@@ -1,5 +1,5 @@
-"""The copy of the parameters that all workers of a host share: made once, never visible half made, removed by the last
-user.
+"""The copy of the parameters that all workers of a host share: it is made once, is never visible incomplete, and is
+removed by its last user.
 """
 
 import multiprocessing

@@ -1,4 +1,4 @@
-"""Background work rests in proportion to the time it takes, and stops when it is no longer wanted."""
+"""Background work pauses in proportion to the time it takes, and stops when it is no longer needed."""
 
 import time
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A layer that is loaded is compared with the checksum that this worker knows, and refused if it differs."""
+"""A loaded layer is compared with the checksum that this worker knows, and refused if it differs."""
 
 import queue
 from concurrent.futures import Future
@@ -107,7 +107,7 @@ def test_a_layer_from_a_peer_is_read_as_the_peer_has_read_it(by: Algorithm) -> N
 
 @pytest.mark.parametrize("is_right", [True, False])
 def test_a_copy_in_host_memory_is_preferred_to_peers(is_right: bool) -> None:
-    """No peer is asked. If the copy is damaged, it has been replaced from the checkpoint, which is verified."""
+    """No peer is asked. If the copy was damaged, it has been replaced from the checkpoint, which is verified."""
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
     with open_small(HostBackend()) as memory:
         workers = Threads(lambda _: True, lambda _: is_right, lambda _: None)

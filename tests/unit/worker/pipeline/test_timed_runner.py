@@ -1,4 +1,4 @@
-"""A timed runner returns what its inner runner returns, and records how long each kind of stage took."""
+"""A timed runner returns the results of its inner runner, and records how long each kind of stage took."""
 
 import itertools
 from collections.abc import Iterator

@@ -41,7 +41,7 @@ def cost_s(seen: PipelineView, share: Share) -> float:
 def rounds(
     candidates: list[MicrobatchCandidate], stages: int, count: int, tokens: int = 512
 ) -> list[tuple[PipelineView, Share]]:
-    """Consecutive microbatches and their views; each completes once `stages` further ones have been formed."""
+    """Consecutive microbatches and their views. Each microbatch completes once `stages` more have been formed."""
     states = [[c.computed_tokens, c.dispatched_tokens, c.token_count, c.step_id] for c in candidates]
     formed: list[tuple[PipelineView, Share]] = []
     for step in range(1, count + 1):
@@ -129,7 +129,7 @@ def test_a_short_prompt_gets_on_among_decodes_while_others_wait_for_room() -> No
 
 
 def test_a_prompt_gets_on_where_batches_have_less_room_than_the_smallest_piece() -> None:
-    """While a restore is being prepared, batches have so little room."""
+    """Batches have this little room while a restore is being prepared."""
     crowd = [decode(100) for _ in range(20)]
     share = FORM(view(2, [*crowd, prompt(100)], tokens=10 + 8))
     assert [index for index, _ in share[:-1]] == [*range(10)]
@@ -225,7 +225,7 @@ def test_whatever_there_is_a_microbatch_is_one_that_can_be_run(
         computes |= left > 0 and c.token_count - c.computed_tokens > 1
         n = dict(share).get(index, 0)
         assert 0 <= n <= left
-        # A chunk is smaller only if the batch lacks room, of which rounding leaves less than one unit.
+        # A chunk may be smaller only if the batch lacks room, of which rounding leaves less than one unit.
         assert n in (0, left) or n >= MIN_CHUNK_TOKENS or tokens - sum(m for _, m in share) < rows
     assert bool(share) == bool(ready)
     prompt_tokens = sum(n for i, n in share if candidates[i].token_count - candidates[i].computed_tokens > 1)

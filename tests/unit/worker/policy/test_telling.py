@@ -1,4 +1,6 @@
-"""A dispatcher with no tokens to receive gets a load report when routing would notice a change, not with every step."""
+"""A dispatcher that has no tokens to receive gets a load report only when routing would notice a change, not after
+every step.
+"""
 
 from dataclasses import replace
 

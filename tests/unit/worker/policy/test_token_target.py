@@ -33,8 +33,8 @@ def test_the_longer_contexts_are_the_fewer_run(context_tokens: int, count: int) 
 
 @pytest.mark.parametrize(("stage_count", "count"), [(1, 50), (2, 100), (4, 200)])
 def test_a_pipeline_computes_a_microbatch_for_each_stage_between_two_tokens(stage_count: int, count: int) -> None:
-    """Each stage has its share of the layers, so with that many sequences in each microbatch, a round takes as long as
-    a step with one stage.
+    """Each stage has its share of the layers, so if each microbatch has that many sequences, a round takes as long as a
+    step on one stage.
     """
     assert target(0.0601).place_count(TEN._replace(stage_count=stage_count), 1024) == count
 
@@ -48,7 +48,7 @@ def test_a_step_of_decodes_takes_what_the_cost_model_says(count: int, prefix_tok
 
 
 def test_prompts_of_those_that_come_in_between_count() -> None:
-    """With answers of 100 tokens, one of 20 running requests ends every five steps, and its successor's prompt is
+    """With answers of 100 tokens, one of 20 running requests ends every five steps, and the prompt of its successor is
     computed.
     """
     turnover = Turnover(prompt_tokens=100, answer_tokens=100.0)
