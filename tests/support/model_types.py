@@ -185,14 +185,14 @@ def _compare(folder: Path) -> tuple[str, str]:
 @contextlib.contextmanager
 def _patient() -> Generator[None]:
     def over(*_: object) -> None:
-        raise TimeoutError(f"more than {_PATIENCE_S} s")
+        raise TimeoutError(f"more than {_PATIENCE_S} s of processor time")
 
-    signal.signal(signal.SIGALRM, over)
-    signal.alarm(_PATIENCE_S)
+    signal.signal(signal.SIGPROF, over)
+    signal.setitimer(signal.ITIMER_PROF, _PATIENCE_S)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def scan(out: Path, part: int, parts: int, types: Sequence[str]) -> None:
