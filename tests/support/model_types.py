@@ -60,19 +60,23 @@ _BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
 # Model type -> tensor names as `transformers` saves them and as the published checkpoints have them.
 _PUBLISHED = {"kimi_k25": ("language_model.model.blocks.", "language_model.model.layers.")}
 _WHY = {  # part of an error -> reason as worded on the page
-    "keeps other state than keys and values": "state that is no KV, or attention of its own kind",
+    "keep other state than keys and values": "layers with state other than KV",
+    "keeps other state than keys and values": "state other than KV, or attention that bypasses `AttentionInterface`",
     "is neither causal nor a window": "not causal",
-    "is more than a decoder of text": "more than text",
-    "attends more than once": "attends twice in a layer",
-    "attends to other rows": "attends to other rows than its own",
-    "does not run on packed rows": "its code does not run on packed rows",
-    "max_position_embeddings": "does not say how long a sequence may be",
+    "only decoders are served": "has an encoder",
+    "computes other logits for text": "computes other logits for text than its decoder alone",
+    "drafts tokens": "drafts tokens for another model",
+    "classifies images": "classifies images",
+    "attends more than once": "attends more than once in a layer",
+    "attends to other rows": "attends to rows other than its own",
+    "does not run on packed rows": "its code cannot be run without parameters to find out how it attends",
+    "max_position_embeddings": "no `max_position_embeddings`: ALiBi or recurrent layers",
     "num_hidden_layers": "no list of layers",
     "has no list of": "no list of layers",
     "gives other logits": "the self-test finds other logits on packed rows",
     "has no tensor that this is made of": "tensors of other names than its decoder's",
     "is not a tensor of": "tensors of other names than its decoder's",
-    "transformers makes no decoder": "no class for its decoder of text alone",
+    "no causal language model class": "no causal language model class in `transformers` for its text decoder",
 }
 
 

@@ -29,6 +29,7 @@ from services.worker.engine.packed_parameters import PackedParameter, pack
 
 _PAGED, _PROBE, _EXPERTS = "ballast_paged", "ballast_probe", "ballast_experts"
 _PROBE_ROWS = 4
+_ATTENDING = {"full_attention", "attention", "sliding_attention", "chunked_attention", "dense", "sparse", "mlp", "moe"}
 
 
 @dataclass(slots=True)
@@ -168,6 +169,7 @@ class Decoder:
                 raise
             except Exception as error:  # modelling code may raise anything on unusual input
                 if gives_tuples:
+                    self._require_attention_only(error)
                     why = f"{type(self.model).__name__} does not run on packed rows: {error}"
                     raise ConfigError("config.json", why) from error
                 continue
@@ -179,6 +181,14 @@ class Decoder:
             why = f"layer {missing[0]} of {type(self.model).__name__} keeps other state than keys and values"
             raise ConfigError("config.json", f"{why}, or does not say how it attends")
         return [run.seen[i] for i in range(len(self.layers))]
+
+    def _require_attention_only(self, error: Exception) -> None:
+        """Raise ConfigError if the configuration names layers of kinds that keep other state."""
+        told: Any = next((t for n in ("layer_types", "layers_block_type") if (t := getattr(self.config, n, None))), ())
+        others = sorted({str(kind) for kind in told} - _ATTENDING)
+        if others:
+            why = f"the layers of {type(self.model).__name__} of kind {', '.join(others)} keep other state than"
+            raise ConfigError("config.json", f"{why} keys and values") from error
 
 
 def _layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:

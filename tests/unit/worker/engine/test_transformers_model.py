@@ -226,5 +226,5 @@ def test_a_model_that_computes_other_logits_than_its_decoder_is_refused(tmp_path
     config, cls = small_configuration("cohere2_vision")
     config.architectures = [cls.__name__]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="'cohere2_vision' is more than a decoder of text"):
+    with pytest.raises(ConfigError, match="'cohere2_vision' computes other logits for text"):
         load_engine(tmp_path, device_memory_bytes=MEMORY_BYTES)
