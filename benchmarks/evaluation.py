@@ -155,7 +155,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=("plan", "run", "write"))
     parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(p.name for p in parts(None))} (all)")
     parser.add_argument("--out", type=Path, default=Path("out/evaluation"))
-    parser.add_argument("--traces", type=Path, metavar="DIR", help=f"a folder with {SPIKE}")
+    parser.add_argument("--traces", type=Path, metavar="DIR", help=f"folder that contains {SPIKE}")
     parser.add_argument("--page", type=Path, default=PAGE)
     parser.add_argument("--figures", type=Path, default=FIGURES)
     given = parser.parse_args(arguments)

@@ -132,7 +132,7 @@ class StageProfile:
         return BatchCost(parts.layer.batch_cost_s(chunks), head_s, parts.step.plus(parts.first).batch_cost_s(chunks))
 
 
-# ------------------------------------------------------------ what is run
+# ------------------------------------------------------------ workloads and runs
 
 
 def draw(workload: FidelityWorkload, machine: Machine, span_s: float, seed: int) -> Trace:
@@ -478,9 +478,9 @@ def save(out: Path, results: Results) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--profile", type=Path, metavar="FILE", help="of the preset `ballast` on this machine")
-    parser.add_argument("--profile-seconds", type=float, default=30.0, help="how long to measure without one")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each workload")
+    parser.add_argument("--profile", type=Path, metavar="FILE", help="profile of the preset `ballast` on this machine")
+    parser.add_argument("--profile-seconds", type=float, default=30.0, help="time to measure without --profile")
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of each workload")
     parser.add_argument("--seed", type=int, default=1)
     names = [workload.name for workload in WORKLOADS]
     parser.add_argument("--workloads", nargs="+", choices=names, default=names, metavar="NAME", help=", ".join(names))

@@ -332,7 +332,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--messages", type=int, default=100_000)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--concurrent", type=int, default=_CONCURRENT, help="calls at a time")
+    parser.add_argument("--concurrent", type=int, default=_CONCURRENT, help="number of concurrent calls")
     parser.add_argument("--log-dir", type=Path, default=Path("out/fuzz"))
     args = parser.parse_args()
     began_s = time.monotonic()

@@ -225,8 +225,8 @@ async def _measure(folder: Path, flood_count: int, rounds: int) -> dict[str, obj
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--flood", type=int, default=6000, help="requests of the other caller (6000)")
-    parser.add_argument("--rounds", type=int, default=3, help="of eight requests (3)")
+    parser.add_argument("--flood", type=int, default=6000, help="number of requests in Alice's flood (default: 6000)")
+    parser.add_argument("--rounds", type=int, default=3, help="rounds of eight requests each (default: 3)")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         print(json.dumps(asyncio.run(_measure(Path(folder), options.flood, options.rounds)), indent=2))

@@ -178,11 +178,11 @@ async def run(args: argparse.Namespace, folder: Path) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cpu", action="store_true", help="a small model on this machine's CPU")
-    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals in each measurement (default: 40)")
+    parser.add_argument("--cpu", action="store_true", help="use a small model on this machine's CPU")
+    parser.add_argument("--seconds", type=float, default=40.0, help="of arrivals per measurement (default: 40)")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         before = os.getloadavg()[0]

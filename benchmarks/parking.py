@@ -97,9 +97,9 @@ def row(name: str, traces: Path, policy: str, *, search: bool) -> tuple[str, boo
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--slices", default=",".join(SLICES), metavar="NAMES", help="(all)")
-    parser.add_argument("--policy", default=BOTH, metavar="NAME", help="(%(default)s)")
-    parser.add_argument("--search", action="store_true", help="how many GPUs recompute needs")
+    parser.add_argument("--slices", default=",".join(SLICES), metavar="NAMES", help="slices to simulate (default: all)")
+    parser.add_argument("--policy", default=BOTH, metavar="NAME", help="policy with its knobs (default: %(default)s)")
+    parser.add_argument("--search", action="store_true", help="search for the number of GPUs that recompute needs")
     args = parser.parse_args(argv)
     names = args.slices.split(",")
     try:

@@ -241,7 +241,7 @@ def main() -> int:
     parser.add_argument("--arrivals", type=int, default=200)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"write the figures into {PAGE}")
     args = parser.parse_args()
     found, slice_s = asyncio.run(react(args.arrivals, args.seed))
     print("\r", end="", file=sys.stderr)

@@ -308,11 +308,11 @@ def row(name: str, block_count: int, found: PrefixServing) -> str:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 4000, 8000], help="of 16 tokens")
+    parser.add_argument("--blocks", type=int, nargs="+", default=[2000, 4000, 8000], help="KV blocks of 16 tokens")
     parser.add_argument("--span-s", type=float, default=180.0, help="in which sessions begin (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=int, nargs=2, default=[40, 300], help="of a turn, from and to")
+    parser.add_argument("--new-tokens", type=int, nargs=2, default=[40, 300], help="of a turn: minimum and maximum")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     machine = catalogue_machine(CLUSTER.removeprefix("1x"), MODEL, VOCABULARY)
     cost = machine.execution.cost_of(machine.model.layer_count, is_first=True, is_last=True)

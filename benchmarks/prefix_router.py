@@ -291,8 +291,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--span-s", type=float, default=60.0, help="in which sessions begin (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--router-python", type=Path, help="the interpreter of an environment with sglang-router")
-    parser.add_argument("--write", action="store_true", help=f"into {PAGE}")
+    parser.add_argument("--router-python", type=Path, help="interpreter of an environment with sglang-router")
+    parser.add_argument("--write", action="store_true", help=f"write the table into {PAGE}")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         before = os.getloadavg()[0]

@@ -63,7 +63,7 @@ def exhaustive(one: SimJob, policy: str, slo: Slo, found: int) -> int | None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traces", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--limit", type=int, default=300, metavar="N", help="requests of each (%(default)s)")
+    parser.add_argument("--limit", type=int, default=300, metavar="N", help="requests per trace (%(default)s)")
     args = parser.parse_args(argv)
     equal = True
     try:

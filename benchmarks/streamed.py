@@ -133,7 +133,7 @@ def table() -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="put the table into its page")
+    parser.add_argument("--write", action="store_true", help="write the table into its page")
     found = table()
     print(found)
     if parser.parse_args().write:

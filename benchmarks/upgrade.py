@@ -221,10 +221,10 @@ async def check(tree: Path, logs: Path, old_services: Sequence[Service]) -> Coun
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("ref", help="commit, branch or tag that is older")
-    parser.add_argument("--old", nargs="+", choices=_SERVICES, default=[], help="services that are the older commit's")
-    parser.add_argument("--backward", action="store_true", help="all services but those of --old are")
-    parser.add_argument("--logs", type=Path, help="where logs stay; a temporary folder without it")
+    parser.add_argument("ref", help="older commit, branch or tag")
+    parser.add_argument("--old", nargs="+", choices=_SERVICES, default=[], help="services of the older commit")
+    parser.add_argument("--backward", action="store_true", help="run all other services from that commit")
+    parser.add_argument("--logs", type=Path, help="folder for logs (default: a temporary folder)")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder, tree_of(args.ref) as tree:
         logs: Path = args.logs or Path(folder)

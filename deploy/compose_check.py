@@ -285,7 +285,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m deploy.compose_check", description=__doc__)
     parser.add_argument("--file", type=Path, default=_ROOT / "docker-compose.yml")
     parser.add_argument("--scale", action="append", metavar="SERVICE=N", help="default: worker=2 and dispatcher=2")
-    parser.add_argument("--profile", action="append", default=[], metavar="NAME", help="as of docker compose: emulated")
+    parser.add_argument("--profile", action="append", default=[], metavar="NAME", help="of the file, such as emulated")
     args = parser.parse_args()
     given: list[str] = args.scale or ["worker=2", "dispatcher=2"]
     # SIGTERM ends the run like Ctrl-C, so that no process is left behind.

@@ -128,7 +128,7 @@ def test_tokens_are_the_merged_models_through_drop_restore_and_a_death(
     running.run(story())
 
 
-def test_an_adapter_that_nobody_has(running: RunningCluster) -> None:
+def test_an_unknown_adapter_is_refused(running: RunningCluster) -> None:
     async def story() -> None:
         async with AsyncClient(running.cluster.address) as sdk:
             await ask(sdk, "pirate", 0)

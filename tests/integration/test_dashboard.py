@@ -201,7 +201,7 @@ def post(url: str, headers: dict[str, str]) -> tuple[int, str]:
         return error.code, json.loads(text)["message"] if text.startswith("{") else text
 
 
-def test_what_another_page_or_name_sends_is_refused(page: str) -> None:
+def test_requests_of_other_pages_or_host_names_are_refused(page: str) -> None:
     ours = {"X-Ballast-Dashboard": "1"}
     assert post(f"{page}api/burst", {}) == (403, "the header x-ballast-dashboard is missing")
     assert post(f"{page}api/burst", {**ours, "Host": "evil.example"})[0] == 400

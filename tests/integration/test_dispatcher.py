@@ -45,7 +45,7 @@ async def test_streams_tokens_text_and_usage_in_order() -> None:
         assert len({r.request_id for r in unseeded.responses}) == 1
 
 
-async def test_bad_requests_are_refused_by_name_and_harm_nobody() -> None:
+async def test_bad_requests_are_refused_by_name_and_affect_no_others() -> None:
     def with_sampling(**values: float) -> pb.GenerateRequest:
         message = request()
         for name, value in values.items():
@@ -234,7 +234,7 @@ async def test_serving_goes_on_without_the_state_server() -> None:
             assert len(newcomer.submitted) == 1
 
 
-async def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> None:
+async def test_sigterm_finishes_running_requests_refuses_new_ones_and_exits_0() -> None:
     async with Arena(TimedSettings(step_s=0.01)) as arena:
         dispatcher = arena.dispatcher
         running = asyncio.create_task(dispatcher.generate(request(max_tokens=100)))
@@ -254,7 +254,7 @@ async def test_sigterm_finishes_what_runs_refuses_what_comes_and_exits_0() -> No
         assert dispatcher.process.returncode == 0
 
 
-async def test_what_outlives_the_shutdown_timeout_ends_with_a_reason() -> None:
+async def test_requests_beyond_the_shutdown_timeout_end_with_a_reason() -> None:
     async with Arena(TimedSettings(step_s=0.01), flags=["--shutdown-timeout", "0.3"]) as arena:
         running = asyncio.create_task(arena.dispatcher.generate(request(max_tokens=5000)))
         await until(lambda: arena.worker.used_blocks > 0, "the request to run")
@@ -309,7 +309,7 @@ async def test_a_client_that_wants_all_at_once_is_not_given_up_while_its_answer_
         assert len(response.token_ids) == 60
 
 
-async def test_what_is_wrong_at_the_start_is_said_in_one_line_with_status_2(tmp_path: Path) -> None:
+async def test_startup_errors_are_one_line_with_status_2(tmp_path: Path) -> None:
     for name in ("good", "bad"):
         (tmp_path / name).mkdir()
     write_tokenizer(tmp_path / "good", 512, qwen=False, max_len=64)

@@ -169,7 +169,7 @@ def watch_moves(cluster: Cluster, name: str) -> list[tuple[int, int]]:
 
 
 @pytest.mark.host_extents
-async def test_what_outgrows_the_pipeline_goes_on_in_a_member(
+async def test_a_sequence_that_outgrows_the_pipeline_continues_on_a_member(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The pipeline releases memory while it runs. A sequence that needs more than the remaining memory moves to a
@@ -187,7 +187,7 @@ async def test_what_outgrows_the_pipeline_goes_on_in_a_member(
         await cluster.quiet()
 
 
-async def test_what_waits_for_the_pipeline_runs_in_its_members_at_once(
+async def test_requests_waiting_for_the_pipeline_run_on_its_members_at_once(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 600.0)
@@ -209,7 +209,7 @@ async def test_what_waits_for_the_pipeline_runs_in_its_members_at_once(
         await cluster.quiet()
 
 
-async def test_what_still_runs_after_a_while_goes_to_the_members_with_its_kv(
+async def test_long_running_requests_move_to_the_members_with_their_kv(
     model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PATIENCE, 0.05)
@@ -277,7 +277,7 @@ async def test_a_move_changes_no_draw_and_no_word(
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("lost", ["w0", "w1", "w2"])
-async def test_a_member_lost_while_the_pipeline_dissolves_takes_nobody_with_it(
+async def test_losing_a_member_while_the_pipeline_dissolves_loses_no_other(
     lost: str, model_dir: Path, expected: list[Expected], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Loses the leader, the middle or the last member: when its links break, the leader moves every request by

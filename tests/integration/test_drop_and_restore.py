@@ -143,7 +143,7 @@ def test_drop_and_restore_under_load_change_no_token(running: RunningCluster) ->
     running.run(story())
 
 
-def test_what_cannot_be_is_refused(running: RunningCluster) -> None:
+def test_impossible_drops_and_restores_are_refused(running: RunningCluster) -> None:
     async def story() -> None:
         planner = Planner(running.cluster.processes["planner"][0].address)
         for request, why in (

@@ -46,7 +46,7 @@ async def ended(stub: "planner_pb2_grpc.PlannerServiceAsyncStub", epoch: int) ->
             await asyncio.sleep(0.05)
 
 
-def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
+def test_drops_and_restores_of_emulated_workers(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     flags = {"worker": made.worker_flags, "planner": ["--overload-policy", "recompute"]}
     # The fork server lacks this variable, so workers are not forked from it: other tests may have made it import torch.
@@ -90,7 +90,7 @@ def test_drops_and_restores_of_what_is_not_there(tmp_path: Path) -> None:
             assert "libtorch" not in Path(f"/proc/{worker.pid}/maps").read_text()
 
 
-def test_migrations_of_what_is_not_there(tmp_path: Path) -> None:
+def test_migrations_between_emulated_workers(tmp_path: Path) -> None:
     made = stand_in(tmp_path / "stand-in", catalogue_machine("A800", "Qwen2.5-14B", VOCABULARY))
     flags = {
         "worker": [*made.worker_flags, "--overload-policy", "migrate"],

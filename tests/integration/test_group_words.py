@@ -65,7 +65,7 @@ def blocks_of(worker: GroupWorker) -> int:
     return worker.shell.load().block_count
 
 
-async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_given_up(model_dir: Path) -> None:
+async def test_an_old_capacity_does_not_count_after_an_aborted_restore(model_dir: Path) -> None:
     """A stage's old capacity reaches the leader late, and the leader aborts the restore before the stage learns of
     it.
     """
@@ -85,7 +85,7 @@ async def test_what_a_stage_had_before_a_restore_is_not_counted_on_when_it_is_gi
         most = home
         while w1.book.block_count == home or blocks_of(w0) != before:
             counted_on = blocks_of(w0)
-            most = max(most, counted_on if w1.book.block_count == home else 0)  # not changed meanwhile
+            most = max(most, counted_on if w1.book.block_count == home else 0)  # if w1 has not changed since
             await asyncio.sleep(0.001)
         assert most == home
         assert (p := w1.progress(3)) is not None
@@ -196,7 +196,7 @@ async def test_a_member_that_closes_its_links_in_order_is_lost_to_the_group(mode
 
 
 @pytest.mark.parametrize("forgotten", [TransitionKind.DROP, TransitionKind.RESTORE])
-async def test_a_newer_plan_takes_back_one_that_nobody_has_decided(model_dir: Path, forgotten: TransitionKind) -> None:
+async def test_a_newer_plan_rolls_back_an_undecided_one(model_dir: Path, forgotten: TransitionKind) -> None:
     """A planner that has lost its journal plans again without aborting the transition that members have prepared."""
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(120))
 
@@ -250,7 +250,7 @@ async def test_a_request_that_outgrows_a_member_keeps_its_group(model_dir: Path)
         assert await whole(cluster, answers) == [e[0] for e in expected]
 
 
-async def test_a_plan_that_nobody_remembers_is_taken_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_forgotten_plan_is_rolled_back(model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All planners and the state server lose their data, and the new planner starts no transition."""
     expected = await alone_says(model_dir, Sizes(memory_bytes=16 << 20), [30] * 4, greedy(60))
 

@@ -144,7 +144,7 @@ def test_an_impossible_place_is_refused_and_ends_no_planner(running: RunningClus
     running.run(story())
 
 
-def test_what_is_small_on_the_wire_and_large_behind_it_is_refused(running: RunningCluster) -> None:
+def test_messages_that_expand_are_refused(running: RunningCluster) -> None:
     async def story() -> None:
         options = (("grpc.max_send_message_length", -1),)
         gzip = grpc.Compression.Gzip
@@ -239,7 +239,7 @@ def test_a_crowd_leaves_nothing_behind_and_others_are_served(running: RunningClu
 
 
 @pytest.mark.rotating
-def test_ten_thousand_mutated_messages_end_nobody(running: RunningCluster) -> None:
+def test_ten_thousand_mutated_messages_end_no_process(running: RunningCluster) -> None:
     async def story() -> None:
         report = await Fuzz(running.cluster, seed=7, ports=await link_addresses(running.cluster)).run(10_000)
         assert report.ended == []

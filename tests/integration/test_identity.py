@@ -228,7 +228,7 @@ def test_only_its_own_token_or_an_operator_cancels_a_request(secured: Secured) -
     secured.running.run(story())
 
 
-def test_a_certificate_of_another_ca_reaches_nobody(secured: Secured, tmp_path: Path) -> None:
+def test_a_certificate_of_another_ca_is_refused_by_all_services(secured: Secured, tmp_path: Path) -> None:
     make_certificates(tmp_path, days=1, hosts=[], workers=[])
     for name in ("monitor", "planner", "worker", "dispatcher", "operator"):  # trusts our CA
         (tmp_path / name / "ca.crt").write_bytes(secured.ca.read_bytes())
@@ -249,7 +249,7 @@ def test_a_certificate_of_another_ca_reaches_nobody(secured: Secured, tmp_path: 
     secured.running.run(story())
 
 
-def test_a_role_does_what_is_its_own(secured: Secured) -> None:
+def test_a_role_may_make_only_its_own_calls(secured: Secured) -> None:
     async def story() -> None:
         services: tuple[Service, ...] = ("worker", "monitor", "planner")
         before = {name: secured.refused(name, "role") for name in services}

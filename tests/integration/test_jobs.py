@@ -101,7 +101,7 @@ def texts(found: dict[str, Any]) -> dict[str, str]:
     return {name: said["response"]["body"]["choices"][0]["message"]["content"] for name, said in found.items()}
 
 
-def test_openais_client_reads_what_a_batch_answered(kept: RunningCluster) -> None:
+def test_openais_client_reads_the_results_of_a_batch(kept: RunningCluster) -> None:
     ai = client_of(kept)
     content = [line(i) for i in range(20)]
     content[7] = line(7, max_tokens=-1)

@@ -46,7 +46,7 @@ async def test_dispatchers_and_workers_come_and_go_while_requests_are_answered(m
 
 
 @pytest.mark.rotating
-async def test_a_drained_worker_gets_nothing_new_and_finishes_what_it_has(model: Path) -> None:
+async def test_a_drained_worker_gets_no_new_requests_and_finishes_its_own(model: Path) -> None:
     async with (
         LocalCluster(model, workers=2, dispatchers=2, device_memory_bytes=8 << 20) as cluster,
         AsyncClient(cluster.addresses) as client,

@@ -69,7 +69,7 @@ def test_a_pipeline_outlives_its_planner_and_the_state(tmp_path: Path) -> None:
         running.run(story())
 
 
-def test_layers_come_from_those_who_have_them_when_a_member_is_lost(tmp_path: Path) -> None:
+def test_after_the_loss_of_a_member_layers_come_from_their_holders(tmp_path: Path) -> None:
     """The checkpoint is gone: the survivors hold two thirds of the layers, and the worker outside the group holds
     all.
     """

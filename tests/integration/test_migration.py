@@ -121,7 +121,7 @@ async def test_a_target_that_is_full_refuses_before_anything_moves(model_dir: Pa
         await _end(cluster, answers + others)
 
 
-async def test_what_was_withdrawn_on_its_way_is_free_on_both_sides(model_dir: Path) -> None:
+async def test_a_migrating_request_that_is_cancelled_frees_both_sides(model_dir: Path) -> None:
     slow = replace(ROOMY, transport=CRAWLING)
     async with running_group(model_dir, NAMES, slow) as cluster:
         answers = await _at_w0(cluster, PROMPTS[:3])

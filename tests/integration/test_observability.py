@@ -133,7 +133,7 @@ def samples_of(cluster: LocalCluster) -> list[Sample]:
     return found
 
 
-def test_the_boards_are_what_their_program_writes() -> None:
+def test_the_boards_are_up_to_date() -> None:
     for name in BOARDS:
         assert (FOLDER / "grafana" / f"{name}.json").read_text() == text(name), (
             "run python -m deploy.observability.boards"
@@ -265,7 +265,7 @@ def test_a_query_of_a_board_or_of_the_page_returns_a_value(prometheus: Prometheu
 
 
 @pytest.mark.parametrize("name", alert_values())
-def test_what_an_alert_looks_at_has_a_value(prometheus: Prometheus, name: str) -> None:
+def test_every_alert_expression_has_a_value(prometheus: Prometheus, name: str) -> None:
     assert prometheus.values(alert_values()[name].replace("[5m]", "[20s]").replace("[15m]", "[20s]"))
 
 
@@ -278,7 +278,7 @@ def test_no_alert_is_raised_on_a_healthy_cluster(prometheus: Prometheus) -> None
     assert [rule["name"] for rule in rules if rule["state"] == "firing"] == []
 
 
-def test_the_files_are_what_prometheus_takes(tmp_path: Path) -> None:
+def test_prometheus_accepts_the_files(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
     config = (FOLDER / "prometheus.yml").read_text().replace("/etc/prometheus/alerts.yml", str(ALERTS))

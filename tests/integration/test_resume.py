@@ -123,7 +123,7 @@ async def test_a_stream_waits_for_its_only_dispatcher_to_come_back() -> None:
             await back.stop()
 
 
-async def test_a_dispatcher_that_has_stopped_is_left_and_ends_what_it_had_when_it_goes_on() -> None:
+async def test_a_stopped_dispatcher_is_replaced_and_ends_its_requests_once_continued() -> None:
     async with Arena(TimedSettings(), dispatchers=2) as arena, client_of(*arena.dispatchers) as client:
         going = await begun(client, [[1, index] for index in range(4)], 300)
         arena.dispatcher.process.send_signal(signal.SIGSTOP)
@@ -141,7 +141,7 @@ async def test_a_dispatcher_that_has_stopped_is_left_and_ends_what_it_had_when_i
 
 
 @pytest.mark.parametrize("collect", [False, True])
-async def test_what_waits_in_a_dispatcher_that_dies_is_not_lost(collect: bool) -> None:
+async def test_queued_requests_of_a_dead_dispatcher_are_not_lost(collect: bool) -> None:
     async with (
         Arena(TimedSettings(max_running=1, max_waiting=1), dispatchers=2) as arena,
         client_of(*arena.dispatchers) as client,
@@ -175,7 +175,7 @@ async def test_the_state_server_may_be_away_too() -> None:
         assert (await going)[1] == 1
 
 
-async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
+async def test_without_resuming_the_error_tells_the_client_what_to_do() -> None:
     async with (
         Arena(TimedSettings(), dispatchers=2, flags=["--dev", "resume=false"]) as arena,
         client_of(*arena.dispatchers) as client,
@@ -186,7 +186,7 @@ async def test_where_it_is_switched_off_the_client_is_told_what_to_do() -> None:
             await going
 
 
-async def test_a_client_that_does_not_want_it_and_one_that_finds_nobody_are_told() -> None:
+async def test_clients_that_cannot_or_do_not_resume_get_an_error() -> None:
     async with (
         Arena(TimedSettings(), dispatchers=1) as arena,
         client_of(arena.dispatcher, resume_s=0.0) as plain,
@@ -251,7 +251,7 @@ async def test_the_same_attempt_at_several_dispatchers_is_served_by_one() -> Non
             assert all(not answer.token_ids for answer in refused)
 
 
-async def test_its_client_may_take_its_time_and_nobody_else_takes_the_id() -> None:
+async def test_an_id_stays_reserved_for_a_client_that_resumes_late() -> None:
     async with Arena(TimedSettings(), dispatchers=2) as arena:
         d0, d1 = arena.dispatchers
         call = d0.stub.Generate(resumed())
@@ -286,7 +286,7 @@ async def test_a_request_that_was_cancelled_by_its_id_is_not_taken_up_elsewhere(
         assert other.token_ids == scripted_tokens([1, 2, 3], 7, 30)
 
 
-async def test_what_makes_no_sense_is_refused_by_name() -> None:
+async def test_invalid_resume_fields_are_refused_by_name() -> None:
     async with Arena(TimedSettings()) as arena:
         ask = arena.dispatcher.generate
         without_seed = resumed([1], attempt=2)

@@ -79,7 +79,7 @@ def test_no_token_changes_through_drops_and_restores(place: Place, requests: int
         assert (load().violation, load().counts) == ("", (0, 0, 0, 0))
 
 
-def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path) -> None:
+def test_two_ranks_of_a_mixture_of_experts_generate_the_tokens_of_one(tmp_path: Path) -> None:
     """With the code and the tensor-parallel plan of `transformers`."""
     folder = write_family("qwen3_moe", tmp_path)
     load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float64")
@@ -99,7 +99,7 @@ def test_two_processes_say_what_one_says_of_a_mixture_of_experts(tmp_path: Path)
         ranked.crew.close()
 
 
-def test_stages_of_two_ranks_with_kv_in_float8_say_what_one_rank_says(tmp_path: Path) -> None:
+def test_stages_of_two_ranks_with_kv_in_float8_generate_the_tokens_of_one_rank(tmp_path: Path) -> None:
     """Hidden states have the model's dtype, whatever the KV cache's dtype is."""
     folder = make_tiny("llama", tmp_path / "model", layers=2, kv_heads=2, max_len=64)
     load_one = partial(load_engine, folder, device_memory_bytes=8 << 20, dtype="float32", kv_cache_dtype="fp8_e4m3")
@@ -117,7 +117,7 @@ def test_stages_of_two_ranks_with_kv_in_float8_say_what_one_rank_says(tmp_path: 
 
 
 @pytest.mark.gpu
-def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
+def test_two_ranks_on_a_gpu_generate_the_tokens_of_one(model: Path) -> None:
     """NCCL refuses two ranks on one device, so the all-reduces go through host memory."""
     load_one = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
 
@@ -133,7 +133,7 @@ def test_two_ranks_on_a_gpu_say_what_one_says(model: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
-def test_two_gpus_say_the_same_with_recorded_sums(model: Path) -> None:
+def test_two_gpus_generate_the_same_tokens_with_recorded_sums(model: Path) -> None:
     share = partial(load_engine, model, device_memory_bytes=96 << 20, dtype="float32")
 
     def answers(engine: Engine) -> list[list[int]]:

@@ -146,7 +146,7 @@ def test_health_of_every_service(running: Up) -> None:
     assert ballast("health", "worker", first) == (1, "", told)
 
 
-def test_what_the_cluster_refuses_is_said_in_one_line(running: Up) -> None:
+def test_refusals_of_the_cluster_are_one_line(running: Up) -> None:
     for arguments, word in (
         (["--max-tokens", "100000"], "max_model_len"),
         (["--token-ids", "99999"], "vocabulary"),
@@ -219,7 +219,7 @@ def test_a_launcher_that_is_stopped_while_starting_leaves_nothing(
 
 
 @pytest.mark.rotating
-def test_a_worker_that_is_killed_under_load_comes_back_and_nobody_loses_a_token(model: Path, tmp_path: Path) -> None:
+def test_a_worker_killed_under_load_is_restarted_without_losing_a_token(model: Path, tmp_path: Path) -> None:
     arguments = ["--model", str(model), "--workers", "2", "--port", "0", "--device-memory-bytes", "32MiB"]
     arguments += ["--dtype", "float64"]  # in single precision, an answer of this length may have near-ties
     sampling = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)

@@ -226,7 +226,7 @@ def broken_submits() -> dict[str, pb.Submit]:
     return {why: pb.Submit(handle=i, **(fine | change)) for i, (why, change) in enumerate(changes.items(), 1)}
 
 
-async def test_malformed_requests_are_answered_and_harm_nobody(served: Served) -> None:
+async def test_malformed_requests_are_answered_and_affect_no_others(served: Served) -> None:
     attached = await Attached.open(served.channel)
     broken = broken_submits()
     for submit in broken.values():
@@ -303,7 +303,7 @@ async def test_a_dispatcher_that_does_not_read_is_dropped(
             await lazy.ended(*range(1, 9))
 
 
-async def test_drain_refuses_what_is_new(served: Served) -> None:
+async def test_drain_refuses_new_requests(served: Served) -> None:
     attached = await Attached.open(served.channel)
     await attached.submit(1, 300)
     await attached.started(1)
@@ -327,7 +327,7 @@ async def test_drain_refuses_what_is_new(served: Served) -> None:
     assert refused.ending.refused
 
 
-async def test_status_tells_who_it_is(served: Served, model: Path) -> None:
+async def test_status_identifies_the_worker(served: Served, model: Path) -> None:
     status = await status_of(served.channel)
     assert (status.worker_id, status.incarnation) == (WORKER, INCARNATION)
     assert status.model.vocab_size == 512
@@ -402,7 +402,7 @@ def test_a_grammar_is_compiled_before_the_engine_gets_it(model: Path, monkeypatc
     assert all(thread.startswith("grammars") for thread in threads)
 
 
-async def test_requests_and_aborts_pass_those_whose_grammar_is_being_compiled(model: Path) -> None:
+async def test_requests_and_aborts_overtake_requests_whose_grammar_is_being_compiled(model: Path) -> None:
     begun = [Future[None](), Future[None]()]
     left = iter(begun)
 

@@ -52,7 +52,7 @@ def test_a_cluster_is_well_again_after_its_faults(first: int) -> None:
 
 @pytest.mark.rotating
 @pytest.mark.timeout(1200)
-def test_what_happens_under_faults_is_what_the_tables_have(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_of_the_transition_tables_occurs_under_faults(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every step in the transition tables occurs, except those whose causes this simulation lacks."""
     seen: Counter[tuple[Stage, Stage]] = Counter()
     gone: Counter[tuple[State, On | Then]] = Counter()

@@ -75,7 +75,7 @@ def test_joins_that_come_together_share_an_epoch() -> None:
     assert len(cluster.written) <= 6
 
 
-def test_a_new_monitor_does_not_declare_everybody_lost() -> None:
+def test_a_new_monitor_does_not_declare_all_instances_lost() -> None:
     cluster = watched(5, replicas=2)
     world = cluster.world
     cluster.run(world.zero_s + 6.0)

@@ -26,7 +26,7 @@ def judge(seed: int) -> None:
 
 
 @pytest.mark.rotating
-def test_what_stays_after_a_restore_lies_where_all_layers_have_kv() -> None:
+def test_sequences_that_stay_after_a_restore_are_in_blocks_with_kv_of_all_layers() -> None:
     """With this seed, a sequence that started over once occupied blocks that another sequence still needed."""
     judge(20)
 

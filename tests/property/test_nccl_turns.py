@@ -67,7 +67,7 @@ def is_delivered(posted: Posted, within_s: float = 20.0) -> bool:
 
 
 @pytest.mark.parametrize("part", range(4))
-def test_whatever_becomes_of_a_communicator_nothing_but_what_was_sent_is_delivered(part: int) -> None:
+def test_only_sent_data_is_delivered_however_a_communicator_fails(part: int) -> None:
     ended = {True: 0, False: 0}
     for seed in range(part * HISTORIES // 4, (part + 1) * HISTORIES // 4):
         chance = random.Random(seed)
@@ -183,7 +183,7 @@ def test_two_that_both_send_first_do_not_wait_for_each_other() -> None:
     pair.close()
 
 
-def test_what_is_posted_meanwhile_goes_in_one_turn() -> None:
+def test_operations_posted_during_a_turn_share_the_next_one() -> None:
     """A turn costs a message, two launches and a wait, however large it is."""
     pair = Pair(Wires())
     with pair.wires.changed:  # no turn can end
@@ -194,7 +194,7 @@ def test_what_is_posted_meanwhile_goes_in_one_turn() -> None:
     pair.close()
 
 
-def test_what_failed_is_not_delivered_though_it_counts_as_completed() -> None:
+def test_failed_data_is_not_delivered_although_its_work_counts_as_completed() -> None:
     pair = Pair(Wires([Fate.FAILS]))
     sent = pair.send(0, Lane.BULK, torch.ones(9, dtype=torch.uint8))
     for end in sent.ends():
@@ -204,7 +204,7 @@ def test_what_failed_is_not_delivered_though_it_counts_as_completed() -> None:
     pair.close()
 
 
-def test_an_abort_ends_every_wait_and_what_it_cut_off_is_not_delivered() -> None:
+def test_an_abort_ends_every_wait_and_interrupted_data_is_not_delivered() -> None:
     pair = Pair(Wires([Fate.NEVER_ENDS]))
     posted = [end for lane in Lane for rank in (0, 1) for end in pair.send(rank, lane, torch.ones(9)).ends()]
     outcomes = list[bool]()

@@ -140,7 +140,7 @@ def _events(rng: random.Random, played: Played, step: int) -> None:
 
 @pytest.mark.rotating
 @pytest.mark.parametrize("first_seed", range(0, 1000, 100))
-def test_a_dispatcher_says_of_online_requests_what_it_says_without_offline_ones(first_seed: int) -> None:
+def test_offline_requests_change_no_command_about_online_ones(first_seed: int) -> None:
     for seed in range(first_seed, first_seed + 100):
         worlds = [Played(offline=False), Played(offline=True)]
         for played in worlds:

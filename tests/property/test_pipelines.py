@@ -15,7 +15,7 @@ def test_no_history_changes_a_token_loses_an_ending_or_keeps_a_block(seed: int) 
     History(seed).play()
 
 
-def test_histories_go_where_it_hurts() -> None:
+def test_histories_cover_the_critical_cases() -> None:
     played = [History(seed).play() for seed in (*range(11), 15)]  # 15: long prompts, with lookahead
     for name in ("merge", "split", "carry", "lose_kv", "claims", "roll_back", "shrink", "lose_stream"):
         assert sum(history.counts[name] for history in played) >= 5, name

@@ -296,7 +296,7 @@ ENDINGS: Counter[Stage] = Counter()
 _TAKEN_BACK = (Phase.PREPARING, Phase.PREPARED, Phase.FAILED, Phase.ABORTED)
 
 
-def test_whatever_happens_transitions_keep_their_promises() -> None:
+def test_transitions_keep_their_promises_in_any_history() -> None:
     """Also checks that enough transitions end in each way, since a run without some outcome would prove nothing about
     it.
     """
@@ -308,7 +308,7 @@ def test_whatever_happens_transitions_keep_their_promises() -> None:
     assert ENDINGS[Stage.ABORTED] > 10, ENDINGS
 
 
-def test_whatever_happens_there_are_static_pipelines_in_the_end() -> None:
+def test_static_pipelines_form_in_the_end_after_any_history() -> None:
     ENDINGS.clear()
     run_state_machine_as_test(
         StaticPipelineMachine, settings=settings(max_examples=100, stateful_step_count=40, deadline=None)

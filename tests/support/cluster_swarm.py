@@ -34,7 +34,7 @@ _LOOKS_S = 0.2  # interval of looking for a pipeline that can lose a follower
 
 
 class Kind(StrEnum):
-    CRASH = "crash"  # a worker's process ends for good
+    CRASH = "crash"  # a worker's process ends permanently
     RESTART = "restart"  # and restarts with a new incarnation
     PAUSE = "pause"
     SLOW = "slow"

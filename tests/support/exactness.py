@@ -93,7 +93,7 @@ class Tally:
     exchanged_bytes: int = 0
     moved: int = 0
     migrated: int = 0  # by live migrations
-    not_migrated: int = 0  # begun, but given up
+    not_migrated: int = 0  # begun, but abandoned
     migrated_anew: int = 0  # of the migrated ones, those that arrived without all of their KV
     stand_ins: int = 0  # replacements of lost followers
     refilled: int = 0  # tokens recomputed by stand-ins from a log

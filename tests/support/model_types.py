@@ -249,7 +249,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--part", default="1/1")
-    parser.add_argument("--types", help="a,b,...: only these")
+    parser.add_argument("--types", help="a,b,...: compare only these types")
     parser.add_argument("--write", action="store_true")
     args = parser.parse_args()
     if not args.write:

@@ -193,9 +193,9 @@ def run_each(module: str, names: Iterable[str], look: Callable[[str, int], str],
     processes.
     """
     parser = argparse.ArgumentParser()
-    parser.add_argument("names", nargs="*", help="all if none is given")
+    parser.add_argument("names", nargs="*", help="mutants to run (default: all)")
     parser.add_argument("--seeds", type=int, default=seeds)
-    parser.add_argument("--here", action="store_true", help="in this process: one mutant")
+    parser.add_argument("--here", action="store_true", help="run one mutant in this process")
     args = parser.parse_args()
     for name in args.names or names:
         if args.here:

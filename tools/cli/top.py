@@ -19,11 +19,13 @@ from tools.cli.render import render_status
 
 
 def add_parser(commands: Commands) -> None:
-    parser = commands.add_parser("top", help="the status, live; Ctrl-C ends")
+    parser = commands.add_parser("top", help="show the status live; Ctrl-C ends")
     parser.set_defaults(run=run)
-    parser.add_argument("--interval-s", type=float, default=1.0, metavar="S", help="between two looks (default: 1)")
+    parser.add_argument(
+        "--interval-s", type=float, default=1.0, metavar="S", help="seconds between two refreshes (default: 1)"
+    )
     add_json(parser)
-    parser.add_argument("--once", action="store_true", help="print one page (rates over one interval) and end")
+    parser.add_argument("--once", action="store_true", help="print one page, with rates over one interval, and exit")
     add_address(parser)
 
 

@@ -137,7 +137,7 @@ class Implementation(Protocol):
 
     @property
     def quantised(self) -> str | None:
-        """Number format of parameters kept quantised in memory, if any."""
+        """Number format of parameters that stay quantised in memory, if any."""
         ...
 
     @property

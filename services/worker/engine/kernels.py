@@ -18,7 +18,7 @@ _STEPS_PER_OCTAVE = 16
 
 
 def bound_kernel_caches(environ: MutableMapping[str, str] = os.environ) -> None:
-    """Bound this process's caches; no effect after the first product. Values set by the operator are kept."""
+    """Bound this process's caches; no effect after the first product. Values set by the operator stay."""
     if not {"ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"} & environ.keys():
         environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = str(_PRODUCTS * _ENTRIES_PER_PRODUCT)
     environ.setdefault("LRU_CACHE_CAPACITY", str(_DESCRIPTORS))

@@ -116,7 +116,7 @@ def test_the_goal_is_the_users(template: BenchResult) -> None:
         ({"max_num_seqs": 64}, {"running_count": [90] * 21, "kv_used_bytes": [60] * 21}, "What is short is memory."),
     ],
 )
-def test_what_is_short(
+def test_the_scarce_resource_is_named(
     template: BenchResult, cluster: dict[str, object], series: dict[str, list[int]], short: str
 ) -> None:
     """For a cluster that is too small, the conclusion names the resource that is short."""

@@ -30,12 +30,12 @@ def line(value: float | None, low: float = 10.0, high: float = 20.0) -> PaperLin
         (-3.0, -0.3, False),
     ],
 )
-def test_the_ratio_is_to_the_nearest_end_of_what_the_paper_says(value: float, ratio: float, within: bool) -> None:
+def test_the_ratio_is_to_the_nearest_end_of_the_papers_range(value: float, ratio: float, within: bool) -> None:
     assert line(value).ratio == pytest.approx(ratio)
     assert line(value).within is within
 
 
-def test_what_was_not_measured_is_no_figure() -> None:
+def test_missing_measurements_have_no_figure() -> None:
     assert line(None).ratio is None
     assert not line(None).within
     assert table([line(None), line(8.0)]).splitlines()[2:] == [

@@ -134,7 +134,7 @@ def test_wrong_workloads_are_named(words: str, what: str) -> None:
         parse_workloads(words, seed=0)
 
 
-def test_a_part_of_a_trace_is_what_lies_around_its_burst(tmp_path: Path) -> None:
+def test_a_part_of_a_trace_is_a_window_around_its_burst(tmp_path: Path) -> None:
     path = tmp_path / "spiky.csv"
     write_trace(path, spiky().requests)
     (whole, part) = parse_workloads(f"{path},{path}@24+sharegpt", seed=0)

@@ -248,7 +248,7 @@ async def refusal(stub: Stub, *requests: pb.ReportRequest) -> BallastError:
         ([announce(), placed(group_id="")], "group.group_id"),
     ],
 )
-def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
+def test_an_invalid_report_is_refused_by_name(requests: list[pb.ReportRequest], field: str) -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         error = await refusal(stub, *requests)
         assert isinstance(error, InvalidRequest)
@@ -265,7 +265,7 @@ def test_what_is_no_report_is_refused_by_name(requests: list[pb.ReportRequest], 
     tell(story)
 
 
-def test_who_sends_nonsense_is_counted_by_name_and_a_thousand_names_cost_no_memory() -> None:
+def test_senders_of_invalid_reports_are_counted_in_bounded_memory() -> None:
     def count(sender: str) -> float:
         return REGISTRY.get_sample_value("ballast_messages_refused_total", {"sender": sender}) or 0.0
 
@@ -339,7 +339,7 @@ def test_the_bound_on_instances_is_a_clear_refusal() -> None:
     tell(story)
 
 
-def test_a_standby_sends_everybody_on() -> None:
+def test_a_standby_redirects_all_callers() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         assert isinstance(await refusal(stub, announce()), NotActive)
         with pytest.raises(grpc.RpcError) as caught:
@@ -350,7 +350,7 @@ def test_a_standby_sends_everybody_on() -> None:
     tell(story, active=False)
 
 
-def test_a_watcher_hears_the_snapshot_then_what_happens_then_the_end_of_the_leadership() -> None:
+def test_a_watcher_gets_the_snapshot_then_events_then_the_end_of_leadership() -> None:
     async def story(shell: MonitorShell, stub: Stub) -> None:
         worker = stub.Report()
         await worker.write(announce())

@@ -39,7 +39,7 @@ def test_no_command_of_a_transition_drives_it() -> None:
     assert _LOOP in reached_from(driver, "poll"), "otherwise this test proves nothing"
 
 
-def test_what_a_member_is_called_back_for_drives_nothing() -> None:
+def test_callbacks_of_a_member_do_not_drive_the_loop() -> None:
     carried_out = reached_from(methods_of("member.py", "GroupMember"), "_break_up", "run")
     assert {name for name, node in carried_out.items() if _LOOP in attributes(node)} == set()
 

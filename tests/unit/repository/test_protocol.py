@@ -81,7 +81,7 @@ def what_is_said() -> list[object]:
     ]
 
 
-def test_a_change_of_what_workers_say_to_each_other_raises_the_number() -> None:
+def test_a_change_of_messages_between_workers_raises_the_protocol_number() -> None:
     found = hashlib.sha256(repr(what_is_said()).encode()).hexdigest()[:16]
     assert HASHES[PROTOCOL] == found, (
         "the messages between workers have changed: raise PROTOCOL (ballast/common/protocol.py), unless no"

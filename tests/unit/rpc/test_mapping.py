@@ -72,7 +72,7 @@ def test_a_range_beside_the_type_is_checked_and_the_path_names_the_field() -> No
     assert "must be positive, got -3" in refused.value.why
 
 
-def test_what_a_field_of_the_message_cannot_hold_is_refused_by_name() -> None:
+def test_values_that_a_message_field_cannot_hold_are_refused_by_name() -> None:
     with pytest.raises(InvalidRequest) as refused:
         LISTED.message(Listed((Counted(1, 2**40, "w1"),), frozenset()))
     assert refused.value.field == "computed_tokens"

@@ -148,7 +148,7 @@ def test_an_operation_without_an_answer_is_unavailable_and_works_again_later() -
     tell(story)
 
 
-def test_who_starts_while_nothing_can_be_written_asks_now_and_then() -> None:
+def test_startup_retries_while_the_state_server_accepts_no_writes() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         async def allow_writing(needed_replica_count: int) -> None:
             await state.redis.config_set("min-replicas-to-write", needed_replica_count)  # pyright: ignore[reportUnknownMemberType]
@@ -316,7 +316,7 @@ def test_connections_that_are_cut_raise_nothing_but_unavailable() -> None:
     uvloop.run(story())
 
 
-def test_keys_that_are_garbage_keep_nobody_from_leading() -> None:
+def test_corrupt_keys_do_not_prevent_leadership() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         redis = state.redis
         keys = (lease_key("x"), f"{lease_key('x')}:token", address_key("x"), candidates_key("x"))
@@ -337,7 +337,7 @@ def test_keys_that_are_garbage_keep_nobody_from_leading() -> None:
     tell(story)
 
 
-def test_a_lease_that_never_ends_is_nobodys() -> None:
+def test_a_lease_without_expiry_has_no_holder() -> None:
     async def story(server: PrivateStateServer, state: StateServer) -> None:
         await state.acquire_lease("x", "a", 10.0, "host:1")
         await state.run(state.redis.persist(lease_key("x")))

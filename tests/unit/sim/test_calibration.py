@@ -98,7 +98,7 @@ def _roofline(model: str, gpu: Gpu, ranks: int) -> SimRoofline:
 
 
 @pytest.mark.parametrize("row", _LAYERS_MS.split("\n")[1:-1])
-def test_a_layer_takes_what_it_was_measured_to_take(row: str) -> None:
+def test_a_layer_takes_the_measured_time(row: str) -> None:
     """The tolerance is 16 %, or 20 % where eight GPUs share a layer. Our all-reduces are excluded, since the table has
     none.
     """
@@ -112,7 +112,7 @@ def test_a_layer_takes_what_it_was_measured_to_take(row: str) -> None:
 
 
 @pytest.mark.parametrize("row", _ALL_REDUCES_MS.split("\n")[1:-1])
-def test_an_all_reduce_takes_what_it_was_measured_to_take(row: str) -> None:
+def test_an_all_reduce_takes_the_measured_time(row: str) -> None:
     """Each layer of a model with a hidden size of 8,192 has two all-reduces, of 1 MB for 64 tokens."""
     name, ranks, *measured_ms = row.split()
     gpu = find_gpu(name, "test")

@@ -24,7 +24,7 @@ _CRASH_S = 10.0
         ("4xA100-40G", 2, 3.0),  # the other pair has them; from disk it takes 4.4 s
     ],
 )
-def test_survivors_take_layers_from_those_who_have_them(cluster: str, degree: int, within_s: float) -> None:
+def test_survivors_pull_layers_from_their_holders(cluster: str, degree: int, within_s: float) -> None:
     wanted = options("static-pipeline", cluster=cluster, check_every=500)
     transitions = replace(wanted.rules.planner.transitions, pipeline_degree=degree)
     rules = replace(wanted.rules, planner=replace(wanted.rules.planner, transitions=transitions))

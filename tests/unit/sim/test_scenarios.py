@@ -18,7 +18,7 @@ FILES = sorted(FOLDER.rglob("*.yaml"))
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
-def test_it_names_what_there_is(path: Path) -> None:
+def test_scenarios_name_existing_things(path: Path) -> None:
     scenario = read_scenario(path)
     assert scenario.description
     assert instance_count(find_model(scenario.model), find_cluster(scenario.cluster)) > 1
@@ -41,7 +41,7 @@ def test_there_are_some() -> None:
         ("a: [\n", "is not YAML"),
     ],
 )
-def test_what_does_not_fit_is_told_with_its_field(tmp_path: Path, content: str, told: str) -> None:
+def test_invalid_values_are_reported_with_their_field(tmp_path: Path, content: str, told: str) -> None:
     path = tmp_path / "wrong.yaml"
     path.write_text(content)
     with pytest.raises(ConfigError, match=told):

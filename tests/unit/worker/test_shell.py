@@ -68,7 +68,7 @@ async def test_outputs_come_complete_and_in_order(model: Path) -> None:
         shell.load().memory.check()
 
 
-async def test_an_abort_frees_what_the_request_held(model: Path) -> None:
+async def test_an_abort_frees_the_requests_blocks(model: Path) -> None:
     async with running_shell(model, slow) as shell:
         stream = await shell.open_stream()
         event = submission(stream, LONG)
@@ -223,7 +223,7 @@ def test_a_shell_that_cannot_be_closed_says_so(model: Path) -> None:
     assert caught.group_contains(InvariantViolation, match="a block belongs to two")
 
 
-async def test_a_drain_finishes_what_is_there_and_refuses_the_rest(model: Path) -> None:
+async def test_a_drain_finishes_running_requests_and_refuses_new_ones(model: Path) -> None:
     async with running_shell(model, slow, max_running_count=1) as shell:
         stream = await shell.open_stream()
         before = [submission(stream, 20) for _ in range(2)]

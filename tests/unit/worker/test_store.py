@@ -82,7 +82,7 @@ async def test_ranks_have_the_devices_from_a_named_one_on(wanted: str, devices: 
         assert given == devices
 
 
-async def test_a_named_device_is_claimed_from_nobody() -> None:
+async def test_a_named_device_needs_no_claim() -> None:
     for device in ("cpu", "cuda", "cuda:3"):
         async with claimed_device(device, list, Leases(), WorkerId("w0")) as given:
             assert given == device

@@ -57,7 +57,7 @@ def test_the_worker_that_wants_most_is_given_first() -> None:
     ]
 
 
-def test_what_offline_requests_need_changes_no_view_of_a_worker() -> None:
+def test_offline_requests_do_not_change_routings_view_of_a_worker() -> None:
     story = Story("a")
     story.step("a", report=load(offline_wanted_tokens=1000))
     worker = next(iter(story.core.fleet))
@@ -76,7 +76,7 @@ def test_offline_requests_of_a_lost_worker_go_to_another_one() -> None:
     assert (place.request.request_id, place.attempt) == ("b0", 2)
 
 
-def test_one_that_no_worker_can_ever_hold_fails() -> None:
+def test_an_offline_request_that_no_worker_can_hold_fails() -> None:
     story = Story("a")
     story.step("a", report=load(offline_wanted_tokens=10))
     assert offline(story, "huge", prompt=64 * 16).errors == {"huge": "InvalidRequest"}

@@ -36,7 +36,7 @@ def test_a_moved_request_goes_on_behind_all_that_was_received() -> None:
     assert story.core.replay_count == 0
 
 
-def test_what_the_old_worker_still_says_is_dropped() -> None:
+def test_later_messages_of_the_old_worker_are_dropped() -> None:
     story = Story("a", "b")
     story.submit("r")
     old = story.handle_of("r")
@@ -57,7 +57,7 @@ def test_moves_pass_by_backlog_room_and_holds() -> None:
     assert story.move("a", "r", "b").places[:1] == [("r", "b")]
 
 
-def test_a_draining_worker_gets_what_was_handed_over_to_it() -> None:
+def test_a_draining_worker_gets_requests_handed_over_to_it() -> None:
     story = Story("a", "b")
     story.submit("r")
     story.adopt(key("a"), key("b"), draining=[key("b")])
@@ -89,7 +89,7 @@ def test_a_move_to_a_worker_that_no_layout_has_named_yet_waits_too() -> None:
     assert story.connect("newcomer", incarnation=3).places == [("r", "newcomer")]
 
 
-def test_who_waits_too_long_goes_on_from_the_backlog_without_a_replay() -> None:
+def test_a_move_that_waits_too_long_continues_from_the_backlog_without_a_replay() -> None:
     story = Story("a", "c", limits=Limits(move_wait_s=5.0, replay_limit=0))
     story.submit("r")
     story.step("a", {"r": [1]})

@@ -88,7 +88,7 @@ CODE = replace(
 )
 
 
-def test_where_memory_is_short_groups_are_merged() -> None:
+def test_groups_are_merged_if_memory_is_short() -> None:
     snapshot = alone(EIGHT, BLOCKS - 5)
     found = compare(running(snapshot, 24), Running(256, 4), LONG, PACE)
     assert len(found.chosen.merges) >= 2
@@ -117,7 +117,7 @@ def test_the_first_burst_that_a_cluster_sees_is_no_reason_to_despair() -> None:
     assert found.chosen.prediction.ttft_p99_s < 60.0
 
 
-def test_where_prompts_fill_the_steps_nothing_is() -> None:
+def test_no_groups_are_merged_if_prompts_fill_the_steps() -> None:
     snapshot = alone(EIGHT, BLOCKS // 2)
     found = compare(running(snapshot, 10), Running(256, 0), CODE, PACE)
     assert found.chosen.merges == ()
@@ -150,7 +150,7 @@ def test_long_answers_that_hold_the_memory_do_not_end_as_soon_as_the_many_short_
     assert old.chosen.merges
 
 
-def test_what_has_to_be_exchanged_for_seconds_is_no_answer_to_a_burst_that_just_fills_the_memory() -> None:
+def test_a_long_exchange_does_not_pay_for_a_burst_that_just_fills_memory() -> None:
     """With a quarter of the bytes per token and all else equal, the exchange takes a quarter of the time and pays."""
 
     def found(part: int) -> Comparison:
@@ -215,7 +215,7 @@ def test_long_prompts_that_run_do_not_make_answers_long() -> None:
     assert compare(completing(), Running(256, 6), short, replace(PACE, cost=CHAT_COST)).chosen.name == "nothing"
 
 
-def test_what_has_waited_for_long_already_is_not_helped_by_a_drop() -> None:
+def test_a_drop_does_not_help_requests_that_have_waited_long() -> None:
     """A simulation showed that a drop comes too late for the longest waits in the queue, and slows tokens down."""
     snapshot, pace = completing(), replace(PACE, cost=CHAT_COST)
     fresh, late = (
@@ -243,7 +243,7 @@ def test_while_prompts_wait_a_pipeline_has_a_microbatch_more_than_stages() -> No
     assert four_s * (1 - bubbles(4)) == pytest.approx(1.25 * alone_s, rel=0.05)
 
 
-def test_where_nobody_waits_nothing_is() -> None:
+def test_no_groups_are_merged_if_no_request_waits() -> None:
     snapshot = alone(EIGHT, BLOCKS // 4)
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
     found = compare(running(snapshot, 5), Running(256, 0), calm, PACE)
@@ -252,7 +252,7 @@ def test_where_nobody_waits_nothing_is() -> None:
     assert found.chosen.prediction.tpot_s == pytest.approx(0.03, rel=0.3)
 
 
-def test_what_is_chosen_is_what_is_planned() -> None:
+def test_the_chosen_candidate_is_the_plan() -> None:
     snapshot = alone(EIGHT, BLOCKS - 5)
     chosen = compare(running(snapshot, 24), Running(256, 4), LONG, PACE).chosen
     plan = plan_of(snapshot, chosen.merges, 1)
@@ -264,7 +264,7 @@ def test_what_is_chosen_is_what_is_planned() -> None:
 
 
 @pytest.mark.parametrize("count", [3, 5])
-def test_of_an_odd_number_of_instances_none_is_left_out(count: int) -> None:
+def test_no_instance_is_left_out_of_an_odd_number(count: int) -> None:
     """With pairs only, the last instance would keep all its parameters and stay short of memory."""
     snapshot = running(alone([f"w{i}" for i in range(count)], BLOCKS - 5), 24)
     much = replace(LONG, queued_count=40 * count, queued_tokens=20_000 * count, minute_count=50 * count)
@@ -335,7 +335,7 @@ def test_pairs_that_are_full_become_fours() -> None:
     assert [len(group.members) for group in plan.groups] == [4, 4]
 
 
-def test_parameters_come_back_when_that_makes_nobody_wait() -> None:
+def test_parameters_are_restored_if_no_request_has_to_wait() -> None:
     snapshot = pairs(BLOCKS // 4)
     restored = {group.group_id: (BLOCKS, BLOCKS) for group in snapshot.groups}
     calm = replace(LONG, queued_count=0, queued_tokens=0, recent_count=10, minute_count=60, minute_tokens=30_000)
@@ -363,7 +363,7 @@ def test_parameters_do_not_come_back_under_load_where_that_betters_nothing() -> 
     assert compare_restore(snapshot, Running(256, 0), calm, PACE, restored, strict).chosen.name == "stay"
 
 
-def test_parameters_stay_away_while_what_they_left_room_for_would_wait_for_a_pipeline_that_dissolves() -> None:
+def test_no_restore_while_requests_would_wait_for_a_dissolving_pipeline() -> None:
     """Afterwards there is room. Until then, dissolving pipelines hold memory that is not available to other
     requests.
     """
@@ -481,7 +481,7 @@ def test_waits_are_told_apart_within_a_step_of_the_look_ahead() -> None:
     assert 0.3 < far < 1.0
 
 
-def test_what_a_long_prompt_takes_anyway_is_no_reason_to_drop() -> None:
+def test_the_inherent_time_of_a_long_prompt_is_no_reason_to_drop() -> None:
     snapshot = alone(EIGHT, BLOCKS // 3)
     lengths = (0,) * 28 + (40,)  # about 7,500 tokens each
     agents = replace(LONG, queued_count=0, queued_tokens=0, recent_count=6, minute_count=40, minute_tokens=300_000)
@@ -518,7 +518,7 @@ def test_bubbles_grow_with_the_stages() -> None:
     assert shares[-1] < 0.3
 
 
-def test_costs_that_nobody_can_have_take_no_longer_to_compare() -> None:
+def test_absurd_costs_take_no_longer_to_compare() -> None:
     """The predicted waits are so long that adjacent floats are more than a millisecond apart."""
     snapshot = alone(["w0", "w1"], used=5, waiting=5)
     endless = replace(PACE, cost=PACE.cost.scaled(1e18))
@@ -531,7 +531,7 @@ def lost(prediction_s: float, share: float, tpot_s: float = 0.04) -> float:
     )
 
 
-def test_of_waits_far_beyond_the_target_their_share_counts_and_not_their_length() -> None:
+def test_for_waits_far_beyond_the_target_only_their_share_counts() -> None:
     assert lost(4.0, 0.0) > lost(2.0, 0.0)
     assert lost(199.0, 0.9) == lost(157.0, 0.9)
     assert lost(157.0, 0.9) > lost(157.0, 0.5)
@@ -558,7 +558,7 @@ def test_waits_are_lost_by_and_by() -> None:
     assert shares[3] == 0.0
 
 
-def test_nobody_is_slowed_down_where_all_wait_too_long_whatever_is_done() -> None:
+def test_tokens_are_not_slowed_down_if_no_option_shortens_the_waits_enough() -> None:
     """As in a simulation of three instances, prompts need more compute than there is, and memory is full."""
     flood = replace(
         CODE, queued_count=2000, queued_tokens=4_000_000, oldest_wait_s=90.0, ended_tokens=1_200_000, open_tokens=40_000

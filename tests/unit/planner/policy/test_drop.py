@@ -81,7 +81,7 @@ def test_pipelines_are_merged_further() -> None:
     assert parameter_bytes(once) - parameter_bytes(twice) == 8_000
 
 
-def test_layers_that_nobody_executes_go_first() -> None:
+def test_layers_that_no_stage_executes_are_dropped_first() -> None:
     shape = model(8)
     restored = stage("a", 0, 4, shape)._replace(held_layers=tuple(range(8)))
     snapshot = Snapshot(shape, (group(shape, restored, stage("b", 4, 8, shape)), group(shape, stage("c", 0, 8, shape))))
@@ -176,7 +176,7 @@ def test_the_same_plans_under_any_hash_seed() -> None:
     assert len(told.pop().strip()) == 64
 
 
-def test_plans_of_equal_members_are_what_the_search_gives() -> None:
+def test_plans_of_equal_members_equal_those_of_the_search() -> None:
     rng = random.Random(4)
     for tolerance in (SplitTolerance(), SplitTolerance(capacity=0.0)):
         groups = singles(12, model(7), used=[rng.choice([0, 5, 5, 30]) for _ in range(12)]).groups

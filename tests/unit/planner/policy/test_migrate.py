@@ -55,7 +55,7 @@ def test_a_request_that_waits_for_memory_in_pieces_makes_its_instance_look_full(
     assert moves({"w1": load(80), "w2": load(50, running=2)}) == []
 
 
-def test_what_a_target_keeps_for_its_own_is_no_room() -> None:
+def test_a_targets_reserve_is_no_room() -> None:
     full = load(98)
     assert moves({"w1": full, "w2": replace(load(60), kept_block_count=5)}) == [("w1", "w2", 19)]
     assert moves({"w1": full, "w2": replace(load(60), kept_block_count=25)}) == [("w1", "w2", 15)]
@@ -68,7 +68,7 @@ def test_a_single_request_gains_nothing_by_moving() -> None:
     assert moves({"w1": load(99, running=1, waiting=10), "w2": load(0, running=0)}) == [("w1", "w2", 54)]
 
 
-def test_who_drains_gives_everything_away_and_takes_nothing() -> None:
+def test_a_draining_instance_migrates_all_requests_and_takes_none() -> None:
     drained = {"w1": load(10, draining=True), "w2": load(40), "w3": load(60, running=2)}
     assert moves(drained, DRAINS_ONLY) == [("w1", "w3", 40), ("w1", "w2", 60)], "to all workers with room, at once"
     assert moves({"w1": load(97), "w2": load(0, running=0, draining=True)}) == []
@@ -78,7 +78,7 @@ def test_without_the_policy_only_drains_move_requests() -> None:
     assert moves({"w1": load(96), "w2": load(0)}, DRAINS_ONLY) == []
 
 
-def test_who_runs_as_many_as_it_may_takes_nothing() -> None:
+def test_an_instance_at_its_maximum_takes_no_requests() -> None:
     full = replace(load(0, running=8), max_running_count=8)
     assert moves({"w1": load(96), "w2": full}) == []
 

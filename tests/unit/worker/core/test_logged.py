@@ -60,7 +60,7 @@ def test_rows_are_those_of_the_packed_batch() -> None:
     assert log.token_ids(slots) == (202, 301, 302, 303, 105, 106)
 
 
-def test_what_is_computed_again_is_logged_again() -> None:
+def test_recomputed_tokens_are_logged_again() -> None:
     stage = Stage()
     stage.run(batch((1, 0, 6)))
     stage.run(batch((1, 4, 1)))

@@ -214,7 +214,7 @@ def test_a_hand_over_is_foreseen() -> None:
     assert coming.prompt_limit_blocks(2.0) is None
 
 
-def test_what_has_no_room_is_refused_before_anything_moves() -> None:
+def test_a_migration_without_room_is_refused_before_any_transfer() -> None:
     (said,) = offered(arrivals(5), 0.0)
     assert said == m.Say(W1, m.Off(MIGRATION, "full"))
     (said,) = offered(arrivals(), 0.0, why_not="no time")
@@ -263,7 +263,7 @@ def test_a_sequence_that_was_handed_over_is_taken_even_if_the_target_has_given_u
 # ---------------------------------------------------------------- groups of several stages
 
 
-def test_what_travels_is_what_two_stages_have_in_common() -> None:
+def test_stages_exchange_the_layers_that_they_have_in_common() -> None:
     """Every layer is sent once, from the stage that has it to the stage that will have it."""
     assert hops(GIVERS, PAIR) == [Hop(W1, W2, 0, 5), Hop(W1, W3, 5, 8)]
     assert hops(PAIR, GIVERS) == [Hop(W2, W1, 0, 5), Hop(W3, W1, 5, 8)]
@@ -331,7 +331,7 @@ def test_a_stage_that_gets_nothing_ends_it_when_nothing_is_written_in_any() -> N
     ]
 
 
-def test_a_group_that_is_lost_gives_back_what_has_not_been_handed_over() -> None:
+def test_a_lost_group_returns_only_sequences_that_were_not_handed_over() -> None:
     coming, state = to_a_pair(), m.Handed(MIGRATION, snapshot(SEQUENCE, 26))
     assert coming.abandon("w3 is gone") == [m.Say(W1, m.Off(MIGRATION, "w3 is gone"))]
     assert landed(coming, 0.2, KvRange(0, 5, 25), W2) == []  # a transfer for the lost group
@@ -353,7 +353,7 @@ def test_the_shortest_of_the_lowest_class_goes_first() -> None:
     assert choose_departure(candidates, 2) is None
 
 
-def test_the_longest_goes_first_where_memory_is_what_lacks() -> None:
+def test_the_longest_sequence_goes_first_if_memory_is_short() -> None:
     candidates = [Decoding(1, 1, 10, 3), Decoding(2, 2, 90, 23), Decoding(3, 2, 40, 10)]
     assert choose_departure(candidates, 100, longest=True) == candidates[1]
     assert choose_departure(candidates, 16, longest=True) == candidates[1], "may exceed the block budget by half"

@@ -27,7 +27,7 @@ def test_a_leader_knows_the_sizes_of_a_group_when_all_have_told_them() -> None:
     assert room.sizes is None
 
 
-def test_what_a_stage_has_said_before_it_heard_of_a_restores_end_does_not_count() -> None:
+def test_reports_of_a_stage_from_before_a_restores_end_do_not_count() -> None:
     room = leader()
     room.told(STAGE, 18, SIZES, Epoch(0))
     room.limit(Epoch(3))

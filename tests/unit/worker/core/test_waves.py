@@ -25,7 +25,7 @@ def ids(victims: tuple[Victim, ...]) -> list[int]:
     return [victim.sequence_id for victim in victims]
 
 
-def test_where_there_is_room_for_all_there_is_one_wave() -> None:
+def test_there_is_one_wave_if_all_victims_fit() -> None:
     waves = Waves((A, B), [standing(1, A, 6), standing(2, B, 4)])
     assert waves.first({A: 10, B: 10}, 20) == Wave((Victim(1, 95, A), Victim(2, 63, B)), (), True)
     assert waves.lent_blocks({A: 10, B: 10}) == (10, 0)
@@ -45,7 +45,7 @@ def test_two_full_workers_exchange_as_much_as_there_is_to_spare() -> None:
     assert waves.lent_blocks(counts) == (81, 0)
 
 
-def test_who_does_not_fit_in_the_end_is_of_the_lowest_class_the_latest() -> None:
+def test_the_latest_victims_of_the_lowest_class_are_recomputed() -> None:
     waves = Waves(
         (A, B),
         [
@@ -69,7 +69,7 @@ def test_without_anything_to_spare_the_last_in_line_gives_up_its_kv() -> None:
     assert (ids(third.admitted), ids(third.lost), third.last) == ([1], [2], True)
 
 
-def test_who_has_ended_meanwhile_is_dropped() -> None:
+def test_victims_that_have_ended_are_dropped() -> None:
     waves = Waves((A, B), [standing(1, A, 4), standing(2, B, 4), standing(3, B, 4)])
     assert ids(waves.first({A: 8, B: 9}, 16).admitted) == [2]
     wave = waves.next({A: 8, B: 9}, reserved_blocks=4, gone={1})

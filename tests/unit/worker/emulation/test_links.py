@@ -183,7 +183,7 @@ async def test_a_peer_that_retires_its_link_is_told_as_its_end() -> None:
             await asyncio.wrap_future(both.planes[1].warm("a", both.planes[0].store_address, 1, 1.0))
 
 
-async def test_a_broken_link_ends_what_is_under_way() -> None:
+async def test_a_broken_link_ends_its_transfers() -> None:
     async with pair(bytes_per_s=BLOCK_BYTES) as both:
         a, b = await both.connect()
         both.seen[1].pieces = blocks(4, 1)

@@ -55,7 +55,7 @@ def test_packing_in_bands_is_undone(kernels: Kernels, dtype: torch.dtype) -> Non
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
-def test_linear_is_what_it_is_defined_as(kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def test_linear_equals_its_definition(kernels: Kernels, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     torch.manual_seed(1)
     rows, inputs, outputs = shape
     matrix, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)

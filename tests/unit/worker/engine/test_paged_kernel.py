@@ -101,7 +101,7 @@ def test_kv_in_float8_fits_as_well(capability: int, head_dim: int) -> None:
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
-def test_what_joins_the_parts_of_a_context_fits_as_well(capability: int) -> None:
+def test_the_kernel_that_joins_parts_fits_as_well(capability: int) -> None:
     done = compiled_join(capability)
     assert (done.spilled_bytes, done.registers <= 128, done.shared_bytes <= 48 << 10) == (0, True, True)
 

@@ -108,7 +108,7 @@ def test_a_link_is_up_when_both_sides_take_part_and_not_before(pair: Pair) -> No
     assert late.is_up
 
 
-def test_who_waits_in_vain_gives_the_epoch_up_and_the_other_one_hears_of_it(pair: Pair) -> None:
+def test_a_side_that_waits_in_vain_abandons_the_epoch_and_notifies_the_other(pair: Pair) -> None:
     [link, _] = pair.connect(1)
     w1, w2 = pair.planes.values()
     with pytest.raises(DeadlineExceeded, match="epoch 2: w2 did not come"):
@@ -217,7 +217,7 @@ def test_a_peer_that_joins_without_end_takes_a_bounded_number_of_places(pair: Pa
     assert mine.is_up
 
 
-def test_a_frame_that_is_larger_than_what_is_posted_is_refused_and_ends_nothing_else(pair: Pair) -> None:
+def test_a_frame_larger_than_the_posted_receive_ends_only_its_connection(pair: Pair) -> None:
     [mine, theirs] = pair.connect(1)
     assert isinstance(theirs.connection, ChannelConnection)
     assert theirs.connection._channels is not None

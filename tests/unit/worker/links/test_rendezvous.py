@@ -181,7 +181,7 @@ def test_a_flood_of_noise_leaves_the_lobby_as_it_was(rendezvous: Rendezvous) -> 
     meet(rendezvous)
 
 
-def test_who_drips_is_waited_for_by_nobody_and_not_for_long(
+def test_a_dripping_caller_delays_no_one_and_is_soon_dropped(
     rendezvous: Rendezvous, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "_HELLO_TIMEOUT_S", 0.6)
@@ -210,7 +210,7 @@ def test_half_open_connections_take_a_bounded_number_of_places(
         meet(rendezvous)
 
 
-def test_callers_that_nobody_waits_for_take_a_bounded_number_of_places(rendezvous: Rendezvous) -> None:
+def test_unexpected_callers_take_a_bounded_number_of_places(rendezvous: Rendezvous) -> None:
     with ExitStack() as stack:
         for number in range(module._MAX_PARKED + 20):
             park(stack.enter_context(dial(rendezvous)), hello(worker_id=f"stranger-{number}"))
@@ -286,7 +286,7 @@ def test_a_handshake_that_was_overheard_is_worth_nothing(guarded: Rendezvous) ->
     assert guarded.refused == {"wrong proof": 1}
 
 
-def test_a_proof_holds_for_what_was_said_and_by_whom() -> None:
+def test_a_proof_is_bound_to_message_and_sender() -> None:
     hello, challenge = hello_line(HIGH), challenge_line()
     proof = proof_of(SECRET, "caller", hello, challenge)
     assert is_proof(proof, SECRET, "caller", hello, challenge)
@@ -326,7 +326,7 @@ def test_a_host_that_drips_its_answer_is_given_up_in_time() -> None:
             dripping.result(60)
 
 
-def test_a_caller_who_gave_up_is_passed_over(rendezvous: Rendezvous) -> None:
+def test_a_caller_that_gave_up_is_skipped(rendezvous: Rendezvous) -> None:
     with pytest.raises(DeadlineExceeded):
         call(HIGH, rendezvous.address, soon(0.1))
     with ThreadPoolExecutor(1) as pool:

@@ -53,7 +53,7 @@ def test_any_thread_may_call(driver: FakeDriver) -> None:
     memory.close()
 
 
-def test_extents_are_made_to_be_shared_and_do_without_what_is_refused(driver: FakeDriver) -> None:
+def test_extents_are_created_shareable_without_refused_features(driver: FakeDriver) -> None:
     cuda = importlib.import_module("cuda.bindings.driver")
     kinds = cuda.CUmemAllocationHandleType
     files, none = kinds.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, kinds.CU_MEM_HANDLE_TYPE_NONE

@@ -26,7 +26,7 @@ def memory() -> Iterator[DeviceMemory]:
         yield made
 
 
-def test_the_geometry_says_what_is_mapped(memory: DeviceMemory) -> None:
+def test_the_geometry_matches_the_mapped_memory(memory: DeviceMemory) -> None:
     expected = KvGeometry(
         block_tokens=4, block_bytes=2 * 4 * 2 * 24 * 4, block_count=32, kv_bytes_per_token=LAYERS * 2 * 2 * 24 * 4
     )

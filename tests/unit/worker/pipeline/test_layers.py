@@ -26,7 +26,7 @@ from tools.model.tiny import make_tiny
 
 @pytest.mark.parametrize("changed", [False, True], ids=["as it was", "replaced meanwhile"])
 @pytest.mark.parametrize("known", [False, True], ids=["never held", "held before"])
-def test_a_layer_from_the_checkpoint_is_compared_with_what_is_known(changed: bool, known: bool) -> None:
+def test_a_layer_from_the_checkpoint_is_compared_with_the_known_checksum(changed: bool, known: bool) -> None:
     events: queue.SimpleQueue[MemberEvent] = queue.SimpleQueue()
     with open_small(HostBackend()) as memory:
         parameters = memory.parameters
@@ -189,7 +189,7 @@ def test_a_peer_whose_weights_are_packed_otherwise_is_refused_and_told_why(tmp_p
         workers.shutdown()
 
 
-def test_a_drop_never_waits_for_checksums_of_what_was_loaded(tmp_path: Path) -> None:
+def test_a_drop_never_waits_for_checksums_of_loaded_layers(tmp_path: Path) -> None:
     """SHA-256 of gigabytes takes seconds, so checksums are computed while the checkpoint is read."""
     model_dir = make_tiny("llama", tmp_path / "model", layers=3, vocab=320)
     with load_engine(model_dir, device_memory_bytes=8 << 20) as engine:

@@ -110,7 +110,7 @@ def test_a_wrong_number_or_version_is_refused(
             listener.result(WITHIN_S)
 
 
-def test_who_does_not_speak_this_delays_nobody(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_callers_with_another_protocol_delay_no_one(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     listener = pool.submit(NodeListener(nodes).gather, WITHIN_S)
     for said in (b"GET / HTTP/1.1\r\n\r\n", b'{"hello": 1}\n', b"[1]\n", b""):
         with socket.create_connection(nodes.host_port) as stranger:
