@@ -129,7 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         alone = alone_per_s(one, offline)
         days = [simulated("recompute, always on", one, "recompute", None)]
         days.append(simulated("drop and park", one, BOTH, None))
-        days.append(simulated("drop and park, offline work beside", one, BOTH, offline))
+        days.append(simulated("drop and park, with offline requests", one, BOTH, offline))
         print(f"{count} GPUs; {alone:,.0f} offline tokens/s of a GPU with nothing else\n\n{table(days, alone)}")
         if args.write:
             quote(_PAGE, "day", table(days, alone))

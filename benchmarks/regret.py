@@ -321,7 +321,7 @@ def predictions(runs: Sequence[Mapping[str, Any]]) -> str:
     factors = [max(a / b, b / a) for a, b in found]
     within = sum(factor <= 3.0 for factor in factors) / len(factors)
     return (
-        f"P99 TTFT as predicted beside what then happened, {len(found)} decisions: median error {median(factors):.2f} x"
+        f"P99 TTFT as predicted against the actual one, {len(found)} decisions: median error {median(factors):.2f} x"
         f" (goal 1.5), {within:.0%} within 3 x (goal 90 %)"
     )
 

@@ -74,7 +74,7 @@ def test_an_abort_that_does_not_wait_for_a_prepared_member_is_found(monkeypatch:
         return prepared or is_through(self, worker_id)
 
     monkeypatch.setattr(Coordinator, "_is_through", hasty)
-    with pytest.raises(Broken, match=r"it was taken back, and members are .*prepared"):
+    with pytest.raises(Broken, match=r"it was aborted, but members are .*prepared"):
         search(Handover(losses=2, only=("b fails", "ABORT of p0 is lost")), LIMIT)
 
 

@@ -205,7 +205,7 @@ def test_parking_saves_gpu_hours_where_a_valley_follows_a_burst(
 def test_an_insufficient_maximum_is_reported(trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--model", "llama-2-13b", "--gpu", "A100-40G", "--slo-ttft-s", "0.01", "--max-gpus", "2")
     assert main(["size", str(trace), *flags, "--policy", "recompute"]) == 0
-    assert "2 GPUs of type A100-40G are not enough" in " ".join(capsys.readouterr().out.split())
+    assert "2 GPUs of type A100-40G do not suffice" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
