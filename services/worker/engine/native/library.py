@@ -18,7 +18,7 @@ from services.worker.engine.native.structs import (
     ABI,
     PANEL,
     Attention,
-    Experts,
+    GatedExperts,
     Gemm,
     Grouped,
     Model,
@@ -169,7 +169,7 @@ class Kernels:
         gate_up: tuple[torch.Tensor, torch.Tensor | None],
         down: tuple[torch.Tensor, torch.Tensor | None],
     ) -> torch.Tensor:
-        """The weighted sum of each row's chosen experts, as `Experts` in src/abi.h defines it. `gate_up` and `down`:
+        """The weighted sum of each row's chosen experts: `GatedExperts` in src/abi.h. `gate_up` and `down`:
         dense matrices of all experts, and biases.
         """
         x = x if x.stride(1) == 1 else x.contiguous()
@@ -178,7 +178,7 @@ class Kernels:
         out, places = x.new_empty(rows, hidden), torch.empty(experts + rows * each, dtype=torch.int64)
         size_bytes = rows * each * hidden * x.element_size()
         scratch = self._scratch_memory(size_bytes + rows * each * 2 * inner * x.element_size())
-        call = Experts(
+        call = GatedExperts(
             _DTYPES[x.dtype],
             rows,
             hidden,

@@ -72,7 +72,7 @@ class Grouped(ctypes.Structure):
     ]
 
 
-class Experts(ctypes.Structure):
+class GatedExperts(ctypes.Structure):
     _fields_: ClassVar = [
         *_numbers("dtype rows hidden inner experts each"),
         *_pointers("a"),

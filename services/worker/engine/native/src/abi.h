@@ -99,7 +99,7 @@ struct Grouped {
 };
 
 // out[t] = the sum over j of weights[t, j] * expert chosen[t, j] of a[t], an expert being down(SiLU(gate) * up).
-struct Experts {
+struct GatedExperts {
   i64 dtype, rows, hidden, inner, experts, each;  // each: experts per row
   const void* a;                                  // [rows, hidden], rows `a_stride` elements apart
   i64 a_stride;
@@ -141,7 +141,7 @@ struct Table {
   const char* name;
   void (*gemm)(const Gemm*);
   void (*grouped)(const Grouped*);
-  void (*experts)(const Experts*);
+  void (*experts)(const GatedExperts*);
   void (*rotate)(const Rotation*);
   void (*norm)(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps);
   void (*write_kv)(i64 dtype, i64 kv_dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots,

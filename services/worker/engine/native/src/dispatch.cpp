@@ -48,7 +48,7 @@ EXPORT void ballast_gemm(const Gemm* call) { table().gemm(call); }
 
 EXPORT void ballast_grouped(const Grouped* call) { table().grouped(call); }
 
-EXPORT void ballast_experts(const Experts* call) { table().experts(call); }
+EXPORT void ballast_experts(const GatedExperts* call) { table().experts(call); }
 
 EXPORT void ballast_rotate(const Rotation* call) { table().rotate(call); }
 

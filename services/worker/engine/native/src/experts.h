@@ -1,4 +1,4 @@
-// Gated experts of a layer (see `Experts` in abi.h). Rows are sorted by expert, and each row's outputs are added in the
+// Gated experts of a layer (see `GatedExperts` in abi.h). Rows are sorted by expert, and each row's outputs are added in the
 // order of its experts, so a row's bits do not depend on the other rows.
 #pragma once
 #include "grouped.h"
@@ -10,7 +10,7 @@ template <class T>
 struct ExpertsCall {
   typedef typename Type<T>::compute C;
   static constexpr int kLanes = Vec<C>::lanes;
-  const Experts& p;
+  const GatedExperts& p;
 
   i64 count() const { return p.rows * p.each; }
   const i64* places() const { return p.places + p.experts; }

@@ -34,7 +34,7 @@ void grouped(const Grouped* p) {
   with_type(p->dtype, [&](auto* t) { GroupedCall<STORED(t)>{*p}.run(); });
 }
 
-void experts(const Experts* p) {
+void experts(const GatedExperts* p) {
   with_type(p->dtype, [&](auto* t) { ExpertsCall<STORED(t)>{*p}.run(); });
 }
 
