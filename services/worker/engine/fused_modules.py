@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import _default_apply_gate, grouped_mm_experts_forward
-from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
+from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb, rotate_half
 
 from services.worker.engine.native.library import Kernels
 
@@ -98,11 +98,10 @@ def _with_rotation(forward: FunctionType, kernels: Kernels, active: Callable[[],
 
 
 def _rotates(forward: Any) -> bool:
-    return (
-        isinstance(forward, FunctionType)
-        and _ROTATE in forward.__code__.co_names
-        and _same(forward.__globals__.get(_ROTATE), apply_rotary_pos_emb)
-    )
+    if not isinstance(forward, FunctionType) or _ROTATE not in forward.__code__.co_names:
+        return False
+    function: Any = forward.__globals__.get(_ROTATE)
+    return _same(function, apply_rotary_pos_emb) and _same(function.__globals__.get("rotate_half"), rotate_half)
 
 
 def _same(function: Any, known: Any) -> bool:
