@@ -211,9 +211,9 @@ def measure(
 
     names = [setting.measured, *(name for name in setting.bounds if name in _OURS)]
     wanted = [(name, here("ballast"), own, job | _OURS[name]) for name in names]
-    if args.old is not None and setting.measured == "ballast":
+    if args.old is not None:
         old = own | {"PYTHONPATH": str(args.old), "PYTHONSAFEPATH": "1"}
-        wanted.append((_OLD, here("ballast"), old, job))
+        wanted.append((_OLD, here("ballast"), old, job | _OURS[setting.measured]))
     if args.transformers:
         wanted.append(("transformers", here("transformers"), own, job))
     if args.vllm is not None:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.choice import choose_model
@@ -56,20 +57,26 @@ _MEMORY_BYTES, _MOST_PARAMETERS = 128 << 20, 48_000_000
 _PATIENCE_S = 90
 README = Path(__file__).parents[2] / "README.md"
 _BEGIN, _END = "<!-- model types begin -->\n", "<!-- model types end -->"
+# Model type -> tensor names as `transformers` saves them and as the published checkpoints have them.
+_PUBLISHED = {"kimi_k25": ("language_model.model.blocks.", "language_model.model.layers.")}
 _WHY = {  # part of an error -> reason as worded on the page
-    "keeps other state than keys and values": "state that is no KV, or attention of its own kind",
+    "keep other state than keys and values": "layers with state other than KV",
+    "keeps other state than keys and values": "state other than KV, or attention that bypasses `AttentionInterface`",
     "is neither causal nor a window": "not causal",
-    "is more than a decoder of text": "more than text",
-    "attends more than once": "attends twice in a layer",
-    "attends to other rows": "attends to other rows than its own",
-    "does not run on packed rows": "its code does not run on packed rows",
-    "max_position_embeddings": "does not say how long a sequence may be",
+    "only decoders are served": "has an encoder",
+    "computes other logits for text": "computes other logits for text than its decoder alone",
+    "drafts tokens": "drafts tokens for another model",
+    "classifies images": "classifies images",
+    "attends more than once": "attends more than once in a layer",
+    "attends to other rows": "attends to rows other than its own",
+    "does not run on packed rows": "its code cannot be run without parameters to find out how it attends",
+    "max_position_embeddings": "no `max_position_embeddings`: ALiBi or recurrent layers",
     "num_hidden_layers": "no list of layers",
     "has no list of": "no list of layers",
     "gives other logits": "the self-test finds other logits on packed rows",
     "has no tensor that this is made of": "tensors of other names than its decoder's",
     "is not a tensor of": "tensors of other names than its decoder's",
-    "transformers makes no decoder": "no class for its decoder of text alone",
+    "no causal language model class": "no causal language model class in `transformers` for its text decoder",
 }
 
 
@@ -105,6 +112,8 @@ def compare(model_type: str, folder: Path) -> tuple[str, str]:
     if size > _MOST_PARAMETERS:
         return "not compared", f"{size:,} parameters where it is small"
     made_random(cls(config)).save_pretrained(folder)
+    if model_type in _PUBLISHED:
+        _rename(folder, *_PUBLISHED[model_type])
     try:
         choose_model(folder, model_impl="transformers", dtype="float32", device="cpu", kernels="torch")
     except ConfigError as error:
@@ -127,6 +136,13 @@ def small_configuration(model_type: str) -> tuple[Any, Any]:
     config = small
     autos = AutoModelForImageTextToText, AutoModelForCausalLM
     return config, next(a._model_mapping[type(config)] for a in autos if type(config) in a._model_mapping)
+
+
+def _rename(folder: Path, saved: str, published: str) -> None:
+    file = folder / "model.safetensors"
+    save_file(
+        {name.replace(saved, published): tensor for name, tensor in load_file(file).items()}, file, {"format": "pt"}
+    )
 
 
 def _others(config: Any) -> set[str]:
@@ -173,14 +189,14 @@ def _compare(folder: Path) -> tuple[str, str]:
 @contextlib.contextmanager
 def _patient() -> Generator[None]:
     def over(*_: object) -> None:
-        raise TimeoutError(f"more than {_PATIENCE_S} s")
+        raise TimeoutError(f"more than {_PATIENCE_S} s of processor time")
 
-    signal.signal(signal.SIGALRM, over)
-    signal.alarm(_PATIENCE_S)
+    signal.signal(signal.SIGPROF, over)
+    signal.setitimer(signal.ITIMER_PROF, _PATIENCE_S)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
 
 
 def scan(out: Path, part: int, parts: int, types: Sequence[str]) -> None:

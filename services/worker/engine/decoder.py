@@ -15,19 +15,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.division import WHOLE, Division, RankCut, divide
+from services.worker.engine.fused_modules import experts, fuse
 from services.worker.engine.layer_attention import LayerAttentionStep, LayerKind
 from services.worker.engine.native.library import Kernels
 from services.worker.engine.packed_parameters import PackedParameter, pack
 
 _PAGED, _PROBE, _EXPERTS = "ballast_paged", "ballast_probe", "ballast_experts"
 _PROBE_ROWS = 4
+_ATTENDING = {"full_attention", "attention", "sliding_attention", "chunked_attention", "dense", "sparse", "mlp", "moe"}
 
 
 @dataclass(slots=True)
@@ -80,9 +82,7 @@ class Decoder:
             self.config._experts_implementation = "eager"
         self.kernels, self._experts = kernels, self.config._experts_implementation
         if kernels is not None:
-            for name, module in self.model.named_modules():
-                if type(module) is nn.Linear and f"{name}.weight" not in self.packed:
-                    module.forward = self._product(module, module.forward, kernels)
+            fuse(self.model, self.packed, kernels, lambda: self._run is not None)
         pack(self.model, self.packed, dtype)
         self.layers_name, self.layers = _layers(self.model, self.config.num_hidden_layers)
         if cuts:
@@ -123,15 +123,6 @@ class Decoder:
             return given
 
         return layer
-
-    def _product(self, module: nn.Linear, by_torch: Callable[..., Any], kernels: Kernels) -> Callable[..., Any]:
-        def product(x: torch.Tensor) -> torch.Tensor:
-            weight = module.weight
-            if self._run is None or x.dtype != weight.dtype or not weight.is_contiguous():
-                return by_torch(x)
-            return kernels.products(x.reshape(-1, x.shape[-1]), weight, module.bias).view(*x.shape[:-1], -1)
-
-        return product
 
     @contextmanager
     def _running(self, run: LayerRun | None, attention: str) -> Generator[None]:
@@ -178,6 +169,7 @@ class Decoder:
                 raise
             except Exception as error:  # modelling code may raise anything on unusual input
                 if gives_tuples:
+                    self._require_attention_only(error)
                     why = f"{type(self.model).__name__} does not run on packed rows: {error}"
                     raise ConfigError("config.json", why) from error
                 continue
@@ -189,6 +181,14 @@ class Decoder:
             why = f"layer {missing[0]} of {type(self.model).__name__} keeps other state than keys and values"
             raise ConfigError("config.json", f"{why}, or does not say how it attends")
         return [run.seen[i] for i in range(len(self.layers))]
+
+    def _require_attention_only(self, error: Exception) -> None:
+        """Raise ConfigError if the configuration names layers of kinds that keep other state."""
+        told: Any = next((t for n in ("layer_types", "layers_block_type") if (t := getattr(self.config, n, None))), ())
+        others = sorted({str(kind) for kind in told} - _ATTENDING)
+        if others:
+            why = f"the layers of {type(self.model).__name__} of kind {', '.join(others)} keep other state than"
+            raise ConfigError("config.json", f"{why} keys and values") from error
 
 
 def _layers(model: nn.Module, count: int) -> tuple[str, nn.ModuleList]:
@@ -225,23 +225,8 @@ def _attend_paged(
 def _experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """`transformers`' `ExpertsInterface`: sorts rows by expert; one kernel call multiplies those of all experts."""
-    kernels: Kernels = _running.decoder.kernels
-    first = "gate_up_proj" if module.has_gate else "up_proj"
-    biases = (getattr(module, f"{name}_bias", None) if module.has_bias else None for name in (first, "down_proj"))
-    enter, leave, like = getattr(module, first), module.down_proj, hidden_states.dtype
-    plain = not (module.is_transposed or module.has_post_expert_norm or module._is_expert_parallel)
-    if not (plain and enter.dtype == leave.dtype == like and enter.is_contiguous() and leave.is_contiguous()):
-        return grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-    experts, order = torch.sort(top_k_index.reshape(-1), stable=True)
-    ends = torch.bincount(experts, minlength=len(enter)).cumsum(0)
-    given = hidden_states.index_select(0, order // top_k_index.shape[-1])
-    inner = kernels.products(given, enter, next(biases), ends)
-    inner = module._apply_gate(inner) if module.has_gate else module.act_fn(inner)
-    out = kernels.products(inner, leave, next(biases), ends)
-    out.mul_(top_k_weights.reshape(-1).index_select(0, order)[:, None])
-    chosen = torch.empty_like(out).index_copy_(0, order, out)
-    return chosen.view(*top_k_index.shape, -1).sum(1).to(like)
+    """`transformers`' `ExpertsInterface`."""
+    return experts(_running.decoder.kernels, module, hidden_states, top_k_index, top_k_weights)
 
 
 def _attend_probe(

@@ -51,7 +51,12 @@ _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 0.05, to
 _FP8_TOLERANCE = 0.3  # of float8 KV, whose relative error is up to 1 / 16
 _WHOLES: tuple[Any, ...] = (AutoModelForCausalLM._model_mapping, AutoModelForImageTextToText._model_mapping)
 # Models whose logits for text differ from those of their decoder's class, or that cannot generate text by themselves.
-_NOT_ITS_DECODER = ("aya_vision", "cohere2_vision", "ctrl", "gemma4_unified_assistant", "shieldgemma2")
+_NOT_ITS_DECODER = {
+    "aya_vision": "computes other logits for text than its decoder alone",
+    "cohere2_vision": "computes other logits for text than its decoder alone",
+    "gemma4_unified_assistant": "drafts tokens for another model",
+    "shieldgemma2": "classifies images",
+}
 
 transformers_logging.set_verbosity_error()
 transformers_logging.disable_progress_bar()
@@ -72,10 +77,17 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
         text: Any = config.get_text_config(decoder=True)
         if text is not config and not config.is_encoder_decoder:
             register_text_decoder(text)
-        known: Any = AutoModelForCausalLM._model_mapping[type(text)]
     except Exception as error:  # the exception type depends on the error in the file
         first_line = str(error).strip().partition("\n")[0]
         raise ConfigError(str(path), f"transformers makes no decoder of it: {first_line}") from error
+    if config.is_encoder_decoder:
+        raise ConfigError(f"{path}: model_type", f"{config.model_type!r} has an encoder; only decoders are served")
+    if config.model_type in _NOT_ITS_DECODER:
+        raise ConfigError(f"{path}: model_type", f"{config.model_type!r} {_NOT_ITS_DECODER[config.model_type]}")
+    if type(text) not in AutoModelForCausalLM._model_mapping:
+        why = f"transformers has no causal language model class for the text decoder of {config.model_type!r}"
+        raise ConfigError(f"{path}: model_type", why)
+    known: Any = AutoModelForCausalLM._model_mapping[type(text)]
     architectures = told.get("architectures")
     name: str = known.__name__
     whole = [each[type(config)].__name__ for each in _WHOLES if type(config) in each] if text is not config else [name]
@@ -84,8 +96,6 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
         raise ConfigError(f"{path}: architectures", why)
     if hasattr(text, "quantization_config"):
         del text.quantization_config  # create its modules as if they were dense
-    if config.is_encoder_decoder or config.model_type in _NOT_ITS_DECODER:
-        raise ConfigError(f"{path}: model_type", f"{config.model_type!r} is more than a decoder of text")
     if text is not config:
         ties = any(getattr(each, "tie_word_embeddings", False) for each in (config, text))
         text.tie_word_embeddings = ties and not has_head(model_dir)
@@ -93,7 +103,9 @@ def read_transformers_config(model_dir: Path) -> tuple[ModelFacts, Any]:
     if not 1 <= layer_count <= MAX_LAYERS:
         raise ConfigError(f"{path}: num_hidden_layers", f"1 to {MAX_LAYERS} are supported, got {layer_count}")
     if longest is None:
-        raise ConfigError(f"{path}: max_position_embeddings", "is missing: how long may a sequence be?")
+        raise ConfigError(
+            f"{path}: max_position_embeddings", "is missing; models with ALiBi or recurrent layers are not served"
+        )
     dtype = told.get("dtype") or told.get("torch_dtype") or (text.dtype if text is not config else None)
     eos_token_ids = read_eos_token_ids(model_dir)
     ends = getattr(text, "eos_token_id", None)
@@ -158,7 +170,8 @@ class TransformersDecoder(Decoder):
         if first_layer == last_layer:
             return hidden_TD
         run = LayerRun(first_layer, last_layer, hidden=hidden_TD[None], attention=attention)
-        self.pass_through(run, with_head=False, inputs_embeds=hidden_TD[None], position_ids=positions_T[None])
+        inputs = hidden_TD[None].clone()  # scaled in place by some models
+        self.pass_through(run, with_head=False, inputs_embeds=inputs, position_ids=positions_T[None])
         assert run.result is not None
         return run.result[0]
 
@@ -166,7 +179,7 @@ class TransformersDecoder(Decoder):
         hidden = hidden_RD[None]
         positions = torch.zeros(1, hidden_RD.shape[0], dtype=torch.int64, device=hidden_RD.device)
         run = LayerRun(0, 0, final=hidden)
-        return self.pass_through(run, with_head=True, inputs_embeds=hidden, position_ids=positions).logits[0]
+        return self.pass_through(run, with_head=True, inputs_embeds=hidden.clone(), position_ids=positions).logits[0]
 
     def adapt(self, lora: Lora) -> None:
         """Set the adapters; `Lora.lay_out` assigns rows to them for each step."""

@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import os
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,18 @@ from numpy.typing import NDArray
 
 from ballast.common.errors import ConfigError
 from services.worker.engine.model_config import ModelConfig
-from services.worker.engine.native.structs import ABI, PANEL, Attention, Gemm, Grouped, Model, Sampling, Step
+from services.worker.engine.native.structs import (
+    ABI,
+    PANEL,
+    Attention,
+    GatedExperts,
+    Gemm,
+    Grouped,
+    Model,
+    Rotation,
+    Sampling,
+    Step,
+)
 
 LIBRARY = Path(os.environ.get("BALLAST_KERNELS_LIBRARY") or Path(__file__).with_name("libballast_kernels.so"))
 KERNELS = ("auto", "native", "torch")
@@ -30,6 +42,8 @@ _FUNCTIONS: dict[str, tuple[tuple[type, ...], type | None]] = {
     "set_threads": ((_I,), _I),
     "gemm": ((_P,), None),
     "grouped": ((_P,), None),
+    "experts": ((_P,), None),
+    "rotate": ((_P,), None),
     "norm": ((_I, _P, _I, _P, _P, _I, _I, _D), None),
     "write_kv": ((_I, _I, _P, _P, _P, _I, _P, _I, _I, _I), None),
     "attend": ((_P,), None),
@@ -58,6 +72,7 @@ class Kernels:
         library = ctypes.CDLL(str(path))
         self._functions: dict[str, Callable[..., object]] = {}
         self._threads = 1
+        self._scratch = threading.local()
         for name, (arguments, result) in _FUNCTIONS.items():
             function = getattr(library, f"ballast_{name}")
             function.argtypes, function.restype = arguments, result
@@ -146,6 +161,68 @@ class Kernels:
         self._functions["grouped"](ctypes.byref(call))
         return out
 
+    def experts(
+        self,
+        x: torch.Tensor,
+        chosen: torch.Tensor,
+        weights: torch.Tensor,
+        gate_up: tuple[torch.Tensor, torch.Tensor | None],
+        down: tuple[torch.Tensor, torch.Tensor | None],
+    ) -> torch.Tensor:
+        """The weighted sum of each row's chosen experts: `GatedExperts` in src/abi.h. `gate_up` and `down`:
+        dense matrices of all experts, and biases.
+        """
+        x = x if x.stride(1) == 1 else x.contiguous()
+        (rows, hidden), each, (experts, _, inner) = x.shape, chosen.shape[1], down[0].shape
+        chosen, weights = chosen.to(torch.int64).contiguous(), weights.to(_wide(x.dtype)).contiguous()
+        out, places = x.new_empty(rows, hidden), torch.empty(experts + rows * each, dtype=torch.int64)
+        size_bytes = rows * each * hidden * x.element_size()
+        scratch = self._scratch_memory(size_bytes + rows * each * 2 * inner * x.element_size())
+        call = GatedExperts(
+            _DTYPES[x.dtype],
+            rows,
+            hidden,
+            inner,
+            experts,
+            each,
+            x.data_ptr(),
+            x.stride(0),
+            chosen.data_ptr(),
+            weights.data_ptr(),
+            *(None if tensor is None else tensor.data_ptr() for tensor in (*gate_up, *down)),
+            out.data_ptr(),
+            places.data_ptr(),
+            scratch,
+            scratch + size_bytes,
+        )
+        self._functions["experts"](ctypes.byref(call))
+        return out
+
+    def _scratch_memory(self, size_bytes: int) -> int:
+        """Address of this thread's scratch memory, which grows: fresh memory may cost a page fault per 4 KiB."""
+        memory: torch.Tensor | None = getattr(self._scratch, "memory", None)
+        if memory is None or len(memory) < size_bytes:
+            memory = self._scratch.memory = torch.empty(size_bytes, dtype=torch.uint8)
+        return memory.data_ptr()
+
+    def rotated(self, x_TNH: torch.Tensor, cosines_TH: torch.Tensor, sines_TH: torch.Tensor) -> torch.Tensor:
+        """x * cosines + rotate_half(x) * sines, as `transformers` writes it, in fresh memory."""
+        x_TNH = x_TNH if x_TNH.stride(2) == 1 else x_TNH.contiguous()
+        cosines_TH, sines_TH = cosines_TH.contiguous(), sines_TH.contiguous()
+        out = torch.empty(x_TNH.shape, dtype=x_TNH.dtype)
+        call = Rotation(
+            _DTYPES[x_TNH.dtype],
+            *x_TNH.shape,
+            x_TNH.data_ptr(),
+            x_TNH.stride(0),
+            x_TNH.stride(1),
+            cosines_TH.data_ptr(),
+            sines_TH.data_ptr(),
+            out.data_ptr(),
+        )
+        self._functions["rotate"](ctypes.byref(call))
+        return out
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, eps: float) -> torch.Tensor:
         self._functions["norm"](
             _DTYPES[x.dtype], x.data_ptr(), x.stride(0), weight.data_ptr(), out.data_ptr(), *x.shape, eps
@@ -223,6 +300,10 @@ class Kernels:
     def run_layers(self, model: Model, step: Step, first: int, last: int) -> None:
         """Run the layers [first, last), attention included."""
         self._functions["run_layers"](ctypes.byref(model), ctypes.byref(step), first, last)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def dtype_code(dtype: torch.dtype) -> int:

@@ -3,7 +3,7 @@
 import ctypes
 from typing import ClassVar
 
-ABI = 5
+ABI = 6
 PANEL = 32  # outputs per panel of a packed matrix
 
 _Fields = list[tuple[str, type]]
@@ -69,6 +69,24 @@ class Grouped(ctypes.Structure):
         *_pointers("bias"),
         *_numbers("groups"),
         *_pointers("ends"),
+    ]
+
+
+class GatedExperts(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("dtype rows hidden inner experts each"),
+        *_pointers("a"),
+        *_numbers("a_stride"),
+        *_pointers("chosen weights gate_up gate_up_bias down down_bias out places sorted between"),
+    ]
+
+
+class Rotation(ctypes.Structure):
+    _fields_: ClassVar = [
+        *_numbers("dtype rows heads head_dim"),
+        *_pointers("x"),
+        *_numbers("row_stride head_stride"),
+        *_pointers("cosines sines out"),
     ]
 
 

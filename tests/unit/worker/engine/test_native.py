@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from services.worker.engine.kv_dtype import FP8, converted
 from services.worker.engine.native.library import Kernels, native_kernels, packed_shape
@@ -110,6 +111,44 @@ def test_each_group_of_rows_is_multiplied_with_its_dense_matrix(
         group = int(groups[row])
         alone = kernels.products(x[row : row + 1], matrices[group], bias[group])
         assert torch.equal(alone[0], found[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+def test_experts_are_gated_and_weighted(kernels: Kernels, dtype: torch.dtype, *, biased: bool) -> None:
+    """A row also gives the same bits alone; a number of no expert adds nothing."""
+    torch.manual_seed(8)
+    rows, hidden, inner, count, each = 37, 44, 19, 5, 3
+    x = torch.randn(rows, hidden + 3).to(dtype)[:, :hidden]
+    enter, leave = ((torch.randn(count, *s) / 6).to(dtype) for s in ((2 * inner, hidden), (hidden, inner)))
+    biases = [torch.randn(count, size).to(dtype) if biased else None for size in (2 * inner, hidden)]
+    chosen = torch.stack([torch.randperm(count)[:each] for _ in range(rows)])
+    chosen[3, 1] = count
+    weights = torch.rand(rows, each)
+    matrices = (enter, biases[0]), (leave, biases[1])
+    found = kernels.experts(x, chosen, weights, *matrices)
+    wanted = torch.zeros(rows, hidden, dtype=torch.float64)
+    for row, j in ((r, j) for r in range(rows) for j in range(each) if chosen[r, j] < count):
+        expert = chosen[row, j]
+        enter_bias, leave_bias = (0 if bias is None else bias[expert].double() for bias in biases)
+        gate, up = (enter[expert].double() @ x[row].double() + enter_bias).chunk(2)
+        out = leave[expert].double() @ (torch.nn.functional.silu(gate) * up) + leave_bias
+        wanted[row] += weights[row, j].double() * out
+    assert ((found.double() - wanted).abs() <= wanted.abs().max() * torch.finfo(dtype).eps * 8).all()
+    for row in (0, 3, rows - 1):
+        one = slice(row, row + 1)
+        assert torch.equal(kernels.experts(x[one], chosen[one], weights[one], *matrices)[0], found[row])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 18])
+def test_heads_are_rotated_as_transformers_does(kernels: Kernels, dtype: torch.dtype, head_dim: int) -> None:
+    q_1NTH, k_1KTH = (torch.randn(1, 7, heads, head_dim).to(dtype).transpose(1, 2) for heads in (4, 2))
+    angles = torch.randn(1, 7, head_dim // 2).repeat(1, 1, 2).to(dtype)
+    cos, sin = angles.cos(), angles.sin()
+    for heads, wanted in zip((q_1NTH, k_1KTH), apply_rotary_pos_emb(q_1NTH, k_1KTH, cos, sin), strict=True):
+        found = kernels.rotated(heads[0].transpose(0, 1), cos[0], sin[0]).transpose(0, 1)[None]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=torch.finfo(dtype).eps * 8)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

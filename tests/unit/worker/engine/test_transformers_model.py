@@ -3,6 +3,7 @@ refusals.
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from ballast.common.errors import ConfigError
 from services.worker.engine.choice import own_config
 from services.worker.engine.describe import describe_model
 from services.worker.engine.load import load_engine
+from services.worker.engine.native.library import Kernels
 from services.worker.engine.transformers_model import TransformersDecoder, TransformersModel
-from tests.support.engine import Job, generate
+from tests.support.engine import NEEDS_NATIVE, Job, generate
 from tests.support.families import greedy_alone, made_random, write_family
 from tests.support.model_types import small_configuration
 from tools.model.tiny import make_tiny
@@ -54,6 +56,40 @@ def test_our_classes_serve_supported_models_up_to_the_window(tiny: Path, experts
     with load_engine(windowed, device_memory_bytes=MEMORY_BYTES, max_model_len=64) as engine:
         assert engine.implementation.name == "transformers"
         assert [kind.window for kind in engine.implementation.kinds] == [32, 32]
+
+
+@NEEDS_NATIVE
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("mixtral", {"products", "rms_norm", "rotated", "experts"}),
+        ("qwen3_moe", {"products", "rms_norm", "rotated", "experts"}),
+        ("gemma", {"products", "rotated"}),  # norms of another kind
+        ("gpt_oss", {"products"}),  # norms, rotations and experts of other kinds
+        ("nanochat", {"products"}),  # its `rotate_half` has other signs
+        ("gpt2", {"products"}),  # its head
+    ],
+)
+def test_modules_of_known_code_are_computed_by_the_kernels(
+    family: str, wanted: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: set[str] = set()
+
+    def counted(name: str) -> Callable[..., Any]:
+        inner = getattr(Kernels, name)
+
+        def call(*args: Any) -> Any:
+            called.add(name)
+            return inner(*args)
+
+        return call
+
+    for name in ("products", "rms_norm", "rotated", "experts"):
+        monkeypatch.setattr(Kernels, name, counted(name))
+    folder = write_family(family, tmp_path)
+    with load_engine(folder, dtype="float32", device_memory_bytes=MEMORY_BYTES, model_impl="transformers") as engine:
+        generate(engine, [Job(0, (5, 6, 7), 2)])
+    assert called == wanted
 
 
 def test_a_model_whose_layers_cannot_be_divided_serves_alone(experts: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,5 +225,5 @@ def test_a_model_that_computes_other_logits_than_its_decoder_is_refused(tmp_path
     config, cls = small_configuration("cohere2_vision")
     config.architectures = [cls.__name__]
     config.save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match="'cohere2_vision' is more than a decoder of text"):
+    with pytest.raises(ConfigError, match="'cohere2_vision' computes other logits for text"):
         load_engine(tmp_path, device_memory_bytes=MEMORY_BYTES)

@@ -9,7 +9,7 @@
 
 typedef int64_t i64;
 
-#define BALLAST_ABI 5
+#define BALLAST_ABI 6
 #define BALLAST_PANEL 32  // outputs side by side in a packed matrix
 
 enum Dtype : i64 { kFloat32 = 0, kFloat64 = 1, kBfloat16 = 2, kFp8e4m3 = 3 };  // the last one: KV only
@@ -98,6 +98,33 @@ struct Grouped {
   const i64* ends;  // one past the last row of each group
 };
 
+// out[t] = the sum over j of weights[t, j] * expert chosen[t, j] of a[t], an expert being down(SiLU(gate) * up).
+struct GatedExperts {
+  i64 dtype, rows, hidden, inner, experts, each;  // each: experts per row
+  const void* a;                                  // [rows, hidden], rows `a_stride` elements apart
+  i64 a_stride;
+  const i64* chosen;         // [rows, each]; numbers of no expert are left out
+  const void* weights;       // [rows, each], in float32 for bfloat16
+  const void* gate_up;       // [experts, 2 * inner, hidden], not packed
+  const void* gate_up_bias;  // [experts, 2 * inner] or null
+  const void* down;          // [experts, hidden, inner], not packed
+  const void* down_bias;     // [experts, hidden] or null
+  void* out;                 // [rows, hidden]
+  i64* places;               // scratch: experts + rows * each
+  void* sorted;              // scratch: [rows * each, hidden]
+  void* between;             // scratch: [rows * each, 2 * inner]
+};
+
+// out[t, n] = x[t, n] * cosines[t] + (-upper half of x[t, n], lower half) * sines[t]
+struct Rotation {
+  i64 dtype, rows, heads, head_dim;
+  const void* x;
+  i64 row_stride, head_stride;  // in elements
+  const void* cosines;          // [rows, head_dim], as are the sines
+  const void* sines;
+  void* out;  // [rows, heads, head_dim]
+};
+
 struct Sampling {
   i64 dtype;           // of the logits: float32 or float64
   const void* logits;  // [rows, V], rows `stride` elements apart
@@ -114,6 +141,8 @@ struct Table {
   const char* name;
   void (*gemm)(const Gemm*);
   void (*grouped)(const Grouped*);
+  void (*experts)(const GatedExperts*);
+  void (*rotate)(const Rotation*);
   void (*norm)(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps);
   void (*write_kv)(i64 dtype, i64 kv_dtype, void* kv, const void* k, const void* v, i64 stride, const i64* slots,
                    i64 rows, i64 row_elements, i64 block_tokens);

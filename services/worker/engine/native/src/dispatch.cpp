@@ -48,6 +48,10 @@ EXPORT void ballast_gemm(const Gemm* call) { table().gemm(call); }
 
 EXPORT void ballast_grouped(const Grouped* call) { table().grouped(call); }
 
+EXPORT void ballast_experts(const GatedExperts* call) { table().experts(call); }
+
+EXPORT void ballast_rotate(const Rotation* call) { table().rotate(call); }
+
 EXPORT void ballast_norm(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps) {
   table().norm(dtype, x, x_stride, weight, out, rows, width, eps);
 }

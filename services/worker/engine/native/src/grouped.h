@@ -20,13 +20,16 @@ struct GroupedCall {
 #else
   static constexpr int kRows = VECTOR_BYTES == 64 ? 6 : 3;  // 32 or 16 registers
 #endif
+  static constexpr int kLine = 64 / sizeof(T) < kLanes ? kLanes : 64 / sizeof(T);  // elements of a cache line
   static constexpr i64 kCachedBytes = 256 << 10;  // rows of `a` that stay in the second-level cache
   static constexpr i64 kPartBytes = 4096;         // inputs whose matrix rows stay in the first-level cache
   const Grouped& p;
 
+  // Meanwhile `ahead` rows of the matrix from `next` on, for a later tile, come from memory.
   template <int ROWS>
   static __attribute__((noinline)) void tile(const T* a, i64 a_stride, const T* matrix, i64 stride, i64 inputs, T* out,
-                                             i64 out_stride, i64 valid, const T* bias, bool add) {
+                                             i64 out_stride, i64 valid, const T* bias, bool add, const T* next,
+                                             int ahead) {
     V c[ROWS][kOutputs];
     const T* b[kOutputs];
 #pragma GCC unroll 8
@@ -34,19 +37,24 @@ struct GroupedCall {
 #pragma GCC unroll 8
     for (int m = 0; m < ROWS; m++)
       for (int n = 0; n < kOutputs; n++) c[m][n] = V{};
-    i64 k = 0;
-    for (; k + kLanes <= inputs; k += kLanes) {
+    auto step = [&](i64 k) __attribute__((always_inline)) {
       V x[ROWS];
 #pragma GCC unroll 8
       for (int m = 0; m < ROWS; m++) x[m] = load(a + m * a_stride + k);
 #pragma GCC unroll 8
       for (int n = 0; n < kOutputs; n++) {
         V y = load(b[n] + k);
-        prefetch(b[n] + k + kOutputs * stride);  // for the next tile of outputs
 #pragma GCC unroll 8
         for (int m = 0; m < ROWS; m++) c[m][n] = x[m] * y + c[m][n];
       }
+    };
+    i64 k = 0;
+    for (; k + kLine <= inputs; k += kLine) {
+      for (int n = 0; n < ahead; n++) prefetch(next + n * stride + k);
+#pragma GCC unroll 8
+      for (int j = 0; j < kLine; j += kLanes) step(k + j);
     }
+    for (; k + kLanes <= inputs; k += kLanes) step(k);
     if (k < inputs)
       for (int n = 0; n < kOutputs; n++) {
         V y = load_part(b[n] + k, inputs - k);
@@ -76,10 +84,11 @@ struct GroupedCall {
 
   template <int ROWS = kRows>
   INLINE void tile_of(int rows, const T* a, i64 a_stride, const T* matrix, i64 stride, i64 inputs, T* out,
-                      i64 out_stride, i64 valid, const T* bias, bool add) {
-    if (rows == ROWS) return tile<ROWS>(a, a_stride, matrix, stride, inputs, out, out_stride, valid, bias, add);
+                      i64 out_stride, i64 valid, const T* bias, bool add, const T* next, int ahead) {
+    if (rows == ROWS)
+      return tile<ROWS>(a, a_stride, matrix, stride, inputs, out, out_stride, valid, bias, add, next, ahead);
     if constexpr (ROWS > 1)
-      tile_of<ROWS - 1>(rows, a, a_stride, matrix, stride, inputs, out, out_stride, valid, bias, add);
+      tile_of<ROWS - 1>(rows, a, a_stride, matrix, stride, inputs, out, out_stride, valid, bias, add, next, ahead);
   }
 
   // Computes outputs [begin, end) for a group's rows. The inputs are split into parts unless results are bfloat16.
@@ -96,9 +105,12 @@ struct GroupedCall {
           i64 count = least(height, last - row), tiles = (count + kRows - 1) / kRows;
           for (i64 t = 0, at = row; t < tiles; t++) {
             i64 some = count / tiles + (t < count % tiles);
+            // The tiles share the prefetching for the next outputs.
+            i64 from = t * kOutputs / tiles, until = (t + 1) * kOutputs / tiles;
             tile_of((int)some, (const T*)p.a + at * p.a_stride + k, p.a_stride, matrix + n * p.inputs + k, p.inputs,
                     least(width, p.inputs - k), (T*)p.out + at * p.outputs + n, p.outputs,
-                    least(kOutputs, p.outputs - n), k ? nullptr : (bias ? bias + n : nullptr), k > 0);
+                    least(kOutputs, p.outputs - n), k ? nullptr : (bias ? bias + n : nullptr), k > 0,
+                    matrix + (n + kOutputs + from) * p.inputs + k, (int)(until - from));
             at += some;
           }
         }

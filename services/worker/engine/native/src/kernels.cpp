@@ -1,6 +1,5 @@
 // The kernels for one instruction set: compiled once for each, with ISA naming it and VECTOR_BYTES its width.
-#include "layer.h"
-#include "grouped.h"
+#include "experts.h"
 #include "sampler.h"
 
 namespace {
@@ -33,6 +32,14 @@ void gemm(const Gemm* g) {
 
 void grouped(const Grouped* p) {
   with_type(p->dtype, [&](auto* t) { GroupedCall<STORED(t)>{*p}.run(); });
+}
+
+void experts(const GatedExperts* p) {
+  with_type(p->dtype, [&](auto* t) { ExpertsCall<STORED(t)>{*p}.run(); });
+}
+
+void rotate_heads(const Rotation* p) {
+  with_type(p->dtype, [&](auto* t) { rotate_all<STORED(t)>(*p); });
 }
 
 void norm(i64 dtype, const void* x, i64 x_stride, const void* weight, void* out, i64 rows, i64 width, double eps) {
@@ -101,4 +108,4 @@ void unpack(i64 dtype, const void* packed, const i64* chosen, i64 count, i64 inp
 #define TEXT(name) TEXT_(name)
 
 extern "C" __attribute__((visibility("hidden"))) const Table TABLE(ISA);
-extern "C" const Table TABLE(ISA) = {TEXT(ISA), gemm, grouped, norm, write_kv, attend, run_layers, pack, sample, rank, unpack};
+extern "C" const Table TABLE(ISA) = {TEXT(ISA), gemm, grouped, experts, rotate_heads, norm, write_kv, attend, run_layers, pack, sample, rank, unpack};

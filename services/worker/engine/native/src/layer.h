@@ -87,19 +87,31 @@ void norm_rows(const T* x, i64 x_stride, const T* weight, T* out, i64 rows, i64 
   });
 }
 
-// x * cos + swapped halves of x * sin; `table` has the cosines and then the sines of a position.
+// x * cos + swapped halves of x * sin, with the first half of the sines multiplied by `sign`. `out` may be `x`.
 template <class T>
-INLINE void rotate(T* x, const T* table, i64 head_dim) {
-  constexpr int lanes = Vec<typename Type<T>::compute>::lanes;
+INLINE void rotate(const T* x, T* out, const T* cosines, const T* sines, int sign, i64 head_dim) {
+  typedef typename Type<T>::compute C;
+  constexpr int lanes = Vec<C>::lanes;
   i64 half = head_dim / 2;
-  const T* sines = table + head_dim;
   for (i64 d = 0; d < half; d += lanes) {
     auto low = load_part(x + d, half - d), high = load_part(x + half + d, half - d);
-    auto new_low = high * load_part(sines + d, half - d) + low * load_part(table + d, half - d);
-    auto new_high = low * load_part(sines + half + d, half - d) + high * load_part(table + half + d, half - d);
-    store_part(x + d, new_low, half - d);
-    store_part(x + half + d, new_high, half - d);
+    auto sine = load_part(sines + d, half - d) * splat((C)sign);
+    auto new_low = high * sine + low * load_part(cosines + d, half - d);
+    auto new_high = low * load_part(sines + half + d, half - d) + high * load_part(cosines + half + d, half - d);
+    store_part(out + d, new_low, half - d);
+    store_part(out + half + d, new_high, half - d);
   }
+}
+
+template <class T>
+void rotate_all(const Rotation& p) {
+  i64 width = p.heads * p.head_dim;
+  parallel(p.rows, most(1, (1 << 16) / width), [=](i64 begin, i64 end) {
+    for (i64 r = begin; r < end; r++)
+      for (i64 n = 0; n < p.heads; n++)
+        rotate((const T*)p.x + r * p.row_stride + n * p.head_stride, (T*)p.out + r * width + n * p.head_dim,
+               (const T*)p.cosines + r * p.head_dim, (const T*)p.sines + r * p.head_dim, -1, p.head_dim);
+  });
 }
 
 template <class T>
@@ -167,7 +179,7 @@ struct LayerCall {
       T* head = heads + n * m.head_dim;
       const T* norm = (const T*)(n < m.heads ? layer.query_norm : layer.key_norm);
       if (norm) norm_row(head, norm, head, m.head_dim, (float)m.eps);
-      rotate(head, table, m.head_dim);
+      rotate(head, head, table, table + m.head_dim, 1, m.head_dim);
     }
   }
 
