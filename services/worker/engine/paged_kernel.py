@@ -129,26 +129,18 @@ def _attend(
     best = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     gathered = tl.zeros([TILE_QUERIES, HEAD_PAD], tl.float32)
-    for start in range(context_from, context_to, TILE_TOKENS):
-        tokens = start + tl.arange(0, TILE_TOKENS)
-        present = tokens < context_to
-        blocks = tl.load(tables_ptr + table * table_width + tokens // BLOCK_TOKENS, mask=present, other=0)
-        k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
-        k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
-        readable = present[:, None] & (dims < HEAD_DIM)[None, :]
-        k = from_kv(tl.load(kv_ptr + k_at, mask=readable, other=0.0), q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * (scale * LOG2_E)
-        visible = tokens[None, :] <= positions[:, None]
-        scores = tl.where(visible, scores, float("-inf"))
-        # Rows past the tile's end attend too, so that no row is ever all -inf.
-        new_best = tl.maximum(best, tl.max(scores, 1))
-        shrink = tl.exp2(best - new_best)
-        weights = tl.exp2(scores - new_best[:, None])
-        v_at = k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM
-        v = from_kv(tl.load(kv_ptr + v_at, mask=readable, other=0.0), q.dtype)
-        gathered = gathered * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
-        total = total * shrink + tl.sum(weights, 1)
-        best = new_best
+    # All rows see all tokens up to the first one's position: no masks there, which are a quarter of the instructions.
+    whole_to = tl.maximum(context_from, tl.minimum(context_to, first_position + 1) // TILE_TOKENS * TILE_TOKENS)
+    for start in range(context_from, whole_to, TILE_TOKENS):
+        best, total, gathered = _take(
+            start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width, kv_head,
+            dims, scale * LOG2_E, base_block, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_TOKENS, PRECISION, False,
+        )  # fmt: skip
+    for start in range(whole_to, context_to, TILE_TOKENS):
+        best, total, gathered = _take(
+            start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width, kv_head,
+            dims, scale * LOG2_E, base_block, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_TOKENS, PRECISION, True,
+        )  # fmt: skip
 
     result = gathered / total[:, None]
     part = -1
@@ -161,6 +153,58 @@ def _attend(
         heads_at = part.to(tl.int64) * KV_HEADS * GROUPS + query_heads
         tl.store(parts_ptr + heads_at[:, None] * HEAD_DIM + dims[None, :], result, mask=live)
         tl.store(weights_ptr + heads_at, best + tl.log2(total), mask=query_rows < rows)
+
+
+@triton.jit
+def _take(
+    start,
+    context_to,
+    q,
+    positions,
+    best,
+    total,
+    gathered,
+    kv_ptr,
+    table_ptr,
+    kv_head,
+    dims,
+    scale,
+    base_block,
+    KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    BLOCK_TOKENS: tl.constexpr,
+    TILE_TOKENS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,  # False: all rows see all of these tokens
+):
+    """Take in the context's tokens from `start` on. Returns `best` score, `total` weight and `gathered` values."""
+    tokens = start + tl.arange(0, TILE_TOKENS)
+    readable = (dims < HEAD_DIM)[None, :]
+    if MASKED:
+        present = tokens < context_to
+        readable = present[:, None] & readable
+        blocks = tl.load(table_ptr + tokens // BLOCK_TOKENS, mask=present, other=0)
+    else:
+        blocks = tl.load(table_ptr + tokens // BLOCK_TOKENS)
+    k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
+    k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
+    v_at = k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM
+    if MASKED or HEAD_DIM != HEAD_PAD:
+        k = tl.load(kv_ptr + k_at, mask=readable, other=0.0)
+        v = tl.load(kv_ptr + v_at, mask=readable, other=0.0)
+    else:
+        k, v = tl.load(kv_ptr + k_at), tl.load(kv_ptr + v_at)
+    scores = tl.dot(q, tl.trans(from_kv(k, q.dtype)), input_precision=PRECISION)
+    if MASKED:
+        scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
+    # Rows past the tile's end attend too, so that no row is ever all -inf.
+    new_best = tl.maximum(best, tl.max(scores, 1) * scale)
+    shrink = tl.exp2(best - new_best)
+    weights = tl.exp2(scores * scale - new_best[:, None])
+    v = from_kv(v, q.dtype)
+    gathered = gathered * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+    return new_best, total * shrink + tl.sum(weights, 1), gathered
 
 
 @triton.jit

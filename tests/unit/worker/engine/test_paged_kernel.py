@@ -49,7 +49,7 @@ def compiled(
         "scale": "fp32",
         "base_block": "i32",
     }
-    attention = CudaAttention(8 * groups, 8, head_dim, dtype, torch.device("cuda"))
+    attention = CudaAttention(8 * groups, 8, head_dim, dtype, torch.device("cuda"), divmod(capability, 10))
     return compiled_kernel.compiled(kernel, given, attention.constants(BLOCK_TOKENS, chunks=chunks), capability)
 
 
@@ -72,6 +72,20 @@ def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_di
             assert kernel.spilled_bytes <= (32 if capability == 80 else 0), which
             if capability == 90 and chunks:
                 assert "wgmma.mma_async" in kernel.ptx, which
+
+
+@pytest.mark.parametrize(("capability", "most"), [(80, 24.0), (90, 9.0), (100, 11.0)])
+def test_a_chunk_takes_few_instructions_for_each_score(capability: int, most: float) -> None:
+    """Of a thread, for a query and a token that it sees, heads of 128. An H100 issues 128 in the time of 8 products of
+    these: with more than 16 it would wait for them.
+    """
+    attention = CudaAttention(32, 8, 128, torch.bfloat16, torch.device("cuda"), divmod(capability, 10))
+    tile = attention.constants(BLOCK_TOKENS, chunks=True)
+    kernel = compiled(capability, torch.bfloat16, 4, 128, chunks=True)
+    threads, scores = 32 * tile["num_warps"], tile["TILE_QUERIES"] * tile["TILE_TOKENS"]
+    taken = kernel.loop_instructions * threads / scores
+    print(f"\nsm_{capability}: {taken:.2f}")
+    assert taken <= most
 
 
 @pytest.mark.rotating
