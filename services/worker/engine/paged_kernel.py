@@ -129,13 +129,16 @@ def _attend(
     best = tl.full([TILE_QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([TILE_QUERIES], tl.float32)
     gathered = tl.zeros([TILE_QUERIES, HEAD_PAD], tl.float32)
-    # All rows see all tokens up to the first one's position: no masks there, which are a quarter of the instructions.
-    whole_to = tl.maximum(context_from, tl.minimum(context_to, first_position + 1) // TILE_TOKENS * TILE_TOKENS)
-    for start in range(context_from, whole_to, TILE_TOKENS):
-        best, total, gathered = _take(
-            start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width, kv_head,
-            dims, scale * LOG2_E, base_block, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_TOKENS, PRECISION, False,
-        )  # fmt: skip
+    whole_to = context_from
+    if PRECISION != "ieee":  # float32 has no registers for a second loop
+        # All rows see all tokens up to the first one's position: no masks there, a third of the instructions.
+        whole_to = tl.maximum(context_from, tl.minimum(context_to, first_position + 1) // TILE_TOKENS * TILE_TOKENS)
+        for start in range(context_from, whole_to, TILE_TOKENS):
+            best, total, gathered = _take(
+                start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width,
+                kv_head, dims, scale * LOG2_E, base_block, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_TOKENS,
+                PRECISION, False,
+            )  # fmt: skip
     for start in range(whole_to, context_to, TILE_TOKENS):
         best, total, gathered = _take(
             start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width, kv_head,
@@ -190,11 +193,8 @@ def _take(
     k_rows = (blocks - base_block).to(tl.int64) * (2 * BLOCK_TOKENS) + tokens % BLOCK_TOKENS
     k_at = (k_rows[:, None] * KV_HEADS + kv_head) * HEAD_DIM + dims[None, :]
     v_at = k_at + BLOCK_TOKENS * KV_HEADS * HEAD_DIM
-    if MASKED or HEAD_DIM != HEAD_PAD:
-        k = tl.load(kv_ptr + k_at, mask=readable, other=0.0)
-        v = tl.load(kv_ptr + v_at, mask=readable, other=0.0)
-    else:
-        k, v = tl.load(kv_ptr + k_at), tl.load(kv_ptr + v_at)
+    is_whole: tl.constexpr = (not MASKED) and HEAD_DIM == HEAD_PAD
+    k = tl.load(kv_ptr + k_at) if is_whole else tl.load(kv_ptr + k_at, mask=readable, other=0.0)
     scores = tl.dot(q, tl.trans(from_kv(k, q.dtype)), input_precision=PRECISION)
     if MASKED:
         scores = tl.where(tokens[None, :] <= positions[:, None], scores, float("-inf"))
@@ -202,6 +202,7 @@ def _take(
     new_best = tl.maximum(best, tl.max(scores, 1) * scale)
     shrink = tl.exp2(best - new_best)
     weights = tl.exp2(scores * scale - new_best[:, None])
+    v = tl.load(kv_ptr + v_at) if is_whole else tl.load(kv_ptr + v_at, mask=readable, other=0.0)
     v = from_kv(v, q.dtype)
     gathered = gathered * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
     return new_best, total * shrink + tl.sum(weights, 1), gathered
