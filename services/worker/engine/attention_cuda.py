@@ -26,7 +26,7 @@ _MOST_PARTS = 32  # parts of a decode's context: 256 programs with 8 KV heads, t
 # Limits of a recorded step. Programs without a tile are cheap but not free; a program with several tiles loops over
 # them.
 _MOST_TILES, _LEAST_PROGRAMS, _PROGRAMS_PER_ROW = 8192, 64, 2
-Capability = tuple[int, int]  # (9, 0): sm_90
+Capability = tuple[int, int]  # (9, 0) is sm_90
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -40,15 +40,20 @@ class Tiling(NamedTuple):
     chunk_stages: int = 3
 
 
-def tiling(dtype: torch.dtype, head_dim: int, capability: Capability) -> Tiling:
-    if dtype != torch.float32 and head_dim <= 128 and capability >= (9, 0):
-        # A score takes 28 % fewer instructions than in tiles of 64 by 64. An A100 would spill.
-        return Tiling(32 if head_dim <= 64 else 64, 128, 128, chunk_warps=8, chunk_stages=2)
+def tiling(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, capability: Capability) -> Tiling:
+    """Tile sizes for a GPU. Chunks get large tiles where registers and shared memory suffice: on sm_90 and sm_100, not
+    on sm_80, and not on sm_120, which has 99 KiB of shared memory.
+    """
     if dtype == torch.float32:
         return Tiling(32, 32 if head_dim <= 128 else 16, 32)
-    if head_dim <= 64:
-        return Tiling(32, 64, 64)
-    return Tiling(64, 64, 64) if head_dim <= 128 else Tiling(32, 32, 32)
+    if head_dim > 128:
+        return Tiling(32, 32, 32)
+    decode_tokens = 32 if head_dim <= 64 else 64
+    if capability[0] not in (9, 10):
+        return Tiling(decode_tokens, 64, 64)
+    # float8 is converted in registers, and heads of other sizes lack aligned addresses: more tokens would spill.
+    chunk_tokens = 64 if (kv_dtype == FP8 and head_dim > 64) or head_dim % 16 else 128
+    return Tiling(decode_tokens, 128, chunk_tokens, chunk_warps=8, chunk_stages=2)
 
 
 class CudaAttention:
@@ -63,12 +68,13 @@ class CudaAttention:
         head_dim: int,
         dtype: torch.dtype,
         device: torch.device,
+        *,
+        kv_dtype: torch.dtype | None = None,
         capability: Capability | None = None,
     ) -> None:
-        """`capability`: None: the device's.
+        """`kv_dtype`: of the KV cache, if not `dtype`. `capability`: of the GPU to tile for, if not the device's.
 
-        Raises:
-            ConfigError: triton is not installed, or the kernel does not support the dtype.
+        Raises ConfigError if triton is not installed or the kernel does not support the dtype.
         """
         if dtype not in _DTYPES:
             raise ConfigError("dtype", f"{dtype} runs on the cpu device only, use float32, bfloat16 or float16 on cuda")
@@ -82,7 +88,7 @@ class CudaAttention:
         self._kv_head_count = kv_head_count
         self._head_dim = head_dim
         self._dtype = dtype
-        self._tiling = tiling(dtype, head_dim, capability or _capability(device))
+        self._tiling = tiling(dtype, kv_dtype or dtype, head_dim, capability or _capability(device))
         self._device = device
 
     def prepare(self, step: PackedStep) -> "CudaAttentionStep":
@@ -380,7 +386,7 @@ def _has_fp8(device: torch.device) -> bool:
 
 @functools.cache
 def _capability(device: torch.device) -> Capability:
-    """What the device's instructions are; where kernels are interpreted, the newest."""
+    """The device's compute capability. On a CPU, where kernels are interpreted, that of sm_100."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (10, 0)
 
 

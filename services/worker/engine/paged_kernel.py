@@ -130,10 +130,11 @@ def _attend(
     total = tl.zeros([TILE_QUERIES], tl.float32)
     gathered = tl.zeros([TILE_QUERIES, HEAD_PAD], tl.float32)
     whole_to = context_from
-    if PRECISION != "ieee":  # float32 has no registers for a second loop
-        # All rows see all tokens up to the first one's position: no masks there, a third of the instructions.
-        whole_to = tl.maximum(context_from, tl.minimum(context_to, first_position + 1) // TILE_TOKENS * TILE_TOKENS)
-        for start in range(context_from, whole_to, TILE_TOKENS):
+    # Every row sees every token up to the first row's position, so those tiles need no mask, which saves a third of the
+    # instructions. Decodes are bound by memory, and float32 lacks the registers for a second loop.
+    if not SPLITS and PRECISION != "ieee":
+        whole_to = (first_position + 1) // TILE_TOKENS * TILE_TOKENS
+        for start in range(0, whole_to, TILE_TOKENS):
             best, total, gathered = _take(
                 start, context_to, q, positions, best, total, gathered, kv_ptr, tables_ptr + table * table_width,
                 kv_head, dims, scale * LOG2_E, base_block, KV_HEADS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_TOKENS,
@@ -179,9 +180,9 @@ def _take(
     BLOCK_TOKENS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     PRECISION: tl.constexpr,
-    MASKED: tl.constexpr,  # False: all rows see all of these tokens
+    MASKED: tl.constexpr,  # False: every row sees every one of these tokens
 ):
-    """Take in the context's tokens from `start` on. Returns `best` score, `total` weight and `gathered` values."""
+    """Attend to one tile of context tokens. Returns the updated best scores, total weights and gathered values."""
     tokens = start + tl.arange(0, TILE_TOKENS)
     readable = (dims < HEAD_DIM)[None, :]
     if MASKED:
