@@ -38,6 +38,7 @@ class Tiling(NamedTuple):
     chunk_tokens: int
     chunk_warps: int = 4
     chunk_stages: int = 3
+    chunk_unmasked: bool = False  # most tiles need no mask: saves instructions, takes registers
 
 
 def tiling(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, capability: Capability) -> Tiling:
@@ -53,7 +54,7 @@ def tiling(dtype: torch.dtype, kv_dtype: torch.dtype, head_dim: int, capability:
         return Tiling(decode_tokens, 64, 64)
     # float8 is converted in registers, and heads of other sizes lack aligned addresses: more tokens would spill.
     chunk_tokens = 64 if (kv_dtype == FP8 and head_dim > 64) or head_dim % 16 else 128
-    return Tiling(decode_tokens, 128, chunk_tokens, chunk_warps=8, chunk_stages=2)
+    return Tiling(decode_tokens, 128, chunk_tokens, chunk_warps=8, chunk_stages=2, chunk_unmasked=True)
 
 
 class CudaAttention:
@@ -172,6 +173,7 @@ class CudaAttention:
             "TILE_QUERIES": max(_MIN_DOT, power_of_two(rows * self._groups)),
             "TILE_TOKENS": self._tiling.chunk_tokens if chunks else self._tiling.decode_tokens,
             "SPLITS": not chunks,
+            "UNMASKED": chunks and self._tiling.chunk_unmasked,
             "num_warps": self._tiling.chunk_warps if chunks else 4,
             "num_stages": self._tiling.chunk_stages if chunks else 3,
             "PRECISION": "ieee" if self._dtype == torch.float32 else "tf32",

@@ -61,6 +61,7 @@ def paged_attention(
     TILE_QUERIES: tl.constexpr,  # rows x GROUPS, padded
     TILE_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,  # True: tiles are decodes, whose contexts may be split
+    UNMASKED: tl.constexpr,  # True: a loop of its own, without masks, for the tokens that every row of a tile sees
     PRECISION: tl.constexpr,
 ):
     """Attention of tiles. One program per KV head and tile; with SPLITS a program loops over several tiles."""
@@ -71,13 +72,13 @@ def paged_attention(
             _attend(
                 tile, out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
                 table_width, scale, base_block, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES,
-                TILE_TOKENS, SPLITS, PRECISION,
+                TILE_TOKENS, SPLITS, UNMASKED, PRECISION,
             )  # fmt: skip
     else:
         _attend(
             tl.program_id(0), out_ptr, q_ptr, kv_ptr, tables_ptr, tiles_ptr, parts_ptr, weights_ptr, q_row_stride,
             table_width, scale, base_block, KV_HEADS, GROUPS, HEAD_DIM, HEAD_PAD, BLOCK_TOKENS, TILE_QUERIES,
-            TILE_TOKENS, SPLITS, PRECISION,
+            TILE_TOKENS, SPLITS, UNMASKED, PRECISION,
         )  # fmt: skip
 
 
@@ -103,6 +104,7 @@ def _attend(
     TILE_QUERIES: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
     SPLITS: tl.constexpr,
+    UNMASKED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     kv_head = tl.program_id(1)
@@ -130,9 +132,8 @@ def _attend(
     total = tl.zeros([TILE_QUERIES], tl.float32)
     gathered = tl.zeros([TILE_QUERIES, HEAD_PAD], tl.float32)
     whole_to = context_from
-    # Every row sees every token up to the first row's position, so those tiles need no mask, which saves a third of the
-    # instructions. Decodes are bound by memory, and float32 lacks the registers for a second loop.
-    if not SPLITS and PRECISION != "ieee":
+    if UNMASKED:
+        # Every row sees every token up to the first row's position.
         whole_to = (first_position + 1) // TILE_TOKENS * TILE_TOKENS
         for start in range(0, whole_to, TILE_TOKENS):
             best, total, gathered = _take(

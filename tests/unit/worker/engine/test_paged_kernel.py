@@ -92,8 +92,8 @@ def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_di
             kernel = compiled(capability, torch.bfloat16, groups, head_dim, chunks=chunks)
             which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
             assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
-            # An A100 may spill some bytes: its matrix units read operands from registers only.
-            assert kernel.spilled_bytes <= (40 if capability == 80 else 0), which
+            # An A100 may spill a dozen bytes: its matrix units read operands from registers only.
+            assert kernel.spilled_bytes <= (32 if capability == 80 else 0), which
             if capability == 90 and chunks:
                 assert "wgmma.mma_async" in kernel.ptx, which
             if chunks and (groups, head_dim) == (4, 128):
@@ -101,7 +101,7 @@ def test_bfloat16_fits_into_registers_and_shared_memory(capability: int, head_di
                 threads, scores = 32 * tile["num_warps"], tile["TILE_QUERIES"] * tile["TILE_TOKENS"]
                 taken = kernel.loop_instructions * threads / scores
                 print(f"\nsm_{capability}: {taken:.2f} instructions for each score")
-                assert taken <= {80: 24.0, 90: 9.0, 100: 11.0}[capability]
+                assert taken <= {80: 30.0, 90: 9.0, 100: 11.0}[capability]
 
 
 @pytest.mark.rotating
@@ -124,7 +124,7 @@ def test_kv_in_float8_fits_as_well(capability: int, head_dim: int) -> None:
         kernel = compiled(capability, torch.bfloat16, groups, head_dim, chunks=chunks, kv=STORED_FP8[capability])
         which = f"sm_{capability}, heads of {head_dim}, {groups} to a KV head, chunks: {chunks}"
         assert kernel.shared_bytes <= SHARED_LIMIT_BYTES[capability], which
-        assert kernel.spilled_bytes <= (40 if capability == 80 else 0), which
+        assert kernel.spilled_bytes == 0, which
         assert ("e4m3x2" in kernel.ptx) == (capability >= 90), which
     fused = importlib.import_module("services.worker.engine.fused_kernels")
     given = signatures(torch.bfloat16)[1] | {"kv_ptr": STORED_FP8[capability]}
@@ -156,6 +156,7 @@ def test_tiles_of_prompts_are_as_large_as_registers_allow(
 ) -> None:
     chosen = tiling(torch.bfloat16, kv_dtype, head_dim, capability)
     assert (chosen.chunk_queries, chosen.chunk_tokens) == tile
+    assert chosen.chunk_unmasked == (capability[0] in (9, 10) and head_dim <= 128)  # sm_80 would spill
 
 
 @pytest.mark.parametrize("capability", SHARED_LIMIT_BYTES)
